@@ -47,6 +47,7 @@ FLAGS = {
     "--ranks --draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
+    "explain": "--url --key",
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",

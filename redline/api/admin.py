@@ -12,6 +12,7 @@ from redline.api.app import Border, json_response
 from redline.api.config import ApiConfig
 from redline.api.edge import Edge
 from redline.api.gateway import Gateway
+from redline.api.stories import MOST_JOBS
 
 
 def create_admin_app(
@@ -29,6 +30,7 @@ def create_admin_app(
     admin = _Admin(gateway, edge, drain, replace)
     routes = [
         Route("/admin/status", admin.status),
+        Route("/admin/requests/{id:path}", admin.request),
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/reload", admin.reload, methods=["POST"]),
         Route("/admin/workers/{name}/replace", admin.replace, methods=["POST"]),
@@ -88,6 +90,15 @@ class _Admin:
                 },
             }
         )
+
+    async def request(self, request: Request) -> Response:
+        """Who got the jobs of a request, why, what was expected of it and what came."""
+        id = request.path_params["id"]
+        stories = self._gateway.stories.of(id)
+        if not stories:
+            known = f"the last {MOST_JOBS:,} jobs are kept, and none from before the start"
+            return json_response({"error": f"nothing is known of request {id}: {known}"}, 404)
+        return json_response({"request": id, "jobs": [story.told() for story in stories]})
 
     async def drain(self, request: Request) -> Response:
         """Take no new requests, let running answers end within drain_s, and end the server."""

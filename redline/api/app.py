@@ -204,6 +204,7 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
     account: Account | None = scope.get("account")
     prompt = 0 if generation is None else sum(map(len, generation.prompts))
     said = 0 if generation is None else sum(lane.read for lane in generation.lanes)
+    workers = [] if generation is None else generation.workers
     if json_lines:
         line = {
             "method": scope["method"],
@@ -212,6 +213,7 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
             "ms": round(seconds * 1000, 1),
             "prompt_tokens": prompt,
             "completion_tokens": said,
+            "workers": workers,
             "key": None if account is None else account.name,
             "id": request_id.decode(),
             "complete": complete,
@@ -220,12 +222,13 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
         return
     access_log.log(
         level,
-        "%s %s %s, %.0f ms%s%s, id %s%s",
+        "%s %s %s, %.0f ms%s%s%s, id %s%s",
         scope["method"],
         path,
         status or "-",
         seconds * 1000,
         "" if generation is None else f", tokens {prompt} + {said}",
+        f", on {', '.join(workers)}" if workers else "",
         "" if account is None else f", key {account.name}",
         request_id.decode(),
         "" if complete else ", the client left",

@@ -10,7 +10,6 @@ prompt, answer and seed, and decoder and parser are here, so the stream goes on 
 import asyncio
 import functools
 import logging
-import math
 import secrets
 import threading
 import time
@@ -29,6 +28,7 @@ from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
+from redline.api.stories import Stories, Story
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -46,19 +46,19 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
-from redline.route.links import Link, Links
+from redline.route.links import Link, Links, Route
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Failed, Load, Ready, Role
+from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role
 from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
-MOST_MOVES = 3  # of a job from one worker to the next; a job that has ended so many may be the reason
+MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
 
 log = logging.getLogger("redline.api")
 
@@ -105,9 +105,10 @@ class Gateway:
         self._style = style
         self._limits = limits
         self._resume_s = resume_s
-        self._looked_at = -math.inf
+        self._looked_at: float | None = None
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
+        self.stories = Stories()
         self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
@@ -196,6 +197,12 @@ class Gateway:
                 self.metrics.load(message, link.name)
             case Beat():
                 link.heard(message, self._clock())
+            case Knock():
+                pass  # had anything before it been lost, there would be a Missed
+            case Missed():
+                self._missed(link, message.messages)
+            case Cached():
+                self.links.cached(link, message)
             case Ready():
                 if (why_not := self.links.speaks(link, message)) is not None:
                     self.lose(link, why_not)
@@ -217,10 +224,14 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             lane.cached_tokens = delta.cached_tokens
+            if lane.route is not None and delta.tokens:
+                work_s = max(0.0, now - lane.sent_at - (delta.queued_s or 0.0))
+                self.links.worked(lane.route, len(lane.job.tokens) - delta.cached_tokens, work_s)
             self._computed(lane)
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
+        lane.story.comes(delta, now)
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
         if tokens := len(delta.tokens):
@@ -244,6 +255,7 @@ class Gateway:
         lane.generation.push(lane, delta)
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
+        lane.story.ends(finish, lane.tokens, now)
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
         self.metrics.job_ended(len(lane.job.tokens), lane.tokens)
@@ -255,31 +267,57 @@ class Gateway:
         if lane.tokens > 1:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
 
-    def lose(self, link: Link, reason: str) -> None:
-        """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can."""
+    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
+        """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can.
+
+        asked: it was to end, which is none of its jobs' doing.
+        """
         if link.lost is None:
             jobs = sum(1 for lane in self._lanes.values() if lane.link is link)
             log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
             self.links.lose(link, reason)
-            self._tell_gone()
+            self._tell_gone(*self.links.newly_gone())
         for lane in [lane for lane in self._lanes.values() if lane.link is link]:
-            self._move(lane, reason)
+            self._move(lane, reason, blamed=not asked)
+
+    def _missed(self, link: Link, messages: int) -> None:
+        """A link was cut, and what was on the way is lost: a job, an abort, tokens. Nobody knows of which jobs, so all
+        of them go on as new ones, wherever they run next, and no handoff of the worker does."""
+        reason = f"{messages} messages were lost between it and others"
+        if link.ready is None:
+            if link.lost is None:  # it may have said that it is ready
+                self.lose(link, reason, asked=True)
+            return
+        lanes = [lane for lane in self._lanes.values() if lane.link is link]
+        log.warning("%s: %s; %d jobs move", link.name, reason, len(lanes))
+        self._tell_gone(link)
+        self.links.recall(link)
+        for lane in lanes:
+            link.outbox.put(Abort(job=lane.job.id))
+            self._move(lane, reason, blamed=False)
 
     def look(self) -> None:
         """To be called every LOOK_S: the jobs of workers that have fallen silent go on with others. Where this process
         was itself held up, what has been said meanwhile is still to be read, and nothing is concluded."""
         now = self._clock()
-        late, self._looked_at = now - self._looked_at > 2 * LOOK_S, now
-        if late:
+        before, self._looked_at = self._looked_at, now
+        if before is None:
             return
-        self._tell_gone()
+        if now - before > 2 * LOOK_S:
+            for link in self.links:
+                link.forgive(now - before)
+            return
+        for link in self.links:
+            if link.beat_at is not None and link.ready is not None and link.busy:
+                link.knock(now)
+        self._tell_gone(*self.links.newly_gone())
         for link in self.links.fallen_silent():
             for lane in [lane for lane in self._lanes.values() if lane.link is link]:
                 link.outbox.put(Abort(job=lane.job.id))  # should it ever go on
                 self._move(lane, f"{link.name} has not been heard of for {self.links.silent_s(link):.1f} s")
 
-    def _tell_gone(self) -> None:
-        for link in self.links.newly_gone():
+    def _tell_gone(self, *gone: Link) -> None:
+        for link in gone:
             for other in self.links:
                 if other.ready is not None and other is not link and other.ready.format:
                     other.outbox.put(Gone(worker=link.name, epoch=link.epoch))
@@ -292,13 +330,15 @@ class Gateway:
         for lane in list(self._stranded):
             self._fail(lane)
 
-    def _move(self, lane: "_Lane", reason: str) -> None:
-        """A job's worker cannot go on with it."""
+    def _move(self, lane: "_Lane", reason: str, *, blamed: bool = True) -> None:
+        """A job's worker cannot go on with it. blamed: the job may be why."""
         if lane.job.id not in self._lanes:
             return  # its answer has ended meanwhile
         self._leave(lane)
+        lane.moved_because = reason
         lane.moves += 1
-        if lane.moves > MOST_MOVES:
+        lane.blamed += blamed
+        if lane.blamed > MOST_MOVES:
             self._fail(lane)
             return
         # Under another name: what a worker still says or asks of the job as it was is about nobody's.
@@ -320,27 +360,25 @@ class Gateway:
 
     def _send_on(self, lane: "_Lane") -> None:
         """Sends a stranded job to a worker, with what has come of its answer, once there is one."""
-        if (link := self.links.pick()) is None:
+        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
+        if (route := self.links.route(job)) is None:
             return
         self._unstrand(lane)
-        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
         try:
-            self._send(lane, link, job)
+            self._send(lane, route, job)
         except MessageTooLarge:  # with its answer
             self._fail(lane)
 
-    def _send(self, lane: "_Lane", link: Link, job: Job) -> None:
+    def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
-        lane.link = link
-        link.jobs += 1
-        prefill = self.links.pick_prefill(link) if _is_worth(job) else None
-        if prefill is None:
-            link.outbox.put(job)
+        lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
+        self.links.sent(route, job)
+        lane.story.goes(route, lane.moved_because)
+        if route.prefill is None:
+            route.link.outbox.put(job)
             return
-        prefill.outbox.put(Prefill(job=job, to=link.as_other))
-        link.outbox.put(msgspec.structs.replace(job, pages_from=prefill.as_other))
-        lane.prefill = prefill
-        prefill.jobs += 1
+        route.prefill.outbox.put(Prefill(job=job, to=route.link.as_other))
+        route.link.outbox.put(msgspec.structs.replace(job, pages_from=route.prefill.as_other))
 
     def _leave(self, lane: "_Lane") -> None:
         if lane.link is not None:
@@ -349,9 +387,10 @@ class Gateway:
         self._computed(lane)
 
     def _computed(self, lane: "_Lane") -> None:
-        if lane.prefill is not None:
-            lane.prefill.jobs -= 1
-            lane.prefill = None
+        """Nobody has the prompt of a job to compute any more."""
+        if lane.route is not None:
+            self.links.computed(lane.route, lane.job.id)
+            lane.route = None
 
     def _unstrand(self, lane: "_Lane") -> None:
         if (timer := self._stranded.pop(lane, None)) is not None:
@@ -434,6 +473,7 @@ class Gateway:
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
+        self.stories.begin(caller.request_id, [lane.story for lane in generation.lanes])
         self.metrics.asked(ask.n, generation.lanes[0].job.sampling.max_tokens)
         if not self._waiting:
             self._served.begins()
@@ -443,10 +483,10 @@ class Gateway:
         try:
             for lane in generation.lanes:
                 if lane.job.id in self._lanes:  # else: it has ended meanwhile
-                    if (link := self.links.pick()) is None:
+                    if (route := self.links.route(lane.job)) is None:
                         self._strand(lane)
                     else:
-                        self._send(lane, link, lane.job)
+                        self._send(lane, route, lane.job)
                     self.metrics.prompt_tokens.inc(len(lane.job.tokens))
                 if len(lane.job.tokens) > INLINE_CHARS:
                     await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
@@ -544,7 +584,8 @@ class Gateway:
             if self.links.lost is not None:
                 raise WorkerLost("the worker has ended")
             raise Overloaded("the model is still loading", reason="loading")
-        if (silence := self.links.silence) is not None:
+        held_up = self._looked_at is not None and self._clock() - self._looked_at > 2 * LOOK_S  # and has not listened
+        if not held_up and (silence := self.links.silence) is not None:
             raise Overloaded(silence, reason="silent")
         return ready
 
@@ -640,12 +681,6 @@ class Gateway:
         )
 
 
-def _is_worth(job: Job) -> bool:
-    """Whether a prompt may be computed by one worker and its answer by another: it has pages, and the answer goes on
-    behind its first token."""
-    return bool(job.pages) and not job.answer and job.sampling.max_tokens > 1
-
-
 def _size(conversation: Conversation) -> int:
     """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
     size = 0
@@ -729,6 +764,7 @@ class _Lane:
     __slots__ = (
         "answer",
         "began",
+        "blamed",
         "cached_tokens",
         "choice",
         "decoder",
@@ -740,13 +776,15 @@ class _Lane:
         "job",
         "last_at",
         "link",
+        "moved_because",
         "moves",
         "opened",
-        "prefill",
         "queued_s",
         "read",
+        "route",
         "scored",
         "sent_at",
+        "story",
         "untold",
     )
 
@@ -762,8 +800,11 @@ class _Lane:
         self.first_at = began
         self.last_at = began
         self.link: Link | None = None  # None: nobody, for now
-        self.prefill: Link | None = None  # who computes its prompt, where that is another worker
+        self.route: Route | None = None  # its way to whoever computes its prompt, until that is done
         self.moves = 0  # from one worker to the next
+        self.blamed = 0  # of these, those that it may have caused
+        self.moved_because = ""
+        self.story = Story(choice, len(job.tokens), began)
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived
         self.cached_tokens = 0  # what the first worker has found
@@ -810,6 +851,12 @@ class Generation:
             for choice, job in enumerate(jobs)
         ]
         self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]
+
+    @property
+    def workers(self) -> list[str]:
+        """Who had its jobs last, each once; none where there is but one worker."""
+        names = dict.fromkeys(name for lane in self.lanes if (name := lane.story.worker) is not None)
+        return list(names) if self._gateway.links.several else []
 
     def push(self, lane: _Lane, delta: Delta) -> None:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""

@@ -160,6 +160,20 @@ def chat(
     raise typer.Exit(talk(Client(url, key, model, not instant, temperature, system), prompt, Terminal()))
 
 
+@app.command()
+def explain(
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST", help="Its id: X-Request-Id of the answer, or of the log.")
+    ],
+    url: Annotated[str, typer.Option(help="Where the admin routes are (`admin_port`).")] = "http://127.0.0.1:8001",
+    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key of `admin_keys_file`.")] = None,
+) -> None:
+    """Why a request went where it did: each worker that could have had it, what was expected, and what came."""
+    from redline.cli.explain import asked, show
+
+    raise typer.Exit(show(asked(request, url, key), plain_console()))
+
+
 @app.command(name="eval")
 def evaluate(
     folder: Folder,

@@ -128,6 +128,7 @@ class Place(NamedTuple):
     devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
+    tells_cache: bool = False  # for whoever chooses among several workers
 
 
 class ServeConfig(Record, frozen=True):
@@ -171,7 +172,7 @@ class ServeConfig(Record, frozen=True):
                 own = name if kind.count == 1 else f"{name}-{number}"
                 devices = kind.devices[number * each : (number + 1) * each]
                 found.append(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
-        return tuple(found)
+        return tuple(place._replace(tells_cache=len(found) > 1) for place in found)
 
     @property
     def names(self) -> tuple[str, ...]:

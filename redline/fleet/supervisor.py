@@ -25,7 +25,7 @@ from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
 from redline.route.links import Link
-from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.wire.channel import IPC, AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Ready, Stop
 from redline.worker.config import AREA_BYTES, WorkerConfig
 
@@ -149,7 +149,7 @@ class Supervised:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     replacing.cancel()
                     if replacing.done() and not replacing.cancelled():
-                        self._gateway.lose(link, REPLACED)
+                        self._gateway.lose(link, REPLACED, asked=True)
                 first.cancel()
                 if ended.done() and not stopping.done():
                     await asyncio.wait({following}, timeout=WORDS_S)  # it may have spoken just before it ended
@@ -209,6 +209,7 @@ class Supervised:
         if process.poll() is None:
             process.kill()
         await ended
+        Path(link.inbox.removeprefix(IPC)).unlink(missing_ok=True)  # which it has left there where it was killed
         if self._parcels is not None:
             for left in self._parcels.glob(f"parcels-{process.pid}-*"):
                 left.unlink(missing_ok=True)
@@ -321,6 +322,7 @@ def start_worker(
         role=place.role,
         cores=place.cores,
         transport=place.transport,
+        tells_cache=place.tells_cache,
         parcels=None if parcels is None else str(parcels),
     )
     assert process.stdin is not None

@@ -36,7 +36,7 @@ from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.handoff import Handed
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
-from redline.wire.news import STEP_SIZES, Load
+from redline.wire.news import STEP_SIZES, Cached, Load
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
@@ -150,6 +150,7 @@ class Planner:
         self._led = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._step_positions = 0
+        self._cached_told = 0  # how often
         self._preemptions = 0
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
@@ -506,6 +507,16 @@ class Planner:
         if seconds is not None:
             self._speculation.took(step, result, seconds)
         return deltas
+
+    def cached(self, *, whole: bool = False) -> Cached | None:
+        """What to tell of the prefix cache: what has changed since the last call, with the first call and with `whole`
+        all that is there. None where nothing has changed."""
+        whole = whole or not self._cached_told
+        stored, removed = self._cache.changes(whole=whole)
+        if not (stored or removed or whole):
+            return None
+        self._cached_told += 1
+        return Cached(number=self._cached_told, stored=tuple(stored), removed=tuple(removed), whole=whole)
 
     def load(self) -> Load:
         """Counters and gauges. Used, cached (held by the cache alone) and free pages make up the total."""

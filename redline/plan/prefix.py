@@ -48,6 +48,7 @@ class PrefixCache:
         # than the node's last use, or its node held or a parent again: that is looked at when it comes up.
         self._candidates: list[tuple[int, PageHash]] = []
         self._uses = 0
+        self._changes: dict[PageHash, bool] | None = None  # whether each is there now; None: nobody asks
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -107,6 +108,8 @@ class PrefixCache:
         node = _Node(hash, page, previous, exact, drafted, self._uses)
         self._nodes[hash] = node
         self._by_page[page] = node
+        if self._changes is not None:
+            self._changes[hash] = True
         if previous is not None:
             self._children[previous] += 1
         self._pool.share(page, Holder.CACHE)
@@ -117,6 +120,16 @@ class PrefixCache:
         node = self._by_page.get(page)
         if node is not None and self._pool.is_idle(page):
             self._enqueue(node)
+
+    def changes(self, *, whole: bool = False) -> tuple[list[PageHash], list[PageHash]]:
+        """(what is there, what is there no more) of all hashes that have come or gone since the last call; the first
+        call gives all that are there, and so does `whole`."""
+        if whole or self._changes is None:
+            self._changes = dict.fromkeys(self._nodes, True)
+        changes, self._changes = self._changes, {}
+        return [hash for hash, there in changes.items() if there], [
+            hash for hash, there in changes.items() if not there
+        ]
 
     def evict(self, count: int) -> None:
         """Frees `count` pages, the least recently used ones. The caller has made sure that so many are idle."""
@@ -185,6 +198,8 @@ class PrefixCache:
 
     def _forget(self, node: _Node) -> None:
         del self._nodes[node.hash], self._by_page[node.page]
+        if self._changes is not None:
+            self._changes[node.hash] = False
         self._pool.give(node.page, Holder.CACHE)
         if node.previous is None:
             return

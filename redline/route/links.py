@@ -2,18 +2,31 @@
 
 A worker has a name, and an epoch that grows with each start. A `Link` is one start of one worker: its messages come
 through an inbox of their own, so what an earlier start still says reaches nobody. State lives in `Links`; who is chosen
-is a function of what they have said.
+is a function of what they have said (`choose.py`).
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
+from redline.route.choose import Candidate, Pace, Predicted, apart, predict
+from redline.route.index import PageIndex
 from redline.wire.channel import Outbox
-from redline.wire.job import PagesFrom
-from redline.wire.news import Beat, Load, Ready, Role
+from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
+from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role
 
 SILENT_S = 5.0  # without a beat (one comes every pulse.BEAT_S) for so long, a worker is stopped or gone
 MOVE_S = 1.0  # of silence, after which its answers go on elsewhere, where somebody has been heard of meanwhile
 STALLED_S = 60.0  # in one step for so long: there may be good reasons, but no new request should come here meanwhile
+COMING = 64  # jobs of a worker, the newest, that are looked at for pages that it is about to have
+
+
+class Coming(NamedTuple):
+    """A job whose prompt a worker has not computed yet."""
+
+    tokens: int  # that it has to compute
+    pages: tuple[PageHash, ...]
 
 
 class Link:
@@ -34,9 +47,15 @@ class Link:
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
+        self.given = 0  # jobs that it has been sent in all
+        self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
+        self.pace = Pace()
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
         self.turn_s = 0.0
+        self._last_turn_s = 0.0  # as the beat before said: what was told since may not have been taken in by this one
+        self._knocks = 0
+        self._unanswered: deque[tuple[int, float]] = deque()  # knocks, and when they were sent
 
     @property
     def answers(self) -> bool:
@@ -46,7 +65,38 @@ class Link:
     def heard(self, beat: Beat, now: float) -> None:
         """Take in that it lives."""
         self.beats += 1
+        self._last_turn_s = self.turn_s
         self.beat_at, self.turn_s = now, beat.turn_s
+        while self._unanswered and self._unanswered[0][0] <= beat.knock:
+            self._unanswered.popleft()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has jobs, or has not answered since it had some."""
+        of_its_own = self.load is not None and bool(self.load.running or self.load.waiting)
+        return bool(self.jobs or self._unanswered or of_its_own)
+
+    def knock(self, now: float) -> None:
+        """Have it say with a beat that it hears."""
+        self._knocks += 1
+        self._unanswered.append((self._knocks, now))
+        self.outbox.put(Knock(number=self._knocks))
+
+    def silent_s(self, now: float) -> float:
+        """For how long nothing has been heard of it, or nothing of what it was told; a step that runs is no silence."""
+        beat_s = 0.0 if self.beat_at is None else now - self.beat_at
+        knock_s = now - self._unanswered[0][1] if self._unanswered else 0.0
+        return max(beat_s, knock_s - max(self.turn_s, self._last_turn_s))
+
+    def forgive(self, seconds: float) -> None:
+        """Who listens was held up for so long, and has heard nobody meanwhile."""
+        if self.beat_at is not None:
+            self.beat_at += seconds
+        self._unanswered = deque((number, at + seconds) for number, at in self._unanswered)
+
+    def about_to_have(self, pages: Sequence[PageHash]) -> int:
+        """How many of a prompt's first pages it is computing, or will, for jobs that it has been sent."""
+        return max((_shared(pages, each.pages) for each in islice(reversed(self.coming.values()), COMING)), default=0)
 
     @property
     def as_other(self) -> PagesFrom:
@@ -58,6 +108,15 @@ class Link:
         return f"{self.name} (start {self.epoch})"
 
 
+class Route(NamedTuple):
+    """Who takes a job, and why."""
+
+    link: Link
+    prefill: Link | None  # who computes its prompt, where that is another worker
+    expected: Predicted  # of whoever computes the prompt
+    instead: tuple[Predicted, ...] = ()  # of the others that could have
+
+
 class Links:
     """The newest start of each worker.
 
@@ -67,11 +126,17 @@ class Links:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._links: dict[str, Link] = {}
+        self.index = PageIndex()
         self._ready: Ready | None = None
         self.last: Ready | None = None  # what jobs could be like when there last was a worker that answers
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links.values())
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one worker."""
+        return len(self._links) > 1
 
     def join(self, link: Link) -> None:
         """A worker has been started. Raises AssertionError where its last start has not been lost."""
@@ -79,6 +144,7 @@ class Links:
         assert before is None or before.lost is not None, f"{before} has not ended, and {link} begins"
         link.before = None if before is None else before.lost
         self._links[link.name] = link
+        self.index.begin(link.name)
         self._look()
 
     def speaks(self, link: Link, ready: Ready) -> str | None:
@@ -97,7 +163,18 @@ class Links:
     def lose(self, link: Link, reason: str) -> None:
         """A worker has ended: nothing more is sent to it."""
         link.ready, link.lost = None, reason
+        self.index.forget(link.name)
         self._look()
+
+    def cached(self, link: Link, news: Cached) -> None:
+        """Take in what a worker tells of its prefix cache. Where something was missed, it is asked for all of it."""
+        if not self.index.take(link.name, news):
+            self.recall(link)
+
+    def recall(self, link: Link) -> None:
+        """Ask a worker for all of its prefix cache, where others could be chosen."""
+        if self.several:
+            link.outbox.put(Recall())
 
     @property
     def ready(self) -> Ready | None:
@@ -114,7 +191,7 @@ class Links:
 
     def silent_s(self, link: Link) -> float:
         """For how long nothing has been heard of a worker that has a heart."""
-        return 0.0 if link.beat_at is None else self._clock() - link.beat_at
+        return link.silent_s(self._clock())
 
     def is_silent(self, link: Link) -> bool:
         """Whether nothing has been heard of a worker for so long that it is stopped or gone."""
@@ -135,28 +212,64 @@ class Links:
         stalled = f"a step has been running for {min(turns):.0f} s" if turns and min(turns) > STALLED_S else None
         return self.silence or stalled
 
-    def pick(self, role: Role = "decode") -> Link | None:
-        """The worker that has least to do of those that can play a role and are heard of; None where there is none."""
-        able = [link for link in self if link.ready is not None and link.role in (role, "both") and not link.draining]
-        heard = [link for link in able if self.silent_s(link) <= MOVE_S] or able
-        return min(heard, key=lambda link: link.jobs, default=None)
+    def route(self, job: Job) -> Route | None:
+        """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody."""
+        able = [link for link in self if link.answers and not link.draining]
+        answering = [link for link in able if self.silent_s(link) <= MOVE_S] or able
+        answering.sort(key=lambda link: link.given)  # of several alike the one that has had least
+        if not answering:
+            return None
+        pages = self.index.cached(job.pages) if self.several else {}
+        lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
+        all = predict(len(job.tokens), [self.candidate(link, job, pages) for link in (*answering, *lenders)])
+        here, there = all[: len(answering)], all[len(answering) :]
+        place, computes = apart(here, there)
+        if computes is None:
+            others = (*here[:place], *here[place + 1 :], *there)
+            return Route(answering[place], None, here[place], others)
+        others = (*there[:computes], *there[computes + 1 :], *here)
+        return Route(answering[place], lenders[computes], there[computes], others)
 
-    def pick_prefill(self, link: Link) -> Link | None:
-        """Who computes a prompt for a worker: the one with least to do of those that do so, are heard of, and whose
-        parcels it can read; None where there is none."""
+    def sent(self, route: Route, job: Job) -> None:
+        """A job goes this way; `computed` has to follow."""
+        route.link.jobs += 1
+        route.link.given += 1
+        if route.prefill is not None:
+            route.prefill.jobs += 1
+        computes = route.prefill or route.link
+        computes.coming[job.id] = Coming(len(job.tokens) - route.expected.cached_tokens, job.pages)
+
+    def computed(self, route: Route, id: JobId) -> None:
+        """The prompt of a job is computed, or will not be."""
+        if route.prefill is not None:
+            route.prefill.jobs -= 1
+        (route.prefill or route.link).coming.pop(id, None)
+
+    def worked(self, route: Route, tokens: int, seconds: float) -> None:
+        """The prompt of a job, so many of whose tokens were not cached, took so long to compute."""
+        if tokens > 0:
+            (route.prefill or route.link).pace.computed(tokens, seconds)
+
+    def candidate(self, link: Link, job: Job, pages: Mapping[str, int]) -> Candidate:
+        """What is known of a worker. pages: that each has cached of the prompt, by name."""
+        cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
+        queue = sum(each.tokens for each in link.coming.values())
+        answers = 0 if link.role == "prefill" else link.jobs
+        room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
+        free = max(0, room * PAGE_TOKENS - queue)
+        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, link.pace.token_s)
+
+    def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
+        """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""
         ready = link.ready
-        able = [
-            other
-            for other in self
-            if other.role == "prefill"
-            and other.ready is not None
-            and not other.draining
-            and other.ready.area
+        return (
+            link.role == "prefill"
             and ready is not None
-            and other.ready.format == ready.format
-            and self.silent_s(other) <= MOVE_S
-        ]
-        return min(able, key=lambda other: other.jobs, default=None)
+            and not link.draining
+            and bool(ready.area)
+            and self.silent_s(link) <= MOVE_S
+            and all(other.ready is not None and other.ready.format == ready.format for other in others)
+        )
 
     def newly_gone(self) -> list[Link]:
         """Workers that have been lost or fallen silent and of which the others have not been told; each once."""
@@ -184,3 +297,19 @@ class Links:
         ready = Ready(max_model_len=length, pages=pages, fingerprint=all[0].fingerprint, summary=all[0].summary)
         if ready != self._ready:
             self._ready = self.last = ready
+
+
+def is_worth(job: Job) -> bool:
+    """Whether a prompt may be computed by one worker and its answer by another: it has pages, and the answer goes on
+    behind its first token."""
+    return bool(job.pages) and not job.answer and job.sampling.max_tokens > 1
+
+
+def _shared(a: Sequence[PageHash], b: Sequence[PageHash]) -> int:
+    """How many hashes two prompts begin with together. A hash chains over those before it: where two are equal, so are
+    all before."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[middle - 1] == b[middle - 1] else (low, middle - 1)
+    return low

@@ -3,6 +3,9 @@
 A channel has one reader and any number of writers, and keeps each writer's order. A blocking reader drains it, an
 asyncio reader awaits it. The reader binds the address, writers connect.
 
+Where a connection is cut its writer connects again, and what was on the way is lost. Every message is numbered by its
+writer, so the reader knows: it finds a `Missed` in the place of what is not there.
+
 Over TCP both ends share a key and speak CURVE (encrypted, authenticated, safe from replay). The reader's key pair is
 derived from the shared key; its public half never travels, and who does not have it cannot open a connection. Local
 sockets are files in a folder that only their owner can enter.
@@ -13,6 +16,7 @@ import hashlib
 import math
 import os
 import stat
+import struct
 import threading
 from collections import deque
 from pathlib import Path
@@ -25,11 +29,14 @@ from zmq.utils import z85
 
 from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
+from redline.wire.news import Missed
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message between processes, as encoded
 MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
+IPC = "ipc://"  # of a local socket's address, before its path
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
+_HEAD = struct.Struct("<8sQ")  # before each message: its writer, drawn at random, and how many it has sent before
 
 
 class Inbox(Protocol):
@@ -122,7 +129,7 @@ def ipc_address(folder: Path, name: str) -> str:
     path = folder / name
     if len(os.fsencode(path)) > _IPC_PATH_BYTES:
         raise ConfigError(f"{path}: a socket's path has at most {_IPC_PATH_BYTES} bytes")
-    return f"ipc://{path}"
+    return f"{IPC}{path}"
 
 
 class _Socket:
@@ -138,11 +145,11 @@ class _Socket:
         try:
             if address.startswith("tcp://"):
                 _secure(socket, address, key)
-            elif not address.startswith("ipc://"):
+            elif not address.startswith(IPC):
                 raise ConfigError(f"{address}: an address begins with ipc:// or tcp://")
             if kind == zmq.PULL:
                 socket.rcvhwm = 0  # never drop or block: what may wait is bounded where requests are admitted
-                socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+                socket.setsockopt(zmq.MAXMSGSIZE, _HEAD.size + MAX_MESSAGE_BYTES)
                 socket.bind(address)
             else:
                 socket.sndhwm = 0
@@ -176,6 +183,8 @@ class SocketOutbox(_Socket):
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
         super().__init__(zmq.PUSH, address, key)
+        self._writer = os.urandom(8)
+        self._sent = 0
 
     def put(self, message: Wire) -> None:
         """Send a message; never blocks. Raises MessageTooLarge, and sends nothing, beyond MAX_MESSAGE_BYTES."""
@@ -185,7 +194,8 @@ class SocketOutbox(_Socket):
                 f"the {type(message).__name__.lower()} of this request has {len(data):,} bytes; between processes "
                 f"travel {MAX_MESSAGE_BYTES:,} at most: ask for less at once"
             )
-        self._socket.send(data, zmq.NOBLOCK)
+        self._socket.send(_HEAD.pack(self._writer, self._sent) + data, zmq.NOBLOCK)
+        self._sent += 1
 
 
 class SocketInbox(_Socket):
@@ -197,12 +207,13 @@ class SocketInbox(_Socket):
     def __init__(self, address: str, key: bytes | None = None) -> None:
         super().__init__(zmq.PULL, address, key)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._heard: dict[bytes, int] = {}
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
         """All messages that have arrived. wait: block until one has, for `timeout` seconds at most (None: for ever)."""
         if wait:
             self._socket.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))
-        return _receive(self._socket)
+        return _receive(self._socket, self._heard)
 
 
 class AsyncSocketInbox(_Socket):
@@ -211,6 +222,7 @@ class AsyncSocketInbox(_Socket):
     def __init__(self, address: str, key: bytes | None = None) -> None:
         super().__init__(zmq.PULL, address, key)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._heard: dict[bytes, int] = {}
         self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
         self._descriptor = cast("int", self._socket.get(zmq.FD))
         self._loop: asyncio.AbstractEventLoop | None = None  # which watches the descriptor from the first `get` on
@@ -220,7 +232,7 @@ class AsyncSocketInbox(_Socket):
         self._loop = asyncio.get_running_loop()
         while True:
             await self._readable.poll()
-            messages = _receive(self._socket, MOST_AT_ONCE)
+            messages = _receive(self._socket, self._heard, MOST_AT_ONCE)
             if messages:
                 return messages
 
@@ -244,13 +256,21 @@ def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
-def _receive(socket: zmq.Socket[bytes], most: float = math.inf) -> list[Wire]:
-    """What has arrived, in order, `most` messages at most. Raises msgspec.ValidationError for what is no message."""
+def _receive(socket: zmq.Socket[bytes], heard: dict[bytes, int], most: float = math.inf) -> list[Wire]:
+    """What has arrived, in order, `most` messages at most, each gap before them told as Missed.
+
+    heard: how many messages each writer has sent. Raises msgspec.ValidationError for what is no message, and
+    struct.error for what is shorter than a message's head.
+    """
     messages: list[Wire] = []
     while len(messages) < most:
         try:
             data = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             break
-        messages.append(decode(data))
+        writer, number = _HEAD.unpack_from(data)
+        if missed := number - heard.get(writer, 0):
+            messages.append(Missed(messages=missed))
+        heard[writer] = number + 1
+        messages.append(decode(memoryview(data)[_HEAD.size :]))
     return messages

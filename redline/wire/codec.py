@@ -3,14 +3,14 @@
 import msgspec
 
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
-from redline.wire.news import Beat, Failed, Load, Ready, Stop
+from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Recall, Stop
 from redline.wire.step import Hurry, Place, RecordMore, Step
 
 Wire = (
-    Job | Abort | Step | Delta | Ready | Failed | Beat | Load | Stop | Place | RecordMore | Hurry
-    | Prefill | Begun | Want | Offer | Taken | Handed | Gone
+    Job | Abort | Step | Delta | Ready | Failed | Beat | Knock | Missed | Load | Stop | Place | RecordMore | Hurry
+    | Cached | Recall | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -22,7 +22,7 @@ def encode(message: Wire) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> Wire:
+def decode(data: bytes | memoryview) -> Wire:
     """The message in `data`. Raises msgspec.ValidationError, which names the place, where it is no Wire message, and
     msgspec.DecodeError where it is no msgpack."""
     return _decoder.decode(data)

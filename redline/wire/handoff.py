@@ -3,6 +3,7 @@
 The gateway sends the job to both: as a `Job` whose `pages_from` names the first to the one that will answer, and within
 a `Prefill` to the one that computes. These then talk directly:
 
+    computes -> answers   Queued    the prompt waits behind others
     computes -> answers   Begun     the prompt is no longer queued: now its pages will be needed
     answers -> computes   Want      which positions it has not
     computes -> answers   Offer     a parcel lies ready, for a time
@@ -26,8 +27,14 @@ class Prefill(Message, frozen=True):
     to: PagesFrom  # that worker
 
 
+class Queued(Message, frozen=True):
+    """The prompt of a job waits behind others where it is to be computed: said again and again."""
+
+    job: JobId
+
+
 class Begun(Message, frozen=True):
-    """The prompt of a job has begun to be computed."""
+    """The prompt of a job is being computed: said at once, and again and again until it is handed over."""
 
     job: JobId
 

@@ -1,8 +1,9 @@
-"""What a worker tells about itself; and Stop, which it is told."""
+"""What a worker tells about itself, and what it is told: Knock and Stop."""
 
 from typing import Literal
 
 from redline.wire.base import Message
+from redline.wire.job import PageHash
 
 Role = Literal["both", "prefill", "decode"]
 """What a worker does. prefill: it computes prompts for others; decode: it answers, and computes a prompt itself where
@@ -30,6 +31,21 @@ class Beat(Message, frozen=True):
     """The worker's process runs: said four times a second once the model is loaded, whether jobs run or not."""
 
     turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
+    knock: int = 0  # the newest that has reached the loop
+
+
+class Knock(Message, frozen=True):
+    """What a worker is told now and then while it has jobs. Its next beat says that this has arrived; and the loop says
+    it again among all else that it says, so that what was lost before it is missed."""
+
+    number: int
+
+
+class Missed(Message, frozen=True):
+    """So many messages of one writer were lost here, before the next: its connection was cut, and made again. A reader
+    finds it among what it reads (`wire.channel`); a worker says it of what it was told."""
+
+    messages: int
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # positions of a step, upper bounds
@@ -61,6 +77,22 @@ class Load(Message, frozen=True):
     step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
     step_positions: int = 0  # of all of them
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
+
+
+class Cached(Message, frozen=True):
+    """What has come into a worker's prefix cache, and what has left it, since it last said so.
+
+    The first of a worker's start has number 1; a number that is left out was missed, and `Recall` asks for the whole.
+    """
+
+    number: int
+    stored: tuple[PageHash, ...] = ()
+    removed: tuple[PageHash, ...] = ()
+    whole: bool = False  # `stored` is all that is there
+
+
+class Recall(Message, frozen=True):
+    """A worker is asked to tell of its whole prefix cache."""
 
 
 class Stop(Message, frozen=True):

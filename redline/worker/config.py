@@ -104,6 +104,7 @@ class WorkerConfig(Record, frozen=True):
     epoch: int = 1  # how often it has been started, this time included
     role: Role = "both"
     cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
+    tells_cache: bool = False  # what comes into its prefix cache and what leaves it: there are others to choose from
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
     parcels: str | None = None  # of the transport "shared": the folder of the areas that the workers of a host share
 

@@ -171,19 +171,30 @@ class EngineCore:
         exchange: Exchange | None = None,
         *,
         record: bool = True,
+        tells_cache: bool = False,
         failed: Callable[[Exception], object] | None = None,
     ) -> None:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
 
         exchange: its handoffs; None: it has none. record: whether shapes that the start has left are recorded while
-        there is nothing to do. failed: called with what the loop raises, before anything is closed, which may take
-        seconds.
+        there is nothing to do. tells_cache: as in `worker.loop.lead`. failed: called with what the loop raises, before
+        anything is closed, which may take seconds.
 
         Raises WorkerLost where no further step should be tried.
         """
         try:
             with torch.inference_mode():
-                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse, exchange, record=record)
+                lead(
+                    self.planner,
+                    self.runner,
+                    inbox,
+                    outbox,
+                    self.trace,
+                    pulse,
+                    exchange,
+                    record=record,
+                    tells_cache=tells_cache,
+                )
         except Exception as error:
             if failed is not None:
                 failed(error)

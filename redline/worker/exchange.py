@@ -31,7 +31,7 @@ from redline.transport.ledger import Lender
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Taken, Want
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
 from redline.worker.arrivals import Arrivals, Budget, tensor_of
@@ -40,8 +40,8 @@ from redline.worker.config import AREA_BYTES, HANDOFF_SHARE
 LEASE_S = 10.0  # for a parcel to be read
 WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
 ROOM_S = 2.0  # likewise, where others wait for its pages
-SILENCE_S = 30.0  # without a word of the worker that computes, once it has begun: then the prompt is computed here
-QUEUE_S = 600.0  # the same before it has begun: who waits behind other prompts there would wait here too
+SILENCE_S = 10.0  # without a word of the worker that computes: then the prompt is computed here
+WORD_S = 1.0  # between two words of the worker that computes, while it has nothing else to say
 LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
 SOON_S = 0.0005  # between two looks at what is under way
 
@@ -60,6 +60,7 @@ class _Outgoing:
     end: int | None = None  # positions [.., end) are in `pieces`, offered, or there already; None: not wanted yet
     parcels: int = 0
     begun: bool = False  # the other side has been told that it is no longer queued
+    said_at: float = 0.0  # when it was last told how far the prompt is
     handed: Handed | None = None  # once its first token is chosen
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended_at: float = 0.0
@@ -74,6 +75,7 @@ class _Incoming:
     outbox: Outbox
     heard_at: float
     begun: bool = False
+    offered: bool = False
     first: int | None = None  # positions [0, first) were cached here; None: it has no pages yet
     pages: tuple[int, ...] = ()
     reads: set[int] = field(default_factory=set)  # numbers of parcels that are being read, or were
@@ -125,6 +127,7 @@ class Exchange:
         self._early: dict[JobId, tuple[int | None, float]] = {}  # what was wanted before it was asked for, and when
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
+        self._listened_at = clock()  # when what others say had last been heard
         self._starved_at: float | None = None  # since when jobs wait for pages that handoffs have
         self._peers: dict[tuple[str, int], _Peer] = {}
 
@@ -193,9 +196,14 @@ class Exchange:
     def hear(self, message: Wire) -> None:
         """Takes in what another worker, or of another worker, has been said; `work` acts on it."""
         match message:
+            case Queued(job=id):
+                if (incoming := self._in.get(id)) is not None:
+                    incoming.heard_at = self._clock()
             case Begun(job=id):
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at, incoming.begun = self._clock(), True
+                    if incoming.first is not None and not incoming.offered:  # lost on the way, perhaps
+                        incoming.outbox.put(Want(job=id, first=incoming.first))
             case Want(job=id, first=first):
                 if (out := self._out.get(id)) is None:
                     self._early[id] = first, self._clock()
@@ -204,7 +212,7 @@ class Exchange:
             case Offer(job=id):
                 incoming = self._in.get(id)
                 if incoming is not None:
-                    incoming.heard_at = self._clock()
+                    incoming.heard_at, incoming.offered = self._clock(), True
                     self._offers.append((incoming, message))
             case Taken(id=id, epoch=epoch):
                 self._lender.taken(id, epoch)
@@ -252,6 +260,11 @@ class Exchange:
             self._fence(incoming)
             incoming.outbox.put(Abort(job=id))
 
+    def abort_all(self) -> None:
+        """Nothing that is under way goes on, on this side or the other. The planner has to be told behind it."""
+        for id in [*self._out, *self._in]:
+            self.abort(id)
+
     # ----------------------------------------------------------------------------------------------------- a turn
 
     def work(self) -> list[Delta]:
@@ -280,9 +293,9 @@ class Exchange:
         for incoming in list(self._in.values()):
             if incoming.first is None and (incoming.begun or incoming.handed is not None):
                 self._open(incoming)
-            most = SILENCE_S if incoming.begun else QUEUE_S
-            if incoming.job.id in self._in and now - incoming.heard_at > most:
+            if incoming.job.id in self._in and self._listened_at - incoming.heard_at > SILENCE_S:
                 self._compute_here(incoming, "silence")
+        self._listened_at = now
         told += self._receive()
         self._budget.end()
         return told
@@ -309,9 +322,11 @@ class Exchange:
                 out.outbox.put(out.handed)
             del self._out[out.job.id]
             return
-        if not out.begun and computed.pages:
-            out.begun = True
-            out.outbox.put(Begun(job=out.job.id))
+        begins = not out.begun and bool(computed.pages)
+        out.begun |= begins
+        if begins or now - out.said_at >= WORD_S:
+            out.said_at = now
+            out.outbox.put(Begun(job=out.job.id) if out.begun else Queued(job=out.job.id))
         if out.end is None:
             if out.handed is not None and now - out.ended_at > WANT_S:
                 del self._out[out.job.id]

@@ -19,9 +19,9 @@ from redline.run.runner import Pending
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
-from redline.wire.news import Load, Stop
+from redline.wire.news import Knock, Load, Missed, Recall, Stop
 from redline.wire.step import Recorded, RowResult, Step, StepResult
 from redline.worker.exchange import Exchange
 from redline.worker.pulse import Pulse
@@ -128,12 +128,13 @@ def lead(
     exchange: Exchange | None = None,
     *,
     record: bool = True,
+    tells_cache: bool = False,
 ) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
     exchange: the worker's handoffs; None: it has none.
     record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
-    one at most.
+    one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it.
 
     Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
     of every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a row, once every
@@ -144,6 +145,7 @@ def lead(
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
     loads = _Loads(planner, exchange, outbox, time.monotonic)
+    whole = False  # whether all of the prefix cache is to be told
     proven, before = False, None  # what the planner had done, and been told, before the last turn
     while True:
         idle = last is None and planner.idle and (exchange is None or exchange.idle)
@@ -167,12 +169,25 @@ def lead(
                     if exchange is not None:
                         exchange.abort(message.job)
                     deltas = planner.abort(message.job)
-                case Prefill() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if exchange is not None:
+                case Prefill() | Queued() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if (
+                    exchange is not None
+                ):
                     deltas = []
                     if isinstance(message, Prefill):
                         deltas = exchange.prefill(message)
                     else:
                         exchange.hear(message)
+                case Knock():
+                    deltas, pulse.knock = [], message.number
+                    outbox.put(message)
+                case Missed():  # an abort may be among them, a job, or a word of another worker
+                    outbox.put(message)
+                    if exchange is not None:
+                        exchange.abort_all()
+                    planner.abort_all()
+                    deltas = []
+                case Recall():
+                    whole, deltas = True, []
                 case Stop():
                     _stop(planner, last, outbox)
                     loads.send()
@@ -187,6 +202,9 @@ def lead(
             _put_all(planner, outbox, planner.lose_all(str(error)))
             raise
         _put_all(planner, outbox, deltas if exchange is None else exchange.keep(deltas) + exchange.work())
+        if tells_cache and (news := planner.cached(whole=whole)) is not None:
+            outbox.put(news)
+            whole = False
         if loads.due_in() == 0:
             loads.send()
 

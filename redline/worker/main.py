@@ -5,6 +5,7 @@ process dies, however it dies, the pipe ends and so does the worker.
 """
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.transport.choice import open_transport
-from redline.wire.channel import SocketInbox, SocketOutbox
+from redline.wire.channel import IPC, SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore
@@ -36,6 +37,7 @@ from redline.worker.pulse import Heart, Pulse
 # wait: beside prompts the 99th percentile between two tokens is 1.2 times that without them, and 1.6 without this.
 PREFILL_NICE = 10
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ def main() -> int:
     """Serve until told to stop: 0. Where the worker fails, it sends Failed and the process ends with code 1."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
+    if sys.platform == "linux":  # once the parent has died: a worker that is stopped could not leave
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
     )
@@ -106,7 +110,14 @@ def _work(config: WorkerConfig, outbox: SocketOutbox, say: _Say) -> None:
         with Heart(pulse, beats, engine.step_tokens, hung):
             outbox.put(ready)
             outbox.put(Beat())
-            engine.serve(inbox, outbox, pulse, exchange, failed=lambda error: say(_reason(error)))
+            engine.serve(
+                inbox,
+                outbox,
+                pulse,
+                exchange,
+                tells_cache=config.tells_cache,
+                failed=lambda error: say(_reason(error)),
+            )
 
 
 def _reason(error: Exception) -> str:
@@ -123,13 +134,21 @@ def _reason(error: Exception) -> str:
 def _leave_with_parent(config: WorkerConfig) -> None:
     while os.read(0, 4096):
         pass
-    if config.parcels is not None:  # nobody else takes them away
-        folder = Path(config.parcels)
-        for left in folder.glob(f"parcels-{os.getpid()}-*"):
-            left.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have parcels there, and the last one takes it away
-            folder.rmdir()
+    # All workers leave now, and nobody else takes away what is left of any.
+    if config.inbox.startswith(IPC):
+        _take_away(Path(config.inbox.removeprefix(IPC)).parent, Path.is_socket)
+    if config.parcels is not None:
+        _take_away(Path(config.parcels), Path.is_file)
     os._exit(1)  # nobody is left to tell
+
+
+def _take_away(folder: Path, wanted: Callable[[Path], bool]) -> None:
+    """Some files of a folder, and the folder where it is empty then."""
+    with contextlib.suppress(OSError):  # another worker was faster
+        for left in folder.iterdir():
+            if wanted(left):
+                left.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ class Pulse:
     def __init__(self) -> None:
         self.turns = 0
         self.waits = True  # for messages, as there is nothing to do
+        self.knock = 0  # the newest that it has heard
 
 
 class Heart:
@@ -51,7 +52,7 @@ class Heart:
         """Sends a Beat, and calls `hung` past the limit; called each time that another BEAT_S seconds have passed."""
         same = self._pulse.turns == self._turn and not self._pulse.waits
         self._turn, self._turn_s = self._pulse.turns, self._turn_s + BEAT_S if same else 0.0
-        self._outbox.put(Beat(turn_s=self._turn_s))
+        self._outbox.put(Beat(turn_s=self._turn_s, knock=self._pulse.knock))
         if self._turn_s > self.most_s:
             self._hung(f"a step has not ended in {self._turn_s:.0f} s: a kernel, or the device, hangs")
 

@@ -9,7 +9,7 @@ from redline.route.links import Link
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Ready, Role
+from redline.wire.news import Knock, Ready, Role
 from redline.wire.step import TokenLogprobs
 
 Script = Callable[[Job], Iterable[Delta]]
@@ -46,6 +46,9 @@ class FakeEngine:
                 task.add_done_callback(self._tasks.discard)
             case Abort(job=id):
                 self.aborted.add(id)
+            case Knock() as knock:
+                assert self._deliver is not None
+                self._deliver(knock)
             case other:
                 raise AssertionError(other)
 

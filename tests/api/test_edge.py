@@ -362,6 +362,7 @@ async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pyt
         assert fields.pop("completion_tokens") > 5
         assert fields == {
             "method": "POST", "path": CHAT, "status": 200, "key": "alice", "id": "abc-1", "complete": True,
+            "workers": [],
         }  # fmt: skip
         assert "secret" not in caplog.text
         assert world.engine.jobs[0].id.startswith("abc-1."), "what the worker says of a job has the request's id"

@@ -9,18 +9,18 @@ from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Limits
-from redline.api.gateway import MOST_MOVES, Gateway, Generation, derived_seed
+from redline.api.gateway import LOOK_S, MOST_MOVES, Gateway, Generation, derived_seed
 from redline.api.quota import CALLER, Account, Caller, KeyLimits
 from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
-from redline.route.links import MOVE_S
+from redline.route.links import MOVE_S, SILENT_S
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Prefill
-from redline.wire.job import Abort, Job, JobId, Sampling
-from redline.wire.news import Beat, Ready, Role
+from redline.wire.handoff import Gone, Prefill
+from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
+from redline.wire.news import Beat, Cached, Knock, Missed, Ready, Recall, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer, until
 
@@ -167,6 +167,95 @@ class Heard:
         return [message.job for message in self.told if isinstance(message, Abort)]
 
 
+async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_however_often() -> None:
+    """Of tokens that do not come nobody would know but by the gap; and no job is to blame for a link."""
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "gone")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b", "prefill")
+        with await gateway.begin(text_ask()) as generation:
+            id = generation.lanes[0].job.id
+            assert a.jobs == [id]
+            gateway.deliver(a.link, Delta(job=id, tokens=(65,)))
+            for moves in range(1, MOST_MOVES + 3):
+                gateway.deliver(a.link, Missed(messages=2))
+                assert a.aborted[-1] == a.jobs[-2]
+                assert a.jobs[-1] == f"{id}.{moves}"
+                assert Gone(worker="a", epoch=1) in b.told, "what it was to hand over, or to take, is lost too"
+            gateway.deliver(a.link, Delta(job=id, tokens=(99,)))
+            again = next(message for message in reversed(a.told) if isinstance(message, Job))
+            assert again.answer == (65,)
+            assert a.link.jobs == 1
+
+
+async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        link = world.gateway.join("other", FakeEngine(resuming), "both")
+        world.gateway.deliver(link, Missed(messages=1))
+        assert link.lost == "1 messages were lost between it and others"
+
+
+async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() -> None:
+    """Its beats come, but nothing that it is told arrives; a step that runs is no silence."""
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "gone")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        with await gateway.begin(text_ask()):
+            assert (len(a.jobs), len(b.jobs)) == (1, 0)
+            gateway.look()
+
+            def pass_time(seconds: float, turn_s: float) -> None:
+                nonlocal now
+                for _ in range(round(seconds / LOOK_S)):
+                    now += LOOK_S
+                    for each in (a, b):
+                        gateway.deliver(each.link, Beat(turn_s=turn_s))
+                    gateway.look()
+                    turn_s += LOOK_S if turn_s else 0.0
+
+            pass_time(3.0, turn_s=LOOK_S)
+            assert len(b.jobs) == 0, "it is in a step"
+            knock = next(message for message in reversed(a.told) if isinstance(message, Knock))
+            gateway.deliver(a.link, Beat(knock=knock.number))
+            pass_time(MOVE_S - LOOK_S, turn_s=0.0)
+            assert len(b.jobs) == 0
+            pass_time(3 * LOOK_S, turn_s=0.0)
+            assert len(b.jobs) == 1
+            assert a.aborted == a.jobs
+
+
+async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> None:
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        world.gateway.deliver(world.link, Beat())
+        world.gateway.look()
+        now += SILENT_S + 1
+        with await world.gateway.begin(text_ask()):
+            pass
+        world.gateway.look()
+        assert world.gateway.links.trouble is None
+        now += SILENT_S + 1
+        for _ in range(30):
+            now += LOOK_S
+            world.gateway.look()
+        with pytest.raises(Overloaded, match="not been heard of"):
+            await world.gateway.begin(text_ask())
+
+
+async def test_a_rolling_update_may_move_a_stream_as_often_as_there_are_workers() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        link = world.link
+        with await world.gateway.begin(text_ask()) as generation:
+            for epoch in range(2, MOST_MOVES + 6):
+                world.gateway.lose(link, "it is replaced", asked=True)
+                link = world.engine.serve(world.gateway, epoch=epoch)
+            world.engine.gate.set()
+            assert [batch async for batch in generation]
+
+
 async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_even_where_it_has_it_again() -> None:
     now = 0.0
     async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
@@ -240,7 +329,7 @@ async def test_a_job_whose_answer_has_failed_meanwhile_is_not_sent_to_anybody() 
     async with World(resuming, resume_s=5.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), n=2)) as generation:
-            generation.lanes[0].moves = MOST_MOVES  # it has met the ends of other workers than the second has
+            generation.lanes[0].blamed = MOST_MOVES  # it has met the ends of other workers than the second has
             other = Heard(world.gateway, "other")
             world.gateway.lose(world.link, "gone")
             assert world.gateway.load == 0
@@ -269,7 +358,9 @@ async def test_a_worker_with_another_model_is_not_among_the_others() -> None:
         world.gateway.deliver(link, Ready(max_model_len=9, pages=9, fingerprint="another", summary=""))
         assert link.lost is not None
         assert "another model" in link.lost
-        assert world.gateway.links.pick() is world.link
+        route = world.gateway.links.route(Job(id=JobId("a"), tokens=(1,), pages=(), sampling=Sampling(max_tokens=1)))
+        assert route is not None
+        assert route.link is world.link
 
 
 async def test_a_worker_lost_while_a_prompt_is_encoded_gets_no_job() -> None:
@@ -407,3 +498,45 @@ async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
         await world.gateway.encode(prompt, "messages", 4096)  # for nobody
     assert set(salts) == {job.salt for job in world.engine.jobs} == {"x", "alice\nx", "bob\nx"}
     assert len(salts) == told
+
+
+def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
+    return Cached(number=number, stored=pages, whole=whole)
+
+
+async def test_a_conversation_returns_to_the_worker_that_has_its_pages() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        with await gateway.begin(text_ask("the end " * 200)) as first:
+            (lane,) = first.lanes
+            assert lane.link is a.link
+            with await gateway.begin(text_ask("the end " * 200)) as beside:
+                assert beside.lanes[0].link is a.link, "it is about to have all of these pages"
+            with await gateway.begin(text_ask("another " * 200)) as other:
+                assert other.lanes[0].link is b.link
+            gateway.deliver(b.link, cached(1, *lane.job.pages, whole=True))
+            gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(65,)))
+        with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as second:
+            assert second.lanes[0].link is b.link, "a has said nothing of them"
+        gateway.deliver(b.link, Cached(number=2, removed=lane.job.pages[:1]))
+        gateway.deliver(a.link, cached(1, *lane.job.pages, whole=True))
+        with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as third:
+            assert third.lanes[0].link is a.link, "b has lost the first, and the others are of no use"
+        gateway.deliver(a.link, cached(3))
+        gateway.deliver(a.link, cached(4))
+        assert [message for message in a.told if isinstance(message, Recall)] == [Recall()], "2 was missed"
+        gateway.lose(a.link, "killed")
+        assert len(gateway.links.index) == len(lane.job.pages) - 1
+
+
+async def test_one_with_another_salt_is_not_sent_after_pages_that_it_cannot_use() -> None:
+    async with World(resuming) as world:
+        gateway = world.gateway
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        gateway.lose(world.link, "not used")
+        ask = text_ask("the end " * 200)
+        with await gateway.begin(ask) as first, await gateway.begin(msgspec.structs.replace(ask, salt="x")) as salted:
+            assert first.lanes[0].link is a.link
+            assert salted.lanes[0].link is b.link

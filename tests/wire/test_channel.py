@@ -23,7 +23,7 @@ from redline.wire.channel import (
 from redline.wire.codec import Wire, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, JobId
-from redline.wire.news import Stop
+from redline.wire.news import Missed, Stop
 
 KEY = b"a shared key"
 
@@ -37,6 +37,24 @@ def drain(inbox: SocketInbox | MemoryChannel, count: int, seconds: float = 5.0) 
     while len(numbers) < count and time.monotonic() < deadline:
         numbers += [message.tokens[0] for message in inbox.drain(wait=True, timeout=0.2)]
     return numbers
+
+
+# Links that are cut
+
+
+def test_what_is_lost_when_a_connection_is_cut_is_told_in_its_place(tmp_path: Path) -> None:
+    address = ipc_address(tmp_path / "run", "in")
+    with SocketInbox(address) as inbox, SocketOutbox(address) as first, SocketOutbox(address) as other:
+        first.put(delta(0))
+        assert inbox.drain(wait=True, timeout=5) == [delta(0)]
+        first._sent += 2  # what was on the way
+        first.put(delta(3))
+        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=2), delta(3)]
+        first.put(delta(4))
+        assert inbox.drain(wait=True, timeout=5) == [delta(4)]
+        other._sent += 1  # its first
+        other.put(delta(6))
+        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=1), delta(6)]
 
 
 # Memory

@@ -15,7 +15,7 @@ from redline.transport.memory import Disturbance, MemoryTransport
 from redline.wire.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Want
 from redline.wire.job import Abort, Job, JobId
 from redline.worker import arrivals, exchange
 from tests.handoff import Box, Pair, Side
@@ -447,10 +447,12 @@ def test_who_waits_behind_other_prompts_is_patient_until_its_own_has_begun() -> 
         with torch.inference_mode():
             both.turn()
             assert both.answers.engine.planner.load().pages_used == 0, "it has no pages before it needs them"
-            clock.now = exchange.QUEUE_S - 1
-            both.turn()
+            for clock.now in range(600):
+                both.answers.box.put(Queued(job=JobId("asked")))
+                both.turn()
             assert not both.answers.exchange.counts
-            clock.now = exchange.QUEUE_S + 1
+            clock.now += exchange.SILENCE_S + 2
+            both.turn()
             both.turn()
         assert both.answers.exchange.counts == {"silence": 1}
         both.computes.stopped = False
@@ -665,3 +667,46 @@ def test_a_connection_that_has_failed_is_made_anew_for_the_next_prompt(monkeypat
         both.close()
     assert told(first["asked"]) == alone(asked())
     assert told(second["other"]) == alone(asked("other", seed=2))
+
+
+def test_a_wish_that_was_lost_is_said_again() -> None:
+    clock = Clock()
+    both = pair(clock=clock)
+    try:
+        both.send([asked()])
+        with torch.inference_mode():
+            lost: list[Wire] = []
+            while not lost:
+                both.turn()
+                for message in both.computes.box.take():
+                    if isinstance(message, Want):
+                        lost.append(message)
+                    else:
+                        both.computes.box.put(message)
+        clock.now += exchange.WORD_S
+        answers = both.run()
+        assert both.answers.exchange.counts == {"taken over": 1}
+        finished(both)
+    finally:
+        both.close()
+    assert told(answers["asked"]) == alone(asked())
+
+
+def test_where_messages_were_lost_nothing_goes_on_that_was_under_way() -> None:
+    both = pair()
+    try:
+        both.send([asked()])
+        with torch.inference_mode():
+            for _ in range(3):
+                both.turn()
+            for side in (both.answers, both.computes):
+                side.exchange.abort_all()
+                side.engine.planner.abort_all()
+        both.deltas.clear()
+        both.run()
+        for side in (both.answers, both.computes):
+            assert side.idle
+            assert side.engine.planner.load().pages_used == 0
+        finished(both)
+    finally:
+        both.close()

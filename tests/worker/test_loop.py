@@ -21,7 +21,7 @@ from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Load, Stop
+from redline.wire.news import Knock, Load, Missed, Stop
 from redline.wire.step import Shape, Step, StepResult
 from redline.worker import loop
 from redline.worker.loop import StepInFlight, lead, turn
@@ -564,3 +564,27 @@ def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_me
     thread.join(10)
     assert not thread.is_alive()
     assert ended == ["a", "b"]
+
+
+def test_a_knock_is_answered_in_its_turn_among_what_else_is_said() -> None:
+    with worker() as it:
+        it.inbox.put(make_job("a", PROMPT, max_tokens=3))
+        it.inbox.put(Knock(number=7))
+        told: list[Wire] = []
+        deadline = time.monotonic() + 10
+        while Knock(number=7) not in told and time.monotonic() < deadline:
+            told += it.outbox.drain(wait=True, timeout=1)
+        assert Knock(number=7) in told
+
+
+def test_where_messages_to_a_worker_were_lost_it_says_so_and_has_no_jobs_any_more() -> None:
+    """An abort may have been among them: a job would run for nobody. None of them is told to have ended: they go on."""
+    with worker() as it:
+        it.inbox.put(make_job("a", PROMPT, max_tokens=300))
+        it.inbox.put(Missed(messages=3))
+        it.inbox.put(make_job("b", PROMPT, max_tokens=3))
+        assert len(it.answer("b")) == 3
+        told = it.messages
+        assert Missed(messages=3) in told
+        assert not [each for each in told if isinstance(each, Delta) and each.job == "a" and each.finish]
+        assert it.planner.load().running == 0

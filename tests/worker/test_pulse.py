@@ -7,7 +7,7 @@ import pytest
 from redline.plan.planner import PlanConfig, Planner
 from redline.route.links import MOVE_S, Link, Links
 from redline.wire.channel import MemoryChannel
-from redline.wire.news import Beat, Ready, Stop
+from redline.wire.news import Beat, Knock, Ready, Stop
 from redline.wire.step import Step, StepResult
 from redline.worker import pulse as module
 from redline.worker.loop import lead
@@ -29,6 +29,17 @@ def test_a_beat_says_how_long_the_loop_has_been_in_one_turn():
     pulse.turns = 2
     heart.beat()
     assert seconds(outbox) == [0, 0, BEAT_S, 2 * BEAT_S, 0]
+
+
+def test_a_beat_says_how_many_knocks_have_reached_the_loop():
+    pulse, outbox = Pulse(), MemoryChannel()
+    inbox, said = MemoryChannel(), MemoryChannel()
+    for message in (Knock(number=1), Knock(number=2), Stop()):
+        inbox.put(message)
+    config = PlanConfig(max_running=4)
+    lead(Planner(32, config, 400, hash_page), FakeRunner(32, config), inbox, said, pulse=pulse)
+    Heart(pulse, outbox, 64, pytest.fail).beat()
+    assert [beat.knock for beat in outbox.drain(wait=False)] == [2]
 
 
 def test_a_loop_that_waits_for_jobs_is_in_no_turn_however_long():

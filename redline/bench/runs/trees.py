@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -172,8 +172,18 @@ class End(NamedTuple):
 class Server:
     """`redline serve` of a tree, in a process group of its own, and what it says."""
 
-    def __init__(self, tree: Tree, arguments: Sequence[str], folder: Path, python: str = sys.executable) -> None:
-        """Starts the process, and does not wait for it. folder: for a file of what the server says."""
+    def __init__(
+        self,
+        tree: Tree,
+        arguments: Sequence[str],
+        folder: Path,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Starts the process, and does not wait for it. folder: for a file of what the server says.
+
+        environment: beside the tree's.
+        """
         self.tree = tree
         self.port = free_port()
         with tempfile.NamedTemporaryFile(dir=folder, prefix="said-", suffix=".txt", delete=False) as said:
@@ -185,7 +195,7 @@ class Server:
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=tree.environment(),
+                env={**tree.environment(), **(environment or {})},
             )
         resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, hard_limit()))
 

@@ -1,0 +1,155 @@
+"""Links between a server's processes that stall and drop, and a server that is stopped and killed: what clients see."""
+
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from redline.bench.runs.fault_links import Detours, LinkName
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.model.k2.write import random_checkpoint
+from tests.fleet.test_pools import KEY, all_ready, free, tokens_of, workers
+from tests.fleet.test_serve import Server, wait_for
+from tests.tiny_model import kernel_config
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """For sockets, whose paths are short."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def links(place: Path) -> Iterator[Detours]:
+    with Detours(place) as detours:
+        yield detours
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory, place: Path, links: Detours) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("faults")
+    random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
+    write_tiny_tokenizer(folder / "tiny")
+    (folder / "keys.txt").write_text(f"{KEY}\n")
+    (folder / "pools.toml").write_text(
+        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
+        '[engine.speculation]\ntype = "suffix"\n[[workers]]\nrole = "prefill"\n'
+        '[[workers]]\nrole = "decode"\ncount = 2\n'
+    )
+    server = Server(folder / "pools.toml", environment={"TMPDIR": str(place)})
+    try:
+        yield server.until_ready()
+    finally:
+        server.close()
+
+
+def link(pools: Server, links: Detours, writer: str, socket: str) -> LinkName:
+    """From a worker, or from the API, to a socket."""
+    pid = pools.process.pid if writer == "api" else workers(pools)[writer]["pid"]
+    found = [name for name in links.links() if name.writer == pid and name.socket.startswith(socket)]
+    assert len(found) == 1, (links.links(), writer, socket)
+    return found[0]
+
+
+def answers_beside(
+    pools: Server,
+    numbers: Sequence[int],
+    fault: Callable[[], object] = lambda: None,
+    when: Callable[[], object] = lambda: True,
+) -> dict[int, list[int]]:
+    """The answers to requests that come together, and a fault once `when` is true."""
+    answers: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        answers[number] = tokens_of(pools, number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    wait_for(when, 30, pools)
+    fault()
+    for thread in threads:
+        thread.join(60)
+    assert {number: len(answer) for number, answer in answers.items()} == dict.fromkeys(numbers, 300)
+    return answers
+
+
+def undisturbed(pools: Server, numbers: Sequence[int]) -> dict[int, list[int]]:
+    wait_for(lambda: all(each["silent_s"] < 1 for each in workers(pools).values()) and free(pools), 30, pools)
+    return {number: tokens_of(pools, number) for number in numbers}
+
+
+@pytest.mark.parametrize(
+    ("writer", "socket", "numbers"),
+    [
+        ("api", "decode-0.1.jobs", range(50, 54)),
+        ("decode-1", "decode-1.1.deltas", range(60, 64)),
+        ("prefill", "decode-0.1.jobs", range(70, 74)),
+    ],
+)
+def test_where_a_link_is_cut_what_was_on_it_is_lost_and_no_token_is(
+    pools: Server, links: Detours, writer: str, socket: str, numbers: range
+) -> None:
+    answers_beside(pools, range(40, 44))  # now all are connected
+    name, lost = link(pools, links, writer, socket), links.lost
+    links.stall(name, 60.0)
+    reader = socket.partition(".")[0]
+    answers = answers_beside(
+        pools,
+        numbers,
+        fault=lambda: links.cut(name),
+        when=lambda: links.holding(name) and workers(pools)[reader]["jobs"],
+    )
+    assert links.lost > lost
+    assert answers == undisturbed(pools, numbers)
+
+
+@pytest.mark.parametrize(
+    ("writer", "socket", "numbers"),
+    [("api", "decode-0.1.jobs", range(80, 84)), ("decode-1", "decode-1.1.deltas", range(90, 94))],
+)
+def test_where_a_link_stalls_streams_go_on_elsewhere(
+    pools: Server, links: Detours, writer: str, socket: str, numbers: range
+) -> None:
+    name, stall_s, began = link(pools, links, writer, socket), 30.0, time.monotonic()
+    links.stall(name, stall_s)
+    answers = answers_beside(pools, numbers)
+    assert time.monotonic() - began < stall_s, "nobody has waited for it"
+    links.stall(name, 0.0)
+    assert answers == undisturbed(pools, numbers)
+
+
+def test_a_server_that_is_stopped_for_a_while_takes_no_worker_for_silent(pools: Server) -> None:
+    def stop() -> None:
+        os.kill(pools.process.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(pools.process.pid, signal.SIGCONT)
+
+    numbers, before = range(100, 104), pools.said.count("not been heard of")
+    answers = answers_beside(pools, numbers, stop, when=lambda: any(each["jobs"] for each in workers(pools).values()))
+    assert pools.said.count("not been heard of") == before
+    assert answers == undisturbed(pools, numbers)
+
+
+def test_a_server_that_is_killed_leaves_nothing_behind_not_even_a_stopped_worker(pools: Server, place: Path) -> None:
+    wait_for(lambda: all_ready(pools), 60, pools)
+    pids = {name: worker["pid"] for name, worker in workers(pools).items()}
+    maps = Path(f"/proc/{pids['prefill']}/maps").read_text()
+    parcels = re.search(r"(/\S*/redline-[^/\s]+)/parcels-", maps)
+    assert parcels is not None
+    os.kill(pids["decode-1"], signal.SIGSTOP)
+    os.kill(pids["decode-0"], signal.SIGKILL)  # it leaves nothing to itself
+    pools.process.kill()
+    assert pools.ends() == -signal.SIGKILL
+    assert not Path(parcels[1]).exists()
+    assert not [*place.glob("redline-*")]
+    assert "Traceback" not in pools.said

@@ -1,0 +1,103 @@
+"""Two workers that do everything behind one server: where conversations go, and what the operator is told of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.model.k2.write import random_checkpoint
+from tests.fleet.test_serve import Server, wait_for
+from tests.tiny_model import kernel_config
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+KEY = "sk-admin-0123456789abcdef"
+FIRST = "the functions of a page " * 30
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("two")
+    random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
+    write_tiny_tokenizer(folder / "tiny")
+    (folder / "keys.txt").write_text(f"{KEY}\n")
+    (folder / "two.toml").write_text(
+        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
+        '[engine.speculation]\ntype = "suffix"\n[[workers]]\ncount = 2\n'
+    )
+    server = Server(folder / "two.toml")
+    try:
+        server.until_ready()
+        wait_for(lambda: all(each["ready"] for each in admin(server, "status")["workers"].values()), 60, server)
+        yield server
+    finally:
+        server.close()
+
+
+def address(server: Server) -> str:
+    found = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
+    assert found is not None, server.said
+    return found[1]
+
+
+def admin(server: Server, path: str) -> dict[str, Any]:
+    request = Request(f"{address(server)}/admin/{path}", headers={"authorization": f"Bearer {KEY}"})
+    return json.load(urlopen(request, timeout=10))
+
+
+def said(server: Server, prompt: str, id: str) -> Any:
+    """A whole answer of 40 tokens."""
+    return server.client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=40, temperature=0, extra_headers={"X-Request-Id": id},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+
+
+def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operator_can_ask_why(two: Server) -> None:
+    said(two, FIRST, "first")
+    said(two, "another " * 120, "other")
+    wait_for(lambda: sum(w["load"]["pages_cached"] > 0 for w in admin(two, "status")["workers"].values()) == 2, 10, two)
+    again = said(two, FIRST + "and one thing more", "again")
+    assert again.usage.prompt_tokens_details.cached_tokens >= 128
+    first, other, last = (admin(two, f"requests/{id}")["jobs"][0] for id in ("first", "other", "again"))
+    (sent,) = last["sent"]
+    assert sent["worker"] == first["sent"][0]["worker"] != other["sent"][0]["worker"]
+    assert sent["expected"]["cached_tokens"] == last["cached_tokens"] == again.usage.prompt_tokens_details.cached_tokens
+    assert sent["instead"][0]["cached_tokens"] == 0
+    assert sent["why"].endswith("tokens are cached there, 0 elsewhere")
+    assert last["finish"] == "length"
+    assert last["tokens"] == 40
+    assert 0 < last["first_token_since_sent_s"] <= last["first_token_s"] <= last["ended_s"]
+    wait_for(lambda: f", on {sent['worker']}, id again" in two.said, 10, two)
+
+
+def test_redline_explain_prints_it(two: Server) -> None:
+    def explained(id: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [sys.executable, "-m", "redline", "explain", id, "--url", address(two)],
+            capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "160"},
+        )  # fmt: skip
+
+    said(two, FIRST, "shown")
+    done = explained("shown")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"> worker-[01] ", done.stdout)
+    assert "first token, " in done.stdout
+    assert "length, after 40 tokens" in done.stdout
+    unknown = explained("nobody/s")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert unknown.stderr.startswith("error: nothing is known of request nobody")
+
+
+def test_it_ends_cleanly(two: Server) -> None:
+    two.process.terminate()
+    assert two.ends() == 0
+    assert "Traceback" not in two.said

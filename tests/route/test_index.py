@@ -1,0 +1,137 @@
+"""The index of pages is what the workers' caches are, whatever happens between them."""
+
+import random
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redline.plan.pages import Holder, PagePool
+from redline.plan.prefix import PrefixCache
+from redline.route.index import PageIndex
+from redline.wire.job import PageHash, PageId
+from redline.wire.news import Cached
+
+WORKERS = "abc"
+
+
+def chain(of: int, length: int) -> list[PageHash]:
+    """Prompts that begin alike share their first hashes."""
+    return [PageHash(b"%d of %d" % (n, of if n >= 3 else of % 2)) for n in range(length)]
+
+
+class Told:
+    """A worker's prefix cache, and what it would tell."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(6)
+        self.cache = PrefixCache(self.pool)
+        self.number = 0
+
+    def news(self, *, whole: bool = False) -> Cached | None:
+        whole = whole or not self.number
+        stored, removed = self.cache.changes(whole=whole)
+        if not (stored or removed or whole):
+            return None
+        self.number += 1
+        return Cached(number=self.number, stored=tuple(stored), removed=tuple(removed), whole=whole)
+
+    def prompt(self, pages: list[PageHash]) -> None:
+        """Computes a prompt: what is cached is used, the rest takes pages, perhaps of others."""
+        held: list[PageId] = self.cache.match(pages)
+        self.cache.use(held, of_tokens=0)
+        for number in range(len(held), len(pages)):
+            if not self.pool.free:
+                if not self.pool.idle:
+                    break
+                self.cache.evict(1)
+            (page,) = self.pool.take(1)
+            self.cache.insert(pages[number], page, pages[number - 1] if number else None, exact=True)
+            held.append(page)
+        for page in held:
+            self.cache.release(page, Holder.JOBS)
+
+    def cached(self, pages: list[PageHash]) -> int:
+        return len(self.cache.match(pages))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_it_says_what_the_caches_have_after_any_prompts_restarts_and_gaps(data: st.DataObject) -> None:
+    index, workers = PageIndex(), {name: Told() for name in WORKERS}
+    recall: set[str] = set()
+    for name in workers:
+        index.begin(name)
+    for _ in range(data.draw(st.integers(1, 25))):
+        name = data.draw(st.sampled_from(WORKERS))
+        match data.draw(st.sampled_from(["prompt", "prompt", "prompt", "restart", "gap", "end"])):
+            case "prompt":
+                workers[name].prompt(chain(data.draw(st.integers(0, 5)), data.draw(st.integers(1, 6))))
+            case "restart":
+                workers[name] = Told()
+                recall.discard(name)
+                index.begin(name)
+            case "end":
+                workers[name] = Told()
+                recall.discard(name)
+                index.forget(name)
+                index.begin(name)
+            case _:
+                workers[name].news()  # lost on the way
+                workers[name].prompt(chain(9, 2))
+        news = workers[name].news()
+        if news is not None and not index.take(name, news):
+            recall.add(name)
+        index.check()
+    for name in recall:
+        news = workers[name].news(whole=True)
+        assert news is not None
+        assert index.take(name, news)
+    for name, worker in workers.items():  # a gap behind which nothing was said is not noticed before the next word
+        worker.prompt(chain(7, 1))
+        news = worker.news()
+        if news is not None and not index.take(name, news):
+            whole = worker.news(whole=True)
+            assert whole is not None
+            assert index.take(name, whole)
+    index.check()
+    for of in range(10):
+        for length in range(7):
+            pages = chain(of, length)
+            assert index.cached(pages) == {name: worker.cached(pages) for name, worker in workers.items()}
+    assert len(index) == sum(len(worker.cache) for worker in workers.values())
+    for name in workers:
+        index.forget(name)
+    assert (len(index), index.cached(chain(1, 3))) == (0, {})
+    index.check()
+
+
+def test_what_was_missed_is_asked_for_once() -> None:
+    index = PageIndex()
+    index.begin("a")
+    page, other = chain(1, 2)
+    assert index.take("a", Cached(number=1, stored=(page,), whole=True))
+    assert not index.take("a", Cached(number=3, stored=(other,)))
+    assert index.cached([page]) == {"a": 0}, "what is not sure is not told"
+    assert index.take("a", Cached(number=4, removed=(page,)))
+    assert len(index) == 0
+    assert index.take("a", Cached(number=5, stored=(other,), whole=True))
+    assert index.take("a", Cached(number=6, stored=(page,)))
+    assert index.cached([page, other]) == {"a": 2}
+
+
+def test_a_prompt_of_100_000_tokens_is_looked_up_among_64_workers_in_a_millisecond() -> None:
+    index, draw = PageIndex(), random.Random(1)
+    pages = [PageHash(draw.randbytes(16)) for _ in range(1563)]
+    for number in range(64):
+        index.begin(str(number))
+        index.take(
+            str(number), Cached(number=1, stored=tuple(pages[: 20 * number] if number < 63 else pages), whole=True)
+        )
+    seconds: list[float] = []
+    for _ in range(30):
+        began = time.perf_counter()
+        index.cached(pages)
+        seconds.append(time.perf_counter() - began)
+    assert index.cached(pages) == {str(number): 20 * number if number < 63 else 1563 for number in range(64)}
+    assert min(seconds) < 0.001
