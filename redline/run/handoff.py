@@ -43,13 +43,6 @@ class Parcels:
         self._pages = max(1, most // (page * self._layers)) if self._layers == self.layers else 1
 
     @property
-    def largest(self) -> int:
-        """Bytes of the largest parcel that this side makes."""
-        positions = self._pages * PAGE_TOKENS
-        target = self._layers * positions * self._rows_LNB.shape[2]
-        return target + (positions + 1) * self._draft_NB.shape[1] + self._pages * self._tails_PB.shape[1]
-
-    @property
     def drafts(self) -> bool:
         """Whether the pages have rows of a drafter."""
         return self._draft_NB.shape[1] > 0

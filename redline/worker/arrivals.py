@@ -40,7 +40,7 @@ class Budget:
         self._per_byte: dict[Work, float] = {}  # seconds
 
     def begin(self, *, busy: bool, most: int) -> None:
-        """A turn begins. busy: whether steps run, and wait for it. most: bytes of the largest parcel.
+        """A turn begins. busy: whether steps run, and wait for it. most: bytes of the largest parcel that waits.
 
         What is left over from turns before is kept up to the time of one such parcel: a parcel that takes longer than
         a turn's share comes every few turns, and a long wait for parcels is no claim to many at once.
@@ -94,6 +94,11 @@ class Arrivals(Generic[Of]):
         self._landing_B = tensor_of(self._memory)
         self._landing = transport.landing(self._memory)
         self._lender = Lender(LANDING_BYTES, clock)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each parcel that is under way."""
+        return [arrival.offer.ticket.size for arrival in self.under_way]
 
     def read(self, of: Of, offer: Offer, peer: Peer) -> bool:
         """Begins to read a parcel; False where there is no room or no time for it in this turn.

@@ -271,7 +271,8 @@ class Exchange:
         """Moves on what is under way: offers what there is room for, takes in what there is time for. The deltas to
         tell. The time between two calls is taken for that of a step, where one runs."""
         now = self._clock()
-        self._budget.begin(busy=not self._planner.idle, most=self._parcels.largest)
+        sizes = [offer.ticket.size for _, offer in self._offers] + self._arrivals.sizes
+        self._budget.begin(busy=not self._planner.idle, most=max(sizes, default=0))
         if self._lender.lent:
             self._lender.expire(now)
         else:

@@ -54,13 +54,12 @@ from redline.bench.runs.fault_requests import DEADLINE_S, Answer, Asked, ask, di
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
-from redline.fleet.supervisor import MOST_ENDS
 from redline.progress import Working
 
 RESULT = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 KEY = "sk-admin-of-the-faults-program"
 KINDS = ("kill", "stop", "stall", "stall", "cut", "cut", "replace", "api")
-MOST_KILLS = MOST_ENDS - 2  # of one worker: one that ends more often without a minute between is given up
+MOST_KILLS = 3  # of one worker: one that ends five times without a minute between is given up
 NOTICE_S = 1.0 + 0.75  # until a silent worker's answers move: links.MOVE_S, a beat, two looks
 BACK_S = 60.0  # for a worker to be ready again
 REST_S = 20.0  # for pages and leases to come back
