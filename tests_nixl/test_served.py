@@ -11,6 +11,7 @@ from tests.fleet.test_pools import (  # noqa: F401
     tokens_of,
     workers,
 )
+from tests.fleet.test_pools import test_it_ends_cleanly as ends_cleanly
 from tests.fleet.test_serve import Server
 
 NIXL = '[handoff]\ntransport = "nixl"\n'
@@ -28,3 +29,8 @@ def test_answers_are_those_over_shared_memory(pools: Server, tmp_path_factory: p
     assert workers(pools)["decode"]["epoch"] > 1, "it was started anew, and its peer with it, by the tests above"
     with served(tmp_path_factory.mktemp("shared")) as server:
         assert answers == [tokens_of(server, number) for number in numbers]
+        ends_cleanly(server)
+
+
+def test_it_ends_cleanly(pools: Server) -> None:
+    ends_cleanly(pools)
