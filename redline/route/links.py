@@ -47,7 +47,7 @@ class Link:
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
-        self.given = 0  # jobs that it has been sent in all
+        self.given = 0  # which of all jobs it has been sent last; 0: none
         self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
         self.pace = Pace()
         self.beats = 0
@@ -127,6 +127,7 @@ class Links:
         self._clock = clock
         self._links: dict[str, Link] = {}
         self.index = PageIndex()
+        self._given = 0  # jobs
         self._ready: Ready | None = None
         self.last: Ready | None = None  # what jobs could be like when there last was a worker that answers
 
@@ -216,7 +217,7 @@ class Links:
         """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody."""
         able = [link for link in self if link.answers and not link.draining]
         answering = [link for link in able if self.silent_s(link) <= MOVE_S] or able
-        answering.sort(key=lambda link: link.given)  # of several alike the one that has had least
+        answering.sort(key=lambda link: link.given)  # of several alike the one whose last job is the oldest
         if not answering:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
@@ -233,7 +234,8 @@ class Links:
     def sent(self, route: Route, job: Job) -> None:
         """A job goes this way; `computed` has to follow."""
         route.link.jobs += 1
-        route.link.given += 1
+        self._given += 1
+        route.link.given = self._given
         if route.prefill is not None:
             route.prefill.jobs += 1
         computes = route.prefill or route.link
