@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 ANSWER_TOKENS = 64  # prompt tokens that an answer beside counts as
-FRESH_TOKEN_S = 1e-4  # a worker that has computed nothing yet; among workers alike any other number chooses the same
+FRESH_TOKEN_S = 1e-4  # where nothing has been computed yet; any other number chooses the same
 BROUGHT_SHARE = 0.05  # of the time that computing a prompt takes: to bring its pages from another worker
 PACE_MEMORY = 0.9  # share of what has been measured that stays when a prompt's time is added
 
 
 class Pace:
-    """Seconds that a worker takes for a prompt token, from the prompts that it has computed."""
+    """Seconds for a prompt token, from the prompts that were computed lately.
+
+    Of all workers together: one that had a slow moment would be avoided, and so never be measured again.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -32,9 +35,9 @@ class Pace:
         self._tokens = PACE_MEMORY * self._tokens + tokens
 
     @property
-    def token_s(self) -> float | None:
-        """Seconds a token; None where nothing has been measured."""
-        return self._seconds / self._tokens if self._tokens else None
+    def token_s(self) -> float:
+        """Seconds a token."""
+        return self._seconds / self._tokens if self._tokens else FRESH_TOKEN_S
 
 
 class Candidate(NamedTuple):
@@ -45,7 +48,6 @@ class Candidate(NamedTuple):
     queue: int  # prompt tokens that it has to compute before
     answers: int  # that it is writing
     free: int  # tokens for which nothing cached has to be forgotten
-    token_s: float | None  # None: it has computed nothing yet
 
 
 class Predicted(NamedTuple):
@@ -66,13 +68,10 @@ class Predicted(NamedTuple):
         return self.first_token_s + (self.uncached_tokens + self.forgotten_tokens) * self.token_s
 
 
-def predict(tokens: int, candidates: Sequence[Candidate]) -> list[Predicted]:
-    """What is expected of each for a prompt of so many tokens. Who has computed nothing is as fast as the others."""
-    paces = [each.token_s for each in candidates if each.token_s is not None]
-    usual = sum(paces) / len(paces) if paces else FRESH_TOKEN_S
+def predict(tokens: int, candidates: Sequence[Candidate], token_s: float) -> list[Predicted]:
+    """What is expected of each for a prompt of so many tokens, at so many seconds a token."""
     found: list[Predicted] = []
     for each in candidates:
-        token_s = usual if each.token_s is None else each.token_s
         uncached = tokens - each.cached
         first_token_s = (each.queue + uncached + each.answers * ANSWER_TOKENS) * token_s
         forgotten = max(0, uncached - each.free)

@@ -49,7 +49,6 @@ class Link:
         self.jobs = 0  # that it has been sent and that have not ended
         self.given = 0  # which of all jobs it has been sent last; 0: none
         self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
-        self.pace = Pace()
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
         self.turn_s = 0.0
@@ -127,6 +126,7 @@ class Links:
         self._clock = clock
         self._links: dict[str, Link] = {}
         self.index = PageIndex()
+        self.pace = Pace()
         self._given = 0  # jobs
         self._ready: Ready | None = None
         self.last: Ready | None = None  # what jobs could be like when there last was a worker that answers
@@ -222,7 +222,9 @@ class Links:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
         lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
-        all = predict(len(job.tokens), [self.candidate(link, job, pages) for link in (*answering, *lenders)])
+        all = predict(
+            len(job.tokens), [self.candidate(link, job, pages) for link in (*answering, *lenders)], self.pace.token_s
+        )
         here, there = all[: len(answering)], all[len(answering) :]
         place, computes = apart(here, there)
         if computes is None:
@@ -247,11 +249,6 @@ class Links:
             route.prefill.jobs -= 1
         (route.prefill or route.link).coming.pop(id, None)
 
-    def worked(self, route: Route, tokens: int, seconds: float) -> None:
-        """The prompt of a job, so many of whose tokens were not cached, took so long to compute."""
-        if tokens > 0:
-            (route.prefill or route.link).pace.computed(tokens, seconds)
-
     def candidate(self, link: Link, job: Job, pages: Mapping[str, int]) -> Candidate:
         """What is known of a worker. pages: that each has cached of the prompt, by name."""
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
@@ -259,7 +256,7 @@ class Links:
         answers = 0 if link.role == "prefill" else link.jobs
         room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
         free = max(0, room * PAGE_TOKENS - queue)
-        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, link.pace.token_s)
+        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free)
 
     def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
         """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""

@@ -6,33 +6,31 @@ from redline.route.choose import ANSWER_TOKENS, FRESH_TOKEN_S, Candidate, Pace, 
 
 
 def chosen(tokens: int, *candidates: Candidate) -> str:
-    return candidates[cheapest(predict(tokens, candidates))].worker
+    return candidates[cheapest(predict(tokens, candidates, FRESH_TOKEN_S))].worker
 
 
 def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_are_worth() -> None:
-    pages, empty = Candidate("pages", 1920, 0, 3, 9999, 1e-3), Candidate("empty", 0, 0, 0, 9999, 1e-3)
+    pages, empty = Candidate("pages", 1920, 0, 3, 9999), Candidate("empty", 0, 0, 0, 9999)
     assert chosen(2000, empty, pages) == "pages"
     assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS - 1)) == "pages"
     assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS + 1)) == "empty"
 
 
-def test_among_workers_alike_the_one_with_fewest_answers_and_a_faster_one_before_a_slower() -> None:
-    a, b = Candidate("a", 0, 0, 2, 9999, None), Candidate("b", 0, 0, 1, 9999, None)
+def test_among_workers_alike_the_one_with_fewest_answers_and_of_those_the_first() -> None:
+    a, b = Candidate("a", 0, 0, 2, 9999), Candidate("b", 0, 0, 1, 9999)
     assert chosen(10, a, b) == "b"
-    assert chosen(1000, a._replace(answers=1, token_s=1e-3), b._replace(token_s=2e-3)) == "a"
-    assert chosen(1000, a._replace(answers=1, token_s=2e-3), b._replace(token_s=1e-3)) == "b"
-    assert predict(100, [a, b._replace(token_s=3e-3)])[0].token_s == 3e-3, "who has computed nothing is as the others"
+    assert chosen(10, b, a._replace(answers=1)) == "b"
 
 
 def test_a_worker_with_free_pages_is_preferred_to_one_that_would_forget_others_for_it() -> None:
-    full, free = Candidate("full", 64, 0, 0, 0, 1e-3), Candidate("free", 0, 0, 0, 9999, 1e-3)
+    full, free = Candidate("full", 64, 0, 0, 0), Candidate("free", 0, 0, 0, 9999)
     assert chosen(1000, full, free) == "free"
     assert chosen(1000, full._replace(cached=512), free) == "full"
 
 
 def test_a_pace_follows_what_is_measured() -> None:
     pace = Pace()
-    assert pace.token_s is None
+    assert pace.token_s == FRESH_TOKEN_S
     for _ in range(50):
         pace.computed(1000, 1.0)
     assert pace.token_s == pytest.approx(1e-3)
@@ -42,7 +40,7 @@ def test_a_pace_follows_what_is_measured() -> None:
 
 
 def expected(worker: str, cached: int, queue: int = 0, answers: int = 0, tokens: int = 4000) -> Predicted:
-    (found,) = predict(tokens, [Candidate(worker, cached, queue, answers, 9999, FRESH_TOKEN_S)])
+    (found,) = predict(tokens, [Candidate(worker, cached, queue, answers, 9999)], FRESH_TOKEN_S)
     return found
 
 

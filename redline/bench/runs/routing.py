@@ -147,7 +147,7 @@ class Fleet:
 
         def first(at: float, cached: int) -> None:
             self.first_token_s.append(at - began)
-            self.links.worked(route, len(prompt) - cached, (len(prompt) - cached) * TOKEN_S)
+            self.links.pace.computed(len(prompt) - cached, (len(prompt) - cached) * TOKEN_S)
             self.links.computed(route, job.id)
             whole = make_job(job.id, prompt + answered, job.sampling, "played").pages
 
@@ -199,7 +199,7 @@ class Fleet:
             if self._policy == "in turn"
             else min(links, key=lambda each: each.jobs)
         )
-        expected = predict(len(job.tokens), [self.links.candidate(link, job, {})])
+        expected = predict(len(job.tokens), [self.links.candidate(link, job, {})], TOKEN_S)
         return Route(link, None, expected[cheapest(expected)])
 
 
