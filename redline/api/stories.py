@@ -5,52 +5,55 @@ Of the newest requests alone, and without a word of their text. `redline explain
 
 import time
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from redline.route.choose import Predicted
 from redline.route.links import Route
 from redline.wire.delta import Delta, Finish
 
-MOST_JOBS = 4096  # of which is known what became of them; about 2 KB each
+MOST_JOBS = 4096  # of which is known what became of them; about 1 KB each
 
 
-class Story:
-    """One job, from its request's arrival on. Seconds count from there, as time.perf_counter tells."""
+class Sent(NamedTuple):
+    """One time that a job was sent to a worker."""
 
-    __slots__ = (
-        "_began",
-        "accepted",
-        "cached_tokens",
-        "choice",
-        "drafts",
-        "ended_s",
-        "finish",
-        "first_token_s",
-        "prompt_tokens",
-        "queued_s",
-        "rounds",
-        "sent",
-        "tokens",
-    )
+    at_s: float
+    worker: str
+    prompt_computed_by: str
+    moved_because: str  # why the worker before could not go on with it; empty: there was none
+    expected: Predicted  # of whoever computes the prompt
+    instead: tuple[Predicted, ...]  # of the others that could have
 
-    def __init__(self, choice: int, prompt_tokens: int, began: float) -> None:
-        self.choice = choice
-        self.prompt_tokens = prompt_tokens
-        self.sent: list[tuple[float, Route, str]] = []  # when, whereto, and why it had to move
-        self.first_token_s: float | None = None
-        self.queued_s: float | None = None
-        self.cached_tokens = 0
-        self.tokens = 0
-        self.rounds = 0  # steps that verified drafts
-        self.drafts = 0
-        self.accepted = 0
-        self.finish: Finish | None = None
-        self.ended_s: float | None = None
-        self._began = began
 
-    def goes(self, route: Route, why_moved: str) -> None:
-        """It is sent to a worker; why_moved: from the one before, where there was one."""
-        self.sent.append((time.perf_counter() - self._began, route, why_moved))
+class Story(msgspec.Struct, gc=False):
+    """One job. Seconds count from its request's arrival, which `began` tells as time.perf_counter does.
+
+    It is kept long after its answer, so it holds nothing that a garbage collection has to walk through.
+    """
+
+    choice: int
+    prompt_tokens: int
+    began: float
+    sent: tuple[tuple[Any, ...], ...] = ()  # the fields of a Sent, whose own Predicteds are tuples too
+    first_token_s: float | None = None
+    queued_s: float | None = None
+    cached_tokens: int = 0
+    tokens: int = 0
+    rounds: int = 0  # steps that verified drafts
+    drafts: int = 0
+    accepted: int = 0
+    finish: Finish | None = None
+    ended_s: float | None = None
+
+    def goes(self, route: Route, moved_because: str) -> None:
+        """It is sent to a worker. moved_because: as in `Sent`."""
+        instead = tuple(tuple(each) for each in route.instead)
+        computes = (route.prefill or route.link).name
+        at_s = time.perf_counter() - self.began
+        self.sent += ((at_s, route.link.name, computes, moved_because, tuple(route.expected), instead),)
 
     def comes(self, delta: Delta, now: float) -> None:
         """More of its answer has come."""
@@ -59,37 +62,39 @@ class Story:
             self.drafts += delta.proposed
             self.accepted += delta.accepted
         if delta.tokens and self.first_token_s is None:
-            self.first_token_s, self.queued_s = now - self._began, delta.queued_s
+            self.first_token_s, self.queued_s = now - self.began, delta.queued_s
             self.cached_tokens = delta.cached_tokens
 
     def ends(self, finish: Finish, tokens: int, now: float) -> None:
         """Nothing more of it comes."""
-        self.finish, self.tokens, self.ended_s = finish, tokens, now - self._began
+        self.finish, self.tokens, self.ended_s = finish, tokens, now - self.began
 
     @property
     def worker(self) -> str | None:
         """Who had it last; None: nobody has had it."""
-        return self.sent[-1][1].link.name if self.sent else None
+        return self.sent[-1][1] if self.sent else None
 
     def told(self) -> dict[str, Any]:
         """As JSON. Times are in seconds; what is expected is that of a prompt's first token since it was sent."""
-        waited = None
-        if self.first_token_s is not None and self.sent:
-            waited = self.first_token_s - self.sent[-1][0]
+        sent = [
+            Sent(at_s, worker, computes, moved, Predicted(*expected), tuple(Predicted(*each) for each in instead))
+            for at_s, worker, computes, moved, expected, instead in self.sent
+        ]
+        waited = self.first_token_s - sent[-1].at_s if self.first_token_s is not None and sent else None
         return {
             "choice": self.choice,
             "prompt_tokens": self.prompt_tokens,
             "sent": [
                 {
-                    "at_s": round(at, 4),
-                    "worker": route.link.name,
-                    "prompt_computed_by": (route.prefill or route.link).name,
-                    "why": why(route, self.prompt_tokens),
-                    "moved_because": moved or None,
-                    "expected": _expected(route.expected),
-                    "instead": [_expected(each) for each in route.instead],
+                    "at_s": _rounded(each.at_s),
+                    "worker": each.worker,
+                    "prompt_computed_by": each.prompt_computed_by,
+                    "why": why(each, self.prompt_tokens),
+                    "moved_because": each.moved_because or None,
+                    "expected": _expected(each.expected),
+                    "instead": [_expected(other) for other in each.instead],
                 }
-                for at, route, moved in self.sent
+                for each in sent
             ],
             "first_token_s": _rounded(self.first_token_s),
             "first_token_since_sent_s": _rounded(waited),
@@ -106,31 +111,28 @@ class Stories:
     """The stories of the newest jobs, by their request's id."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[str, list[Story]] = OrderedDict()
+        self._of: OrderedDict[str, tuple[Story, ...]] = OrderedDict()
         self._jobs = 0
 
-    def begin(self, request: str, jobs: list[Story]) -> None:
+    def begin(self, request: str, jobs: Sequence[Story]) -> None:
         """A request is admitted. Another of the same id, which its client may have chosen, is put behind it."""
-        self._of.setdefault(request, []).extend(jobs)
-        self._of.move_to_end(request)
-        self._jobs += len(jobs)
-        while self._jobs > MOST_JOBS and len(self._of) > 1:
+        before = self._of.pop(request, ())
+        self._of[request] = kept = (*before, *jobs)[-MOST_JOBS:]
+        self._jobs += len(kept) - len(before)
+        while self._jobs > MOST_JOBS:
             _, gone = self._of.popitem(last=False)
             self._jobs -= len(gone)
-        if self._jobs > MOST_JOBS:
-            kept = self._of[request]
-            self._jobs -= len(kept) - MOST_JOBS
-            del kept[:-MOST_JOBS]
 
-    def of(self, request: str) -> list[Story]:
+    def of(self, request: str) -> tuple[Story, ...]:
         """A request's jobs; none where it is not known."""
-        return self._of.get(request, [])
+        return self._of.get(request, ())
 
 
-def why(route: Route, tokens: int) -> str:
+def why(sent: Sent, tokens: int) -> str:
     """One line: why a job of so many prompt tokens went where it did."""
-    expected, others = route.expected, route.instead
-    answers = f"; {route.link.name} answers, as the one with least to do" if route.prefill is not None else ""
+    expected, others = sent.expected, sent.instead
+    apart = sent.prompt_computed_by != sent.worker
+    answers = f"; {sent.worker} answers, as the one with least to do" if apart else ""
     if not others:
         return f"no other worker can take it{answers}"
     most = max(each.cached_tokens for each in others)
