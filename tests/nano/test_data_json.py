@@ -41,7 +41,7 @@ def facts(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_answer_is_valid_and_the_check_accepts_it(split: Split) -> None:
-    for sample in draw(split, 800):
+    for sample in draw(split, 300):
         assert sample.check
         content = sample.messages[-1]["content"]
         assert json.loads(content) == sample.check["json"]["value"]
@@ -51,7 +51,7 @@ def test_the_answer_is_valid_and_the_check_accepts_it(split: Split) -> None:
 
 
 def test_every_value_is_in_the_prompt_and_in_the_thinking() -> None:
-    for sample in draw("families", 500):
+    for sample in draw("families", 250):
         asked, answer = sample.messages[-2]["content"], sample.messages[-1]
         for leaf in leaves(json.loads(answer["content"])):
             assert json.dumps(leaf, ensure_ascii=False) in answer["reasoning_content"]
@@ -60,7 +60,7 @@ def test_every_value_is_in_the_prompt_and_in_the_thinking() -> None:
 
 
 def test_the_thinking_copies_the_words_of_the_text_for_every_value() -> None:
-    for sample in draw("families", 500):
+    for sample in draw("families", 250):
         asked, answer = sample.messages[-2]["content"], sample.messages[-1]
         told = [
             line.split(": ", 1)[1].split(" -> ") for line in answer["reasoning_content"].split("\n") if " -> " in line
