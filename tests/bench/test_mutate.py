@@ -78,7 +78,9 @@ def test_bugs_are_written_into_what_the_emulator_compiles(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize("file", ["redline/plan/speculation.py", "redline/api/openai.py", "redline/draft/train/losses.py"])
+@pytest.mark.parametrize(
+    "file", ["redline/plan/speculation.py", "redline/api/openai.py", "redline/draft/train/losses.py"]
+)
 def test_every_bug_of_a_file_is_a_program(file: str):
     source = (ROOT / file).read_bytes()
     written = mutants(ROOT, file)
