@@ -26,7 +26,7 @@ MAX_SCALING = (0,)
 SEARCHED = (0, -1, 1, 5, 4, 6, 3, 2)
 WIDELY_SEARCHED = (*SEARCHED, -2, 7)  # where inputs do not weigh the same, they are wanted more often
 BLOCKS_CPU = 4096  # worked on together: 256 KiB of float32, so that all of it stays in a core's own cache
-BLOCKS_GPU = 1 << 20
+BLOCKS_GPU = 1 << 20  # where inputs do not weigh the same; else one kernel does it (`kernels.hopper.triton.nvfp4`)
 _LARGEST_BYTE = 126  # e4m3's 448; 127 is NaN
 
 
@@ -87,6 +87,11 @@ def round_nvfp4(
     """
     N, K = weight_NK.shape
     device = weight_NK.device
+    if device.type == "cuda" and importance_K is None:
+        from redline.kernels.hopper.triton import nvfp4 as gpu
+
+        codes, scales, sums = gpu.round_nvfp4(weight_NK, scale, offsets)
+        return _result(codes, scales, scale, sums.tolist())
     blocks = weight_NK.reshape(-1, NVFP4_GROUP)
     codes = torch.empty(N * K // NVFP4_GROUP, NVFP4_GROUP // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(N * K // NVFP4_GROUP, dtype=torch.uint8, device=device)
@@ -107,13 +112,14 @@ def round_nvfp4(
         scales[some] = byte.to(torch.uint8)
         largest = torch.maximum(largest, farthest)
         sums += torch.stack([squared.sum(), torch.dot(part.w.view(-1), part.w.view(-1)), plain.sum()])
-    squared, whole, plain = (sums * scale * scale).tolist()
-    packed = Nvfp4(
-        codes.view(N, K // 2),
-        scales.view(torch.float8_e4m3fn).view(N, K // NVFP4_GROUP),
-        torch.tensor([scale], device=device),
-    )
-    return packed, Error(squared, whole, largest.item() * scale, plain)
+    return _result(codes.view(N, K // 2), scales.view(N, K // NVFP4_GROUP), scale, [*sums.tolist(), largest.item()])
+
+
+def _result(codes: Tensor, scales: Tensor, scale: float, sums: Sequence[float]) -> tuple[Nvfp4, Error]:
+    """sums: the squared error, the weights' squares, max scaling's squared error, the largest error, all unscaled."""
+    squared, whole, plain, largest = sums
+    packed = Nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.tensor([scale], device=codes.device))
+    return packed, Error(squared * scale**2, whole * scale**2, largest * scale, plain * scale**2)
 
 
 def packed(rounded_NK: Tensor, scale: float, bytes_NB: Tensor) -> Nvfp4:

@@ -17,8 +17,16 @@ def dense(checkpoint: Checkpoint, weight: Weight, device: torch.device) -> Tenso
     stored = checkpoint.expert(int(layer), int(expert), cast(Projection, projection.removesuffix("_proj")))
     match stored:
         case Int4(packed, scale):
-            return Int4(packed.to(device), scale.to(device)).dequantize()
+            return _dequantized(Int4(packed.to(device), scale.to(device)))
         case Nvfp4(codes, scales, scale):
             return Nvfp4(codes.to(device), scales.to(device), scale.to(device)).dequantize()
         case Tensor():
             return stored.to(device)
+
+
+def _dequantized(weight: Int4) -> Tensor:
+    if not weight.packed.is_cuda:
+        return weight.dequantize()
+    from redline.kernels.hopper.triton.nvfp4 import dequantize_int4
+
+    return dequantize_int4(weight)

@@ -1,0 +1,143 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# Triton is typed by what it compiles, not by annotations.
+"""Weights to NVFP4 on a GPU, and INT4 to what it stands for: each weight is read once and kept in registers.
+
+`quant.nvfp4.Part` says what a block's scale and codes are; the results are the same but for the order of sums.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4
+
+BLOCKS = 128  # of 16 weights, that a program works on
+WORDS = 512  # of 8 codes, that a program unpacks
+_NIBBLE, _MIDDLE = 4, 8  # a byte to try is told as its distance from max scaling's, + 8, in 4 bits
+
+
+@triton.jit
+def _unit(byte):
+    # The e4m3 number of a positive byte: its bits stand as they are, but for the exponent's bias.
+    return (byte << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def _byte(x):
+    # The nearest e4m3 of 0 <= x <= 448, of two equally near ones the even. Below 2^-6 they stand 2^-9 apart.
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    small = ((x * 512.0 + 12582912.0) - 12582912.0).to(tl.int32)
+    return tl.where(x < 0.015625, small, normal)
+
+
+@triton.jit
+def _nearest(y):
+    # The nearest e2m1 of y >= 0: steps of 1/2 up to 2, of 1 to 4, of 2 to 6. `Part._nearest` tells why this rounds.
+    step = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    step = tl.minimum(tl.maximum(step, 1.0), 4.0) * 6291456.0
+    return tl.minimum((y + step) - step, 6.0)
+
+
+@triton.jit(do_not_specialize=["tried"])
+def _round(
+    weights, scale, codes, scales, sums, count, tried, TRIED: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr
+):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    there = block < count
+    place = block[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    weight = tl.load(weights + place, mask=there[:, None], other=0.0).to(tl.float32)
+    w = tl.div_rn(tl.abs(weight), tl.zeros_like(weight) + scale)
+    largest = tl.max(w, 1)
+    middle = _byte(tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0))
+    best_byte = tl.maximum(middle, 1)
+    best = tl.zeros_like(largest) + float("inf")
+    plain = best
+    tried = tried.to(tl.int64)
+    for number in tl.static_range(TRIED):
+        distance = ((tried >> (4 * number)) & 15).to(tl.int32) - 8
+        byte = tl.minimum(tl.maximum(middle + distance, 1), 126)
+        unit = _unit(byte)
+        y = w * tl.div_rn(tl.zeros_like(unit) + 1.0, unit)[:, None]
+        error = _nearest(y) - y
+        squared = tl.sum(error * error, 1) * unit * unit
+        if number == 0:
+            plain = squared
+        better = squared < best
+        best_byte = tl.where(better, byte, best_byte)
+        best = tl.where(better, squared, best)
+    unit = _unit(best_byte)
+    y = tl.div_rn(w, tl.zeros_like(w) + unit[:, None])
+    value = _nearest(y)
+    farthest = tl.max(tl.abs(y - value), 1) * unit
+    # From 1 on a code counts the exponent and the first bit of the fraction; below, halves.
+    code = tl.maximum((value.to(tl.int32, bitcast=True) >> 22) - 252, tl.minimum(value * 2.0, 1.0).to(tl.int32))
+    code = code | ((weight.to(tl.int32, bitcast=True) >> 28) & 8)
+    pairs = tl.reshape(code, [BLOCKS, GROUP // 2, 2])
+    packed = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :], 2)
+    at = block[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+    tl.store(codes + at, packed.to(tl.uint8), mask=there[:, None])
+    tl.store(scales + block, best_byte.to(tl.uint8), mask=there)
+    own = sums + tl.program_id(0) * 4
+    tl.store(own, tl.sum(best, 0))
+    tl.store(own + 1, tl.sum(tl.sum(w * w, 1), 0))
+    tl.store(own + 2, tl.sum(plain, 0))
+    tl.store(own + 3, tl.max(farthest, 0))
+
+
+def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights [N, K] of any float dtype under a tensor scale, by the e4m3 bytes to try, as `quant.nvfp4.round_nvfp4`.
+
+    -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], sums float64 [4]: of the squared error, of the weights'
+    squares, of max scaling's squared error; the largest error: all over the tensor scale.)
+    """
+    N, K = weight_NK.shape
+    weight = weight_NK.contiguous()
+    count, device = weight.numel() // NVFP4_GROUP, weight.device
+    codes = torch.empty(N, K // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(N, K // NVFP4_GROUP, dtype=torch.uint8, device=device)
+    programs = triton.cdiv(count, BLOCKS)
+    sums = torch.empty(programs, 4, device=device)
+    distances = (0, *(one for one in offsets if one))
+    tried = sum(one + _MIDDLE << _NIBBLE * at for at, one in enumerate(distances))
+    with torch.cuda.device_of(weight):
+        _round[(programs,)](
+            weight,
+            scale,
+            codes,
+            scales,
+            sums,
+            count,
+            tried,
+            TRIED=len(distances),
+            GROUP=NVFP4_GROUP,
+            BLOCKS=BLOCKS,
+            num_warps=4,
+            enable_fp_fusion=False,  # a product is rounded before it is added to, as the reference's is
+        )
+    return codes, scales, torch.cat([sums[:, :3].sum(0, dtype=torch.float64), sums[:, 3:].amax(0).double()])
+
+
+@triton.jit
+def _unpack(packed, scale, out, count, WORDS: tl.constexpr, GROUP: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    there = word < count
+    codes = tl.load(packed + word, mask=there, other=0)
+    unit = tl.load(scale + word // (GROUP // 8), mask=there, other=0.0).to(tl.float32)
+    at = tl.arange(0, 8)
+    value = (((codes[:, None] >> (4 * at)[None, :]) & 15) - 8).to(tl.float32) * unit[:, None]
+    tl.store(out + word[:, None] * 8 + at[None, :], value, mask=there[:, None])
+
+
+def dequantize_int4(weight: Int4) -> Tensor:
+    """`Int4.dequantize`: float32 [..., N, K], to the bit."""
+    out = torch.empty(weight.shape, device=weight.packed.device)
+    packed, scale = weight.packed.contiguous(), weight.scale.contiguous()
+    with torch.cuda.device_of(packed):
+        _unpack[(triton.cdiv(packed.numel(), WORDS),)](
+            packed, scale, out, packed.numel(), WORDS=WORDS, GROUP=INT4_GROUP, num_warps=4
+        )
+    return out
