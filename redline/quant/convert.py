@@ -252,8 +252,7 @@ def _scale(
     largest = 0.0
     for weight in unit.tasks[0].scaled_with:
         value = values[weight.name] if weight.name in values else dense(checkpoint, weight, device)
-        least, greatest = value.aminmax()
-        most = float(torch.maximum(-least, greatest))
+        most = nvfp4.largest(value)
         if not most < float("inf"):  # NaN too
             raise CheckpointError(f"{weight.name}: expected finite numbers, found NaN or infinity")
         largest = max(largest, most)

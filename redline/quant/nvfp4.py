@@ -91,7 +91,7 @@ def round_nvfp4(
         from redline.kernels.hopper.triton import nvfp4 as gpu
 
         codes, scales, sums = gpu.round_nvfp4(weight_NK, scale, offsets)
-        return _result(codes, scales, scale, sums.tolist())
+        return _result(codes, scales, scale, sums)
     blocks = weight_NK.reshape(-1, NVFP4_GROUP)
     codes = torch.empty(N * K // NVFP4_GROUP, NVFP4_GROUP // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(N * K // NVFP4_GROUP, dtype=torch.uint8, device=device)
@@ -118,7 +118,7 @@ def round_nvfp4(
 def _result(codes: Tensor, scales: Tensor, scale: float, sums: Sequence[float]) -> tuple[Nvfp4, Error]:
     """sums: the squared error, the weights' squares, max scaling's squared error, the largest error, all unscaled."""
     squared, whole, plain, largest = sums
-    packed = Nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.tensor([scale], device=codes.device))
+    packed = Nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.full((1,), scale, device=codes.device))
     return packed, Error(squared * scale**2, whole * scale**2, largest * scale, plain * scale**2)
 
 
@@ -204,3 +204,8 @@ def unit_of(byte: Tensor) -> Tensor:
     torch's own conversion takes as long as half of all else.
     """
     return (byte << 20).view(torch.float32) * 2.0**120
+
+
+def largest(weight: Tensor) -> float:
+    """The largest magnitude; NaN where there is one."""
+    return float(torch.linalg.vector_norm(weight, math.inf))

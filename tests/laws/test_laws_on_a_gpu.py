@@ -1,4 +1,4 @@
-"""Laws 2, 3, 4, 6, 7 and 9 on a GPU, over nano as it is shipped. Run by hand:
+"""Laws 2 to 7 and 9 on a GPU, over nano as it is shipped. Run by hand:
 
 python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py
 
@@ -6,6 +6,7 @@ python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from redline.chat.template import encode
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
+from tests.handoff import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -119,6 +121,27 @@ def test_law_4_drafts_change_nothing(
 ):
     with opened(speculation=speculation, kv_dtype=kv_dtype) as engine:
         same(asked, answer(engine, asked), plain, kv_dtype)
+
+
+@pytest.mark.parametrize("speculation", [None, Learned(drafter=str(DRAFTER), adaptive=False)], ids=["plain", "drafter"])
+def test_law_5_where_does_not_matter(asked: list[tuple[int, ...]], kv_dtype: str, speculation: DraftConfig | None):
+    """Prompts computed in one worker, their answers in another: of many conversations, since one has less than a page."""
+    long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
+    long = [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
+    with opened(kv_dtype=kv_dtype) as engine:
+        alone = answer(engine, long)
+    with (
+        opened(speculation=speculation, kv_dtype=kv_dtype) as computes,
+        opened(speculation=speculation, kv_dtype=kv_dtype) as answers,
+    ):
+        both = Pair(computes.engine, answers.engine)
+        sampling = Sampling(max_tokens=200, temperature=0, stop_ids=answers.tokenizer.stop_ids)
+        jobs = [make_job(JobId(f"{n}"), tokens, sampling, answers.fingerprint) for n, tokens in enumerate(long)]
+        given = both.run(jobs)
+        assert both.answers.exchange.counts == {"taken over": len(long)}
+        both.computes.exchange.close()
+        both.answers.exchange.close()
+    same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype)
 
 
 def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str):

@@ -11,6 +11,7 @@ included. The floor is INT4 read and NVFP4 written once, at the rate of a copy o
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -27,7 +27,7 @@ from redline.bench.runs.quantizers import SHAPE, theirs
 from redline.kernels.hopper.triton.nvfp4 import dequantize_int4, round_nvfp4
 from redline.ops.formats import Int4, Nvfp4
 from redline.quant import nvfp4
-from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, exact_scale, max_scale
+from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, exact_scale, largest, max_scale
 from redline.quant.quantize import UNITS_A_GPU
 from redline.wire.base import Record
 
@@ -60,21 +60,16 @@ def drawn(number: int) -> Int4:
     return Int4(packed, scale.bfloat16())
 
 
-def _largest(value: Tensor) -> float:
-    least, greatest = value.aminmax()
-    return float(torch.maximum(-least, greatest))
-
-
 def fast(weight: Int4) -> tuple[Nvfp4, nvfp4.Error]:
     """The level `fast`."""
     value = dequantize_int4(weight)
-    return nvfp4.round_nvfp4(value, max_scale(_largest(value)), MAX_SCALING)
+    return nvfp4.round_nvfp4(value, max_scale(largest(value)), MAX_SCALING)
 
 
 def search(weight: Int4) -> tuple[Nvfp4, nvfp4.Error]:
     """The level `search`."""
     value = dequantize_int4(weight)
-    return nvfp4.round_nvfp4(value, exact_scale(_largest(value)), SEARCHED)
+    return nvfp4.round_nvfp4(value, exact_scale(largest(value)), SEARCHED)
 
 
 def by_torch(weight: Int4) -> tuple[Nvfp4, nvfp4.Error]:
@@ -159,7 +154,7 @@ def _gpu_us(calls: list[Callable[[], object]], turns: int) -> float:
 def stages(weights: list[Int4], turns: int, copy_gb_s: float) -> dict[str, Stage]:
     """The three kernels of the search, and the rounding of max scaling, each over all weights."""
     values = [dequantize_int4(weight) for weight in weights]
-    scale = exact_scale(max(_largest(value) for value in values))
+    scale = exact_scale(max(largest(value) for value in values))
     wide, narrow = values[0].nbytes, weights[0].nbytes
 
     def stage(bytes_: int, calls: list[Callable[[], object]]) -> Stage:
@@ -167,7 +162,7 @@ def stages(weights: list[Int4], turns: int, copy_gb_s: float) -> dict[str, Stage
 
     return {
         "dequantise": stage(narrow + wide, [lambda one=one: dequantize_int4(one) for one in weights]),
-        "largest": stage(wide, [lambda one=one: one.aminmax() for one in values]),
+        "largest": stage(wide, [lambda one=one: torch.linalg.vector_norm(one, math.inf) for one in values]),
         "round, max scaling": stage(
             narrow + wide, [lambda one=one: round_nvfp4(one, scale, MAX_SCALING) for one in values]
         ),

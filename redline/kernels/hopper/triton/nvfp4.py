@@ -5,6 +5,7 @@
 `quant.nvfp4.Part` says what a block's scale and codes are; the results are the same but for the order of sums.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4
 
-BLOCKS = 128  # of 16 weights, that a program works on
+BLOCKS, TURNS, WARPS = 128, 4, 4  # blocks of 16 weights that a program works on at once, and how often
 WORDS = 512  # of 8 codes, that a program unpacks
 _NIBBLE, _MIDDLE = 4, 8  # a byte to try is told as its distance from max scaling's, + 8, in 4 bits
 
@@ -42,64 +43,83 @@ def _nearest(y):
     return tl.minimum((y + step) - step, 6.0)
 
 
-@triton.jit(do_not_specialize=["tried"])
+@triton.jit(do_not_specialize=["scale", "tried"])
 def _round(
-    weights, scale, codes, scales, sums, count, tried, TRIED: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr
+    weights,
+    scale,
+    codes,
+    scales,
+    sums,
+    count,
+    tried,
+    TRIED: tl.constexpr,
+    EXACT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    there = block < count
-    place = block[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    weight = tl.load(weights + place, mask=there[:, None], other=0.0).to(tl.float32)
-    w = tl.div_rn(tl.abs(weight), tl.zeros_like(weight) + scale)
-    largest = tl.max(w, 1)
-    middle = _byte(tl.minimum(tl.div_rn(largest, tl.zeros_like(largest) + 6.0), 448.0))
-    best_byte = tl.maximum(middle, 1)
-    best = tl.zeros_like(largest) + float("inf")
-    plain = best
+    # EXACT: scale is a power of two, so that a product with 1 / scale is the quotient.
     tried = tried.to(tl.int64)
-    for number in tl.static_range(TRIED):
-        distance = ((tried >> (4 * number)) & 15).to(tl.int32) - 8
-        byte = tl.minimum(tl.maximum(middle + distance, 1), 126)
-        unit = _unit(byte)
-        y = w * tl.div_rn(tl.zeros_like(unit) + 1.0, unit)[:, None]
-        error = _nearest(y) - y
-        squared = tl.sum(error * error, 1) * unit * unit
-        if number == 0:
-            plain = squared
-        better = squared < best
-        best_byte = tl.where(better, byte, best_byte)
-        best = tl.where(better, squared, best)
-    unit = _unit(best_byte)
-    y = tl.div_rn(w, tl.zeros_like(w) + unit[:, None])
-    value = _nearest(y)
-    farthest = tl.max(tl.abs(y - value), 1) * unit
-    # From 1 on a code counts the exponent and the first bit of the fraction; below, halves.
-    code = tl.maximum((value.to(tl.int32, bitcast=True) >> 22) - 252, tl.minimum(value * 2.0, 1.0).to(tl.int32))
-    code = code | ((weight.to(tl.int32, bitcast=True) >> 28) & 8)
-    pairs = tl.reshape(code, [BLOCKS, GROUP // 2, 2])
-    packed = tl.sum(pairs << (4 * tl.arange(0, 2))[None, None, :], 2)
-    at = block[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
-    tl.store(codes + at, packed.to(tl.uint8), mask=there[:, None])
-    tl.store(scales + block, best_byte.to(tl.uint8), mask=there)
+    nothing = tl.zeros([BLOCKS], tl.float32)
+    sum_best, sum_plain, sum_squares, farthest = nothing, nothing, nothing, nothing
+    for turn in range(TURNS):
+        block = (tl.program_id(0).to(tl.int64) * TURNS + turn) * BLOCKS + tl.arange(0, BLOCKS)
+        there = block < count
+        place = block[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        weight = tl.load(weights + place, mask=there[:, None], other=0.0).to(tl.float32)
+        if EXACT:
+            w = tl.abs(weight) * (1.0 / scale)
+        else:
+            w = tl.div_rn(tl.abs(weight), tl.zeros_like(weight) + scale)
+        middle = _byte(tl.minimum(tl.div_rn(tl.max(w, 1), nothing + 6.0), 448.0))
+        best_byte = tl.maximum(middle, 1)
+        best = nothing + float("inf")
+        plain = best
+        for number in tl.static_range(TRIED):
+            distance = ((tried >> (4 * number)) & 15).to(tl.int32) - 8
+            byte = tl.minimum(tl.maximum(middle + distance, 1), 126)
+            unit = _unit(byte)
+            y = w * tl.div_rn(nothing + 1.0, unit)[:, None]
+            error = _nearest(y) - y
+            squared = tl.sum(error * error, 1) * unit * unit
+            if number == 0:
+                plain = squared
+            better = squared < best
+            best_byte = tl.where(better, byte, best_byte)
+            best = tl.where(better, squared, best)
+        unit = _unit(best_byte)
+        y = tl.div_rn(w, tl.zeros_like(w) + unit[:, None])
+        value = _nearest(y)
+        # From 1 on a code counts the exponent and the first bit of the fraction; below, halves.
+        code = tl.maximum((value.to(tl.int32, bitcast=True) >> 22) - 252, tl.minimum(value * 2.0, 1.0).to(tl.int32))
+        code = code | ((weight.to(tl.int32, bitcast=True) >> 28) & 8)
+        low, high = tl.split(tl.reshape(code, [BLOCKS, GROUP // 2, 2]))
+        at = block[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        tl.store(codes + at, (low | (high << 4)).to(tl.uint8), mask=there[:, None])
+        tl.store(scales + block, best_byte.to(tl.uint8), mask=there)
+        sum_best += tl.where(there, best, 0.0)
+        sum_plain += tl.where(there, plain, 0.0)
+        sum_squares += tl.sum(w * w, 1)
+        farthest = tl.maximum(farthest, tl.max(tl.abs(y - value), 1) * unit)
     own = sums + tl.program_id(0) * 4
-    tl.store(own, tl.sum(best, 0))
-    tl.store(own + 1, tl.sum(tl.sum(w * w, 1), 0))
-    tl.store(own + 2, tl.sum(plain, 0))
+    tl.store(own, tl.sum(sum_best, 0))
+    tl.store(own + 1, tl.sum(sum_squares, 0))
+    tl.store(own + 2, tl.sum(sum_plain, 0))
     tl.store(own + 3, tl.max(farthest, 0))
 
 
-def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, list[float]]:
     """Weights [N, K] of any float dtype under a tensor scale, by the e4m3 bytes to try, as `quant.nvfp4.round_nvfp4`.
 
-    -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], sums float64 [4]: of the squared error, of the weights'
-    squares, of max scaling's squared error; the largest error: all over the tensor scale.)
+    -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], sums: of the squared error, of the weights' squares, of
+    max scaling's squared error; and the largest error: all over the tensor scale.) Waits for the GPU.
     """
     N, K = weight_NK.shape
     weight = weight_NK.contiguous()
     count, device = weight.numel() // NVFP4_GROUP, weight.device
     codes = torch.empty(N, K // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(N, K // NVFP4_GROUP, dtype=torch.uint8, device=device)
-    programs = triton.cdiv(count, BLOCKS)
+    programs = triton.cdiv(count, BLOCKS * TURNS)
     sums = torch.empty(programs, 4, device=device)
     distances = (0, *(one for one in offsets if one))
     tried = sum(one + _MIDDLE << _NIBBLE * at for at, one in enumerate(distances))
@@ -113,12 +133,15 @@ def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tupl
             count,
             tried,
             TRIED=len(distances),
+            EXACT=math.frexp(scale)[0] == 0.5,
             GROUP=NVFP4_GROUP,
             BLOCKS=BLOCKS,
-            num_warps=4,
+            TURNS=TURNS,
+            num_warps=WARPS,
             enable_fp_fusion=False,  # a product is rounded before it is added to, as the reference's is
         )
-    return codes, scales, torch.cat([sums[:, :3].sum(0, dtype=torch.float64), sums[:, 3:].amax(0).double()])
+    told = sums.cpu()
+    return codes, scales, [*told[:, :3].sum(0, dtype=torch.float64).tolist(), float(told[:, 3].max())]
 
 
 @triton.jit
