@@ -19,7 +19,7 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
-from redline.worker.engine import Engine
+from redline.worker.engine import Engine, EngineCore
 from tests.handoff import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -125,22 +125,24 @@ def test_law_4_drafts_change_nothing(
 
 @pytest.mark.parametrize("speculation", [None, Learned(drafter=str(DRAFTER), adaptive=False)], ids=["plain", "drafter"])
 def test_law_5_where_does_not_matter(asked: list[tuple[int, ...]], kv_dtype: str, speculation: DraftConfig | None):
-    """Prompts computed in one worker, their answers in another: of many conversations, since one has less than a page."""
+    """Prompts computed in one worker, their answers in another: several conversations, as one has less than a page."""
     long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
     long = [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
     with opened(kv_dtype=kv_dtype) as engine:
-        alone = answer(engine, long)
-    with (
-        opened(speculation=speculation, kv_dtype=kv_dtype) as computes,
-        opened(speculation=speculation, kv_dtype=kv_dtype) as answers,
-    ):
-        both = Pair(computes.engine, answers.engine)
-        sampling = Sampling(max_tokens=200, temperature=0, stop_ids=answers.tokenizer.stop_ids)
-        jobs = [make_job(JobId(f"{n}"), tokens, sampling, answers.fingerprint) for n, tokens in enumerate(long)]
-        given = both.run(jobs)
+        alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
+    config = EngineConfig(
+        max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=speculation, kv_dtype=kv_dtype
+    )
+    both = Pair(EngineCore.load(NANO, config), EngineCore.load(NANO, config))
+    try:
+        sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
+        jobs = [
+            make_job(JobId(f"{n}"), tokens, sampling, both.answers.engine.fingerprint) for n, tokens in enumerate(long)
+        ]
+        given = both.run(jobs, most=100_000)
         assert both.answers.exchange.counts == {"taken over": len(long)}
-        both.computes.exchange.close()
-        both.answers.exchange.close()
+    finally:
+        both.close()
     same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype)
 
 

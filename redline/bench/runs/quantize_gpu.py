@@ -5,12 +5,14 @@
 A weight is a gate projection, 2,048 x 7,168, random. Ways: each level's rounding as `redline quantize` runs it
 (dequantise, largest magnitude, round, the error's sums read back); the search by operations of torch, as it runs
 where inputs do not weigh the same; compressed-tensors' scales and compressor, from the dequantised weight. All are
-timed in turns over different weights, more than the GPU's cache holds, from INT4 in the GPU's memory; the search also
-from host memory and back, by the workers that `redline quantize` has for one GPU. Rates count bytes of INT4, scales
-included. The floor is INT4 read and NVFP4 written once, at the rate of a copy on this GPU.
+timed in turns over different weights, more than the GPU's cache holds, from INT4 in the GPU's memory, one weight after
+the other; the search also by the workers that `redline quantize` has for one GPU, side by side, from the GPU's memory
+and from host memory and back. Rates count bytes of INT4, scales included. The floor is INT4 read and NVFP4 written
+once, at the rate of a copy on this GPU. Stages are the kernels alone, by the GPU's clock.
 """
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -20,11 +22,12 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.quantizers import SHAPE, theirs
-from redline.kernels.hopper.triton.nvfp4 import dequantize_int4, round_nvfp4
+from redline.kernels.hopper.triton.nvfp4 import dequantize_int4, launched
 from redline.ops.formats import Int4, Nvfp4
 from redline.quant import nvfp4
 from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, exact_scale, largest, max_scale
@@ -119,13 +122,13 @@ def ways(weights: list[Int4], turns: int) -> dict[str, Way]:
     }
 
 
-def from_host(weights: list[Int4], turns: int) -> Way:
-    """The search from host memory and back, two weights a unit, as `redline quantize` does one GPU's share."""
-    held = [Int4(weight.packed.cpu(), weight.scale.cpu()) for weight in weights]
+def side_by_side(weights: list[Int4], turns: int, *, host: bool) -> Way:
+    """The search by as many workers as `redline quantize` has for one GPU; host: from host memory and back."""
+    held = [Int4(weight.packed.cpu(), weight.scale.cpu()) for weight in weights] if host else weights
 
     def one(weight: Int4) -> None:
         packed, _ = search(Int4(weight.packed.cuda(), weight.scale.cuda()))
-        for made in (packed.codes, packed.scales):
+        for made in (packed.codes, packed.scales) if host else ():
             made.cpu()
 
     seconds: list[float] = []
@@ -133,6 +136,7 @@ def from_host(weights: list[Int4], turns: int) -> Way:
         for _ in range(turns + 1):
             began = time.perf_counter()
             list(pool.map(one, held))
+            torch.cuda.synchronize()
             seconds.append((time.perf_counter() - began) / len(held))
     middle = statistics.median(seconds[1:])
     return Way(seconds=round(middle, 7), int4_gb_s=round(weights[0].nbytes / middle / 1e9, 2))
@@ -151,6 +155,11 @@ def _gpu_us(calls: list[Callable[[], object]], turns: int) -> float:
     return statistics.median(found[1:])
 
 
+def largest_on_gpu(value: Tensor) -> Tensor:
+    """`quant.nvfp4.largest`, without waiting."""
+    return torch.linalg.vector_norm(value, math.inf)
+
+
 def stages(weights: list[Int4], turns: int, copy_gb_s: float) -> dict[str, Stage]:
     """The three kernels of the search, and the rounding of max scaling, each over all weights."""
     values = [dequantize_int4(weight) for weight in weights]
@@ -161,12 +170,12 @@ def stages(weights: list[Int4], turns: int, copy_gb_s: float) -> dict[str, Stage
         return Stage(us=round(_gpu_us(calls, turns), 2), floor_us=round(bytes_ / copy_gb_s / 1e3, 2))
 
     return {
-        "dequantise": stage(narrow + wide, [lambda one=one: dequantize_int4(one) for one in weights]),
-        "largest": stage(wide, [lambda one=one: torch.linalg.vector_norm(one, math.inf) for one in values]),
+        "dequantise": stage(narrow + wide, [functools.partial(dequantize_int4, one) for one in weights]),
+        "largest": stage(wide, [functools.partial(largest_on_gpu, one) for one in values]),
         "round, max scaling": stage(
-            narrow + wide, [lambda one=one: round_nvfp4(one, scale, MAX_SCALING) for one in values]
+            narrow + wide, [functools.partial(launched, one, scale, MAX_SCALING) for one in values]
         ),
-        "round, search": stage(narrow + wide, [lambda one=one: round_nvfp4(one, scale, SEARCHED) for one in values]),
+        "round, search": stage(narrow + wide, [functools.partial(launched, one, scale, SEARCHED) for one in values]),
     }
 
 
@@ -187,16 +196,18 @@ def main() -> None:
         parser.error("needs an NVIDIA GPU; on a CPU: python -m redline.bench.runs.quantizers")
     weights = [drawn(number) for number in range(WEIGHTS)]
     rate = copy_rate()
-    found, host = ways(weights, given.turns), from_host(weights, given.turns)
+    found = ways(weights, given.turns)
+    found["search, workers"] = side_by_side(weights, given.turns, host=False)
+    found["search, workers, from host memory"] = side_by_side(weights, given.turns, host=True)
     floor = 2 * weights[0].nbytes / rate / 1e9
     record: dict[str, Any] = {
         **provenance("torch", "triton", "compressed-tensors"),
         "shape": SHAPE,
         "weights": WEIGHTS,
+        "workers": UNITS_A_GPU,
         "copy_gb_s": round(rate, 1),
         "floor": Way(seconds=round(floor, 7), int4_gb_s=round(weights[0].nbytes / floor / 1e9, 1)),
         "ways": found,
-        "search_from_host": host,
         "stages": stages(weights, given.turns, rate),
     }
     text = msgspec.json.format(msgspec.json.encode(record), indent=1)

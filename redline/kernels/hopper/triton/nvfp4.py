@@ -67,10 +67,7 @@ def _round(
         there = block < count
         place = block[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         weight = tl.load(weights + place, mask=there[:, None], other=0.0).to(tl.float32)
-        if EXACT:
-            w = tl.abs(weight) * (1.0 / scale)
-        else:
-            w = tl.div_rn(tl.abs(weight), tl.zeros_like(weight) + scale)
+        w = tl.abs(weight) * (1.0 / scale) if EXACT else tl.div_rn(tl.abs(weight), tl.zeros_like(weight) + scale)
         middle = _byte(tl.minimum(tl.div_rn(tl.max(w, 1), nothing + 6.0), 448.0))
         best_byte = tl.maximum(middle, 1)
         best = nothing + float("inf")
@@ -114,6 +111,13 @@ def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tupl
     -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], sums: of the squared error, of the weights' squares, of
     max scaling's squared error; and the largest error: all over the tensor scale.) Waits for the GPU.
     """
+    codes, scales, sums = launched(weight_NK, scale, offsets)
+    told = sums.cpu()
+    return codes, scales, [*told[:, :3].sum(0, dtype=torch.float64).tolist(), float(told[:, 3].max())]
+
+
+def launched(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """As `round_nvfp4`, without waiting: the sums are still those of each program, float32 [programs, 4]."""
     N, K = weight_NK.shape
     weight = weight_NK.contiguous()
     count, device = weight.numel() // NVFP4_GROUP, weight.device
@@ -140,8 +144,7 @@ def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tupl
             num_warps=WARPS,
             enable_fp_fusion=False,  # a product is rounded before it is added to, as the reference's is
         )
-    told = sums.cpu()
-    return codes, scales, [*told[:, :3].sum(0, dtype=torch.float64).tolist(), float(told[:, 3].max())]
+    return codes, scales, sums
 
 
 @triton.jit
