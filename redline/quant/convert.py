@@ -184,13 +184,15 @@ def convert(
         return _calibrated(unit, values, scale, largest, checkpoint, inputs, device)
     tensors: list[Tensor] = []
     errors: dict[str, Error] = {}
+    rounded = iter(())
+    if quantised:
+        tried = nvfp4.MAX_SCALING if level == "fast" else nvfp4.SEARCHED
+        rounded = iter(nvfp4.round_all([values[task.weight.name] for task in unit.tasks], scale, tried))
     for task in unit.tasks:
         value = values.pop(task.weight.name)
         match task.to:
             case Nvfp4Experts():
-                packed, error = nvfp4.round_nvfp4(
-                    value, scale, nvfp4.MAX_SCALING if level == "fast" else nvfp4.SEARCHED
-                )
+                packed, error = next(rounded)
             case Int4Experts():
                 packed, error = int4.round_int4(value, int4.MINMAX if level == "fast" else int4.SEARCHED)
             case _:
@@ -249,13 +251,12 @@ def _scale(
     unit: Unit, values: Mapping[str, Tensor], checkpoint: Checkpoint, level: Level, device: torch.device
 ) -> tuple[float, float]:
     """(tensor scale of the unit's weights, their largest magnitude). A partner in another shard counts too."""
-    largest = 0.0
-    for weight in unit.tasks[0].scaled_with:
-        value = values[weight.name] if weight.name in values else dense(checkpoint, weight, device)
-        most = nvfp4.largest(value)
+    pair = unit.tasks[0].scaled_with
+    found = nvfp4.largest([values[one.name] if one.name in values else dense(checkpoint, one, device) for one in pair])
+    for weight, most in zip(pair, found, strict=True):
         if not most < float("inf"):  # NaN too
             raise CheckpointError(f"{weight.name}: expected finite numbers, found NaN or infinity")
-        largest = max(largest, most)
+    largest = max(found)
     return nvfp4.max_scale(largest) if level == "fast" else nvfp4.exact_scale(largest), largest
 
 

@@ -88,10 +88,7 @@ def round_nvfp4(
     N, K = weight_NK.shape
     device = weight_NK.device
     if device.type == "cuda" and importance_K is None:
-        from redline.kernels.hopper.triton import nvfp4 as gpu
-
-        codes, scales, sums = gpu.round_nvfp4(weight_NK, scale, offsets)
-        return _result(codes, scales, scale, sums)
+        return round_all([weight_NK], scale, offsets)[0]
     blocks = weight_NK.reshape(-1, NVFP4_GROUP)
     codes = torch.empty(N * K // NVFP4_GROUP, NVFP4_GROUP // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(N * K // NVFP4_GROUP, dtype=torch.uint8, device=device)
@@ -113,6 +110,16 @@ def round_nvfp4(
         largest = torch.maximum(largest, farthest)
         sums += torch.stack([squared.sum(), torch.dot(part.w.view(-1), part.w.view(-1)), plain.sum()])
     return _result(codes.view(N, K // 2), scales.view(N, K // NVFP4_GROUP), scale, [*sums.tolist(), largest.item()])
+
+
+def round_all(weights: Sequence[Tensor], scale: float, offsets: Sequence[int]) -> list[tuple[Nvfp4, Error]]:
+    """As `round_nvfp4`, each; a GPU is waited for once."""
+    if not all(weight.is_cuda for weight in weights):
+        return [round_nvfp4(weight, scale, offsets) for weight in weights]
+    from redline.kernels.hopper.triton import nvfp4 as gpu
+
+    begun = [gpu.round_nvfp4(weight, scale, offsets) for weight in weights]
+    return [_result(codes, scales, scale, gpu.totals(sums)) for codes, scales, sums in begun]
 
 
 def _result(codes: Tensor, scales: Tensor, scale: float, sums: Sequence[float]) -> tuple[Nvfp4, Error]:
@@ -206,6 +213,6 @@ def unit_of(byte: Tensor) -> Tensor:
     return (byte << 20).view(torch.float32) * 2.0**120
 
 
-def largest(weight: Tensor) -> float:
-    """The largest magnitude; NaN where there is one."""
-    return float(torch.linalg.vector_norm(weight, math.inf))
+def largest(weights: Sequence[Tensor]) -> list[float]:
+    """The largest magnitude of each, NaN where there is one; a GPU is waited for once."""
+    return torch.stack([torch.linalg.vector_norm(weight, math.inf).float() for weight in weights]).tolist()

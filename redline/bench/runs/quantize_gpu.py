@@ -5,8 +5,8 @@
 A weight is a gate projection, 2,048 x 7,168, random. Ways: each level's rounding as `redline quantize` runs it
 (dequantise, largest magnitude, round, the error's sums read back); the search by operations of torch, as it runs
 where inputs do not weigh the same; compressed-tensors' scales and compressor, from the dequantised weight. All are
-timed in turns over different weights, more than the GPU's cache holds, from INT4 in the GPU's memory, one weight after
-the other; the search also by the workers that `redline quantize` has for one GPU, side by side, from the GPU's memory
+timed in turns over different weights, more than the GPU's cache holds, from INT4 in the GPU's memory, two weights
+after two others, as gate and up are; the search also by the workers that `redline quantize` has for one GPU, side by side, from the GPU's memory
 and from host memory and back. Rates count bytes of INT4, scales included. The floor is INT4 read and NVFP4 written
 once, at the rate of a copy on this GPU. Stages are the kernels alone, by the GPU's clock.
 """
@@ -16,7 +16,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.quantizers import SHAPE, theirs
-from redline.kernels.hopper.triton.nvfp4 import dequantize_int4, launched
+from redline.kernels.hopper.triton.nvfp4 import dequantize_int4, round_nvfp4
 from redline.ops.formats import Int4, Nvfp4
 from redline.quant import nvfp4
 from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, exact_scale, largest, max_scale
@@ -36,6 +36,8 @@ from redline.wire.base import Record
 
 WEIGHTS = 12  # 99 MB of INT4, 704 MB dequantised: more than the L2 of an H200
 COPIED = 1 << 30
+
+Made = list[tuple[Nvfp4, nvfp4.Error]]
 
 
 class Way(Record, frozen=True):
@@ -63,50 +65,56 @@ def drawn(number: int) -> Int4:
     return Int4(packed, scale.bfloat16())
 
 
-def fast(weight: Int4) -> tuple[Nvfp4, nvfp4.Error]:
+def _levels(weights: Sequence[Int4], scale: Callable[[float], float], tried: Sequence[int]) -> Made:
+    values = [dequantize_int4(weight) for weight in weights]
+    return nvfp4.round_all(values, scale(max(largest(values))), tried)
+
+
+def fast(weights: Sequence[Int4]) -> Made:
     """The level `fast`."""
-    value = dequantize_int4(weight)
-    return nvfp4.round_nvfp4(value, max_scale(largest(value)), MAX_SCALING)
+    return _levels(weights, max_scale, MAX_SCALING)
 
 
-def search(weight: Int4) -> tuple[Nvfp4, nvfp4.Error]:
+def search(weights: Sequence[Int4]) -> Made:
     """The level `search`."""
-    value = dequantize_int4(weight)
-    return nvfp4.round_nvfp4(value, exact_scale(largest(value)), SEARCHED)
+    return _levels(weights, exact_scale, SEARCHED)
 
 
-def by_torch(weight: Int4) -> tuple[Nvfp4, nvfp4.Error]:
+def by_torch(weights: Sequence[Int4]) -> Made:
     """The search by operations of torch: every input weighs 1."""
-    value = weight.dequantize()
-    ones = torch.ones(value.shape[1], device=value.device)
-    return nvfp4.round_nvfp4(value, exact_scale(float(value.abs().max())), SEARCHED, ones)
+    values = [weight.dequantize() for weight in weights]
+    scale = exact_scale(max(float(value.abs().max()) for value in values))
+    ones = torch.ones(values[0].shape[1], device=values[0].device)
+    return [nvfp4.round_nvfp4(value, scale, SEARCHED, ones) for value in values]
 
 
-def compressed_tensors(weight: Int4) -> None:
-    """Max scaling by compressed-tensors; the error is not summed."""
-    theirs(weight.dequantize(torch.bfloat16))
-    torch.cuda.synchronize()
+def compressed_tensors(weights: Sequence[Int4]) -> Made:
+    """Max scaling by compressed-tensors, each by itself; the error is not summed."""
+    for weight in weights:
+        theirs(weight.dequantize(torch.bfloat16))
+    return []
 
 
 def ways(weights: list[Int4], turns: int) -> dict[str, Way]:
     """Each way over all weights in each turn, after one turn that does not count."""
-    named: dict[str, Callable[[Int4], Any]] = {
+    named: dict[str, Callable[[Sequence[Int4]], Made]] = {
         "fast": fast,
         "search": search,
         "search by torch": by_torch,
         "compressed-tensors": compressed_tensors,
     }
+    pairs = list(zip(weights[::2], weights[1::2], strict=True))
     seconds: dict[str, list[float]] = {name: [] for name in named}
     errors: dict[str, float] = {}
     for turn in range(turns + 1):
         for name, way in named.items():
             torch.cuda.synchronize()
             began = time.perf_counter()
-            made = [way(weight) for weight in weights]
+            made = [one for pair in pairs for one in way(pair)]
             torch.cuda.synchronize()
             if turn:
                 seconds[name].append((time.perf_counter() - began) / len(weights))
-            if made[0] is not None:
+            if made:
                 squared, plain = (
                     sum(getattr(error, field) for _, error in made) for field in ("squared", "max_scaling")
                 )
@@ -126,16 +134,17 @@ def side_by_side(weights: list[Int4], turns: int, *, host: bool) -> Way:
     """The search by as many workers as `redline quantize` has for one GPU; host: from host memory and back."""
     held = [Int4(weight.packed.cpu(), weight.scale.cpu()) for weight in weights] if host else weights
 
-    def one(weight: Int4) -> None:
-        packed, _ = search(Int4(weight.packed.cuda(), weight.scale.cuda()))
-        for made in (packed.codes, packed.scales) if host else ():
-            made.cpu()
+    def one(pair: Sequence[Int4]) -> None:
+        for packed, _ in search([Int4(weight.packed.cuda(), weight.scale.cuda()) for weight in pair]):
+            for made in (packed.codes, packed.scales) if host else ():
+                made.cpu()
 
+    pairs = list(zip(held[::2], held[1::2], strict=True))
     seconds: list[float] = []
     with ThreadPoolExecutor(UNITS_A_GPU) as pool:
         for _ in range(turns + 1):
             began = time.perf_counter()
-            list(pool.map(one, held))
+            list(pool.map(one, pairs))
             torch.cuda.synchronize()
             seconds.append((time.perf_counter() - began) / len(held))
     middle = statistics.median(seconds[1:])
@@ -163,7 +172,7 @@ def largest_on_gpu(value: Tensor) -> Tensor:
 def stages(weights: list[Int4], turns: int, copy_gb_s: float) -> dict[str, Stage]:
     """The three kernels of the search, and the rounding of max scaling, each over all weights."""
     values = [dequantize_int4(weight) for weight in weights]
-    scale = exact_scale(max(largest(value) for value in values))
+    scale = exact_scale(max(largest(values)))
     wide, narrow = values[0].nbytes, weights[0].nbytes
 
     def stage(bytes_: int, calls: list[Callable[[], object]]) -> Stage:
@@ -173,9 +182,9 @@ def stages(weights: list[Int4], turns: int, copy_gb_s: float) -> dict[str, Stage
         "dequantise": stage(narrow + wide, [functools.partial(dequantize_int4, one) for one in weights]),
         "largest": stage(wide, [functools.partial(largest_on_gpu, one) for one in values]),
         "round, max scaling": stage(
-            narrow + wide, [functools.partial(launched, one, scale, MAX_SCALING) for one in values]
+            narrow + wide, [functools.partial(round_nvfp4, one, scale, MAX_SCALING) for one in values]
         ),
-        "round, search": stage(narrow + wide, [functools.partial(launched, one, scale, SEARCHED) for one in values]),
+        "round, search": stage(narrow + wide, [functools.partial(round_nvfp4, one, scale, SEARCHED) for one in values]),
     }
 
 

@@ -8,6 +8,7 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4
 
-BLOCKS, TURNS, WARPS = 128, 4, 4  # blocks of 16 weights that a program works on at once, and how often
-WORDS = 512  # of 8 codes, that a program unpacks
+BLOCKS, TURNS, WARPS = 64, 2, 4  # blocks of 16 weights that a program works on at once, and how often
+WORDS = 1024  # of 8 codes, that a program unpacks
 _NIBBLE, _MIDDLE = 4, 8  # a byte to try is told as its distance from max scaling's, + 8, in 4 bits
 
 
@@ -105,19 +106,11 @@ def _round(
     tl.store(own + 3, tl.max(farthest, 0))
 
 
-def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, list[float]]:
-    """Weights [N, K] of any float dtype under a tensor scale, by the e4m3 bytes to try, as `quant.nvfp4.round_nvfp4`.
+def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """A weight [N, K] of any float dtype under a tensor scale, by the e4m3 bytes to try, as `quant.nvfp4.round_nvfp4`.
 
-    -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], sums: of the squared error, of the weights' squares, of
-    max scaling's squared error; and the largest error: all over the tensor scale.) Waits for the GPU.
+    -> (codes uint8 [N, K / 2], e4m3 bytes uint8 [N, K / 16], what `totals` adds up). Does not wait for the GPU.
     """
-    codes, scales, sums = launched(weight_NK, scale, offsets)
-    told = sums.cpu()
-    return codes, scales, [*told[:, :3].sum(0, dtype=torch.float64).tolist(), float(told[:, 3].max())]
-
-
-def launched(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """As `round_nvfp4`, without waiting: the sums are still those of each program, float32 [programs, 4]."""
     N, K = weight_NK.shape
     weight = weight_NK.contiguous()
     count, device = weight.numel() // NVFP4_GROUP, weight.device
@@ -145,6 +138,13 @@ def launched(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[T
             enable_fp_fusion=False,  # a product is rounded before it is added to, as the reference's is
         )
     return codes, scales, sums
+
+
+def totals(sums: Tensor) -> list[float]:
+    """Over the whole weight, of what each program has summed: [the squared error, the weights' squares, max scaling's
+    squared error, the largest error], all over the tensor scale. Waits for the GPU."""
+    told = sums.cpu().numpy()
+    return [*told[:, :3].sum(0, dtype=np.float64).tolist(), float(told[:, 3].max())]
 
 
 @triton.jit
