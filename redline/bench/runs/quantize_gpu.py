@@ -6,9 +6,9 @@ A weight is a gate projection, 2,048 x 7,168, random. Ways: each level's roundin
 (dequantise, largest magnitude, round, the error's sums read back); the search by operations of torch, as it runs
 where inputs do not weigh the same; compressed-tensors' scales and compressor, from the dequantised weight. All are
 timed in turns over different weights, more than the GPU's cache holds, from INT4 in the GPU's memory, two weights
-after two others, as gate and up are; the search also by the workers that `redline quantize` has for one GPU, side by side, from the GPU's memory
-and from host memory and back. Rates count bytes of INT4, scales included. The floor is INT4 read and NVFP4 written
-once, at the rate of a copy on this GPU. Stages are the kernels alone, by the GPU's clock.
+after two others, as gate and up are; the search also by the workers that `redline quantize` has for one GPU, side by
+side, from the GPU's memory and from host memory and back. Rates count bytes of INT4, scales included. The floor is
+INT4 read and NVFP4 written once, at the rate of a copy on this GPU. Stages are the kernels alone, by the GPU's clock.
 """
 
 import argparse
