@@ -17,6 +17,8 @@ from redline.bench.quality.prompts import read_sets
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
+from redline.run.handoff import Parcels
+from redline.wire.handoff import Piece
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore
@@ -26,7 +28,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
 DRAFTER = NANO.parent / "kimi-nano-eagle3"
-TOLERANCE = {"bf16": 0.25, "fp8": 0.75}  # of logits: bf16 through eight layers; what rounds to another step of e4m3
+# Of logits: bf16 through eight layers; what rounds to another step of e4m3. One worker that is asked twice parts there
+# at 1.001 (one H200, docs/log.md, 2026-11-24).
+TOLERANCE = {"bf16": 0.25, "fp8": 1.25}
 COUNT = 24
 
 Answers = list[tuple[int, ...]]
@@ -124,7 +128,9 @@ def test_law_4_drafts_change_nothing(
 
 
 @pytest.mark.parametrize("speculation", [None, Learned(drafter=str(DRAFTER), adaptive=False)], ids=["plain", "drafter"])
-def test_law_5_where_does_not_matter(asked: list[tuple[int, ...]], kv_dtype: str, speculation: DraftConfig | None):
+def test_law_5_where_does_not_matter(
+    asked: list[tuple[int, ...]], kv_dtype: str, speculation: DraftConfig | None, monkeypatch: pytest.MonkeyPatch
+):
     """Prompts computed in one worker, their answers in another: several conversations, as one has less than a page."""
     long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
     long = [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
@@ -134,6 +140,15 @@ def test_law_5_where_does_not_matter(asked: list[tuple[int, ...]], kv_dtype: str
         max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=speculation, kv_dtype=kv_dtype
     )
     both = Pair(EngineCore.load(NANO, config), EngineCore.load(NANO, config))
+    scatter, wrong = Parcels.scatter, list[int]()
+
+    def checked(parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: torch.Tensor) -> None:
+        scatter(parcels, piece, pages, from_B)
+        there_B = torch.empty_like(from_B)
+        parcels.gather(piece, pages, there_B)
+        wrong.append(int((there_B != from_B).sum()))
+
+    monkeypatch.setattr(Parcels, "scatter", checked)
     try:
         sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
         jobs = [
@@ -141,6 +156,8 @@ def test_law_5_where_does_not_matter(asked: list[tuple[int, ...]], kv_dtype: str
         ]
         given = both.run(jobs, most=100_000)
         assert both.answers.exchange.counts == {"taken over": len(long)}
+        assert len(wrong) >= len(long)
+        assert not any(wrong), "a parcel's bytes are not those of the pages"
     finally:
         both.close()
     same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype)

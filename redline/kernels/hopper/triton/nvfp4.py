@@ -16,7 +16,7 @@ from torch import Tensor
 
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4
 
-BLOCKS, TURNS, WARPS = 64, 2, 4  # blocks of 16 weights that a program works on at once, and how often
+BLOCKS, TURNS, WARPS = 64, 4, 4  # blocks of 16 weights that a program works on at once, and how often
 WORDS = 1024  # of 8 codes, that a program unpacks
 _NIBBLE, _MIDDLE = 4, 8  # a byte to try is told as its distance from max scaling's, + 8, in 4 bits
 
@@ -99,11 +99,11 @@ def _round(
         sum_plain += tl.where(there, plain, 0.0)
         sum_squares += tl.sum(w * w, 1)
         farthest = tl.maximum(farthest, tl.max(tl.abs(y - value), 1) * unit)
-    own = sums + tl.program_id(0) * 4
+    own, all = sums + tl.program_id(0), tl.num_programs(0)
     tl.store(own, tl.sum(sum_best, 0))
-    tl.store(own + 1, tl.sum(sum_squares, 0))
-    tl.store(own + 2, tl.sum(sum_plain, 0))
-    tl.store(own + 3, tl.max(farthest, 0))
+    tl.store(own + all, tl.sum(sum_squares, 0))
+    tl.store(own + 2 * all, tl.sum(sum_plain, 0))
+    tl.store(own + 3 * all, tl.max(farthest, 0))
 
 
 def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +117,7 @@ def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tupl
     codes = torch.empty(N, K // 2, dtype=torch.uint8, device=device)
     scales = torch.empty(N, K // NVFP4_GROUP, dtype=torch.uint8, device=device)
     programs = triton.cdiv(count, BLOCKS * TURNS)
-    sums = torch.empty(programs, 4, device=device)
+    sums = torch.empty(4, programs, device=device)
     distances = (0, *(one for one in offsets if one))
     tried = sum(one + _MIDDLE << _NIBBLE * at for at, one in enumerate(distances))
     with torch.cuda.device_of(weight):
@@ -144,7 +144,7 @@ def totals(sums: Tensor) -> list[float]:
     """Over the whole weight, of what each program has summed: [the squared error, the weights' squares, max scaling's
     squared error, the largest error], all over the tensor scale. Waits for the GPU."""
     told = sums.cpu().numpy()
-    return [*told[:, :3].sum(0, dtype=np.float64).tolist(), float(told[:, 3].max())]
+    return [*told[:3].sum(1, dtype=np.float64).tolist(), float(told[3].max())]
 
 
 @triton.jit
