@@ -211,6 +211,7 @@ def main() -> None:
     floor = 2 * weights[0].nbytes / rate / 1e9
     record: dict[str, Any] = {
         **provenance("torch", "triton", "compressed-tensors"),
+        "gpu": torch.cuda.get_device_name(),
         "shape": SHAPE,
         "weights": WEIGHTS,
         "workers": UNITS_A_GPU,
