@@ -22,7 +22,7 @@ from redline.fleet.serve import serve as run_server
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="""From a published Kimi K2 checkpoint to record serving speed.
@@ -32,6 +32,25 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(draft, name="draft")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from redline import __version__
+
+        typer.echo(f"redline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """What stands before every verb."""
+
+
 app.command()(quantize)
 app.command()(audit)
 
@@ -152,12 +171,15 @@ def chat(
     key: Annotated[
         str | None, typer.Option(envvar="REDLINE_API_KEY", help="API key, where the server wants one.")
     ] = None,
-    prompt: Annotated[str | None, typer.Argument(help="Ask this and leave. Absent: a conversation.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Ask this and leave; -: standard input. Absent: a conversation.")
+    ] = None,
 ) -> None:
     """Talk to a server in the terminal: the thinking dimmed, the answer as it comes, tokens/s at the end."""
     from redline.cli.chat import Client, talk
 
-    raise typer.Exit(talk(Client(url, key, model, not instant, temperature, system), prompt, Terminal()))
+    client = Client(url, key, model, not instant, temperature, system)
+    raise typer.Exit(talk(client, prompt, Terminal(), Terminal(stderr=True)))
 
 
 @app.command()

@@ -97,8 +97,7 @@ class Client:
             raise ConfigError(f"--temperature is {self.temperature}; expected 0 to 2")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
             raise ConfigError("--key: a key has letters, digits and signs of ASCII alone")
-        if self.system:
-            self.messages.append({"role": "system", "content": _encodable(self.system)})
+        self.instruct(self.system)
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         here = url.host == "localhost" or url.host.startswith("127.") or url.host == "::1"
         try:
@@ -110,6 +109,17 @@ class Client:
             )
         except (ValueError, ImportError, OSError) as error:
             raise ConfigError(f"the proxy or certificates of the environment cannot be used: {error}") from None
+
+    def instruct(self, system: str | None) -> None:
+        """A system prompt in the place of the one there is; None: none."""
+        if self.messages and self.messages[0]["role"] == "system":
+            del self.messages[0]
+        if system:
+            self.messages.insert(0, {"role": "system", "content": _encodable(system)})
+
+    def forget(self) -> None:
+        """What has been said, but for the system prompt."""
+        del self.messages[bool(self.messages) and self.messages[0]["role"] == "system" :]
 
     def connect(self, tell: Callable[[str], object], wait: Callable[[float], object] = time.sleep) -> str:
         """The model's name, once the server has loaded it. It is waited for, for LOADING_S seconds at most.
@@ -203,24 +213,27 @@ class Client:
         return False
 
 
-def talk(client: Client, prompt: str | None, console: Console) -> int:
+def talk(client: Client, prompt: str | None, console: Console, beside: Console | None = None) -> int:
     """Ask `prompt`, or converse until Ctrl-D; returns the exit code 0.
 
-    Without a prompt, where nobody sits at a terminal, standard input is the question. Raises ConfigError.
+    Without a prompt, where nobody sits at a terminal, and for the prompt "-", standard input is the question. beside:
+    standard error, which gets all but the answer where there is one question and `console` is no terminal. Raises
+    ConfigError.
     """
+    once = prompt is not None or not is_interactive()
+    notes = beside if beside is not None and once and not console.is_terminal else console
 
     def tell(text: str) -> None:
-        console.print(text, style="dim", highlight=False, soft_wrap=True)
+        notes.print(text, style="dim", highlight=False, soft_wrap=True)
 
-    if prompt is None and not is_interactive():
-        prompt = piped()
-    if prompt is not None:
+    if once:
+        question = piped() if prompt is None or prompt == "-" else prompt
         client.connect(tell)
-        _answer(client, prompt, console)
+        _answer(client, question, console, notes)
         return 0
     with Prompt() as typed:
         model = client.connect(tell)
-        greeting = Text.assemble((model, "bold"), f" at {client.url}   (Ctrl-C stops an answer, Ctrl-D leaves)")
+        greeting = Text.assemble((model, "bold"), f" at {client.url}   (Ctrl-C stops an answer, Ctrl-D leaves, /help)")
         console.print(greeting, style="dim", soft_wrap=True)
         converse(client, typed.read, console)
     return 0
@@ -228,6 +241,11 @@ def talk(client: Client, prompt: str | None, console: Console) -> int:
 
 def converse(client: Client, read: Callable[[], str], console: Console) -> None:
     """Ask what `read` gives and print the answers until it raises EOFError. An error or Ctrl-C ends one answer only."""
+    from redline.cli.commands import obey
+
+    def tell(text: str) -> None:
+        console.print(text, style="dim", highlight=False, soft_wrap=True, markup=False)
+
     while True:
         try:
             console.print()
@@ -238,24 +256,24 @@ def converse(client: Client, read: Callable[[], str], console: Console) -> None:
             except KeyboardInterrupt:
                 console.print("(Ctrl-D leaves)", style="dim")
                 continue
-            if text.strip():
-                _answer(client, text, console)
+            if text.strip() and not (text.startswith("/") and obey(text, client, tell)):
+                _answer(client, text, console, console)
         except KeyboardInterrupt:
             with suppress(KeyboardInterrupt):
                 console.print("(stopped)", style="dim")
-        except ConfigError as error:
-            console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        except (ConfigError, OSError) as error:
+            console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
-def _answer(client: Client, text: str, console: Console) -> None:
-    """Asks and prints. Keeps the conversation sound however the answer ends."""
+def _answer(client: Client, text: str, console: Console, notes: Console) -> None:
+    """Asks, prints the answer, and all else to `notes`. Keeps the conversation sound however the answer ends."""
     start, first, usage = time.monotonic(), None, None
     content, thinking, whole, midline = "", False, False, False
 
-    def say(piece: str, style: str | None) -> None:
+    def say(piece: str, style: str | None, to: Console = console) -> None:
         nonlocal midline
         midline = True
-        console.print(piece, end="", style=style, highlight=False, soft_wrap=True)
+        to.print(piece, end="", style=style, highlight=False, soft_wrap=True)
 
     try:
         for chunk in client.ask(text):
@@ -266,10 +284,10 @@ def _answer(client: Client, text: str, console: Console) -> None:
             first = first or time.monotonic()
             if thought := delta.reasoning or delta.reasoning_content:
                 thinking = True
-                say(thought, "dim")
+                say(thought, "dim", notes)
             if piece := delta.content:
                 if thinking:
-                    say("\n\n" if not content else "", None)
+                    say("\n\n" if not content else "", None, notes)
                     thinking = False
                 content += piece
                 say(piece, None)
@@ -281,13 +299,13 @@ def _answer(client: Client, text: str, console: Console) -> None:
     finally:
         if midline:
             console.print()
-        if not client.keep(content, whole):
-            console.print("(the question is forgotten)", style="dim")
+        if not client.keep(content, whole) and notes is console:  # else nobody asks on
+            notes.print("(the question is forgotten)", style="dim")
     if first is not None and usage is not None:
         tokens, seconds = usage.completion_tokens, time.monotonic() - first
         rate = f"{(tokens - 1) / seconds:.0f} tokens/s" if tokens > 1 and seconds > 0 else "one token"
         told = f"{tokens} tokens, {rate}, first after {(first - start) * 1000:.0f} ms{_drafts(usage)}"
-        console.print(told, style="dim", highlight=False)
+        notes.print(told, style="dim", highlight=False)
 
 
 def _drafts(usage: _Usage) -> str:

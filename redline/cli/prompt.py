@@ -56,6 +56,7 @@ class Prompt:
         self._output = None if is_dumb_terminal() else output
         keys = KeyBindings()
         keys.add("enter")(self._enter)
+        keys.add("escape", "enter")(self._new_line)  # Alt-Enter
         self._session = PromptSession[str](output=output, key_bindings=keys, enable_suspend=True)
 
     def read(self) -> str:
@@ -70,6 +71,9 @@ class Prompt:
             event.current_buffer.insert_text("\n")
         else:
             event.current_buffer.validate_and_handle()
+
+    def _new_line(self, event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
 
     def _bracket_pastes(self) -> None:
         if self._output is not None:

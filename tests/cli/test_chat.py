@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,61 @@ def test_a_conversation_remembers_what_was_said_but_not_the_thinking():
         said(client(url, thinking=False), "2 + 2?", "And now?")
     assert contents(asked[1]) == [("user", "2 + 2?"), ("assistant", "It is [4]."), ("user", "And now?")]
     assert asked[0]["chat_template_kwargs"] == {"thinking": False}
+
+
+def test_a_script_reads_the_answer_alone_and_the_rest_beside_it():
+    with server() as (url, asked):
+        ours = subprocess.run(
+            [sys.executable, "-m", "redline", "chat", "--url", url, "-"],
+            input=b"2 + 2?",
+            capture_output=True,
+            timeout=60,
+        )
+    assert (ours.returncode, ours.stdout) == (0, b"It is [4].\n")
+    assert b"Two and two." in ours.stderr
+    assert b"7 tokens" in ours.stderr
+    assert contents(asked[0]) == [("user", "2 + 2?")]
+
+
+def test_commands_are_for_the_chat(tmp_path: Path):
+    file = tmp_path / "chat.json"
+    with server() as (url, asked):
+        shown = said(
+            client(url, system="Be brief."),
+            "/think off",
+            "2 + 2?",
+            f"/save {file}",
+            "/new",
+            "/system Be long.",
+            "/think",
+            "/etc/hosts holds what?",
+            "/help",
+            "/system",
+            " /new York?",
+        )
+    assert contents(asked[0]) == [("system", "Be brief."), ("user", "2 + 2?")]
+    assert [body["chat_template_kwargs"]["thinking"] for body in asked] == [False, True, True]
+    assert json.loads(file.read_text()) == [*asked[0]["messages"], {"role": "assistant", "content": "It is [4]."}]
+    assert contents(asked[1]) == [("system", "Be long."), ("user", "/etc/hosts holds what?")]
+    assert contents(asked[2]) == [*contents(asked[1])[1:], ("assistant", "It is [4]."), ("user", " /new York?")]
+    assert all(command in shown for command in ("/think on|off", "/system TEXT", "/new", "/save FILE", "/help"))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("/quit", "'/quit' is no command; /help lists them"),
+        ("/help me", "'/help me' is no command"),
+        ("/think hard", "/think is on or off, not 'hard'"),
+        ("/save", "/save needs a file"),
+        ("/save /nowhere/chat.json", "/nowhere"),
+    ],
+)
+def test_a_command_that_cannot_be_done_says_why_and_asks_nothing(line: str, why: str):
+    with server() as (url, asked):
+        shown = said(client(url), line, "2 + 2?")
+    assert f"error: {why}" in shown or ("error: " in shown and why in shown)
+    assert [body["messages"][-1]["content"] for body in asked] == ["2 + 2?"]
 
 
 def test_an_empty_line_asks_nothing_and_does_not_leave():
@@ -321,7 +377,7 @@ def test_no_control_character_of_a_server_reaches_the_terminal():
         ours = subprocess.run(
             [sys.executable, "-m", "redline", "chat", "--url", url, "hi"], capture_output=True, timeout=60
         )
-    shown = ours.stdout.decode()
+    shown = ours.stdout.decode() + ours.stderr.decode()
     assert ours.returncode == 0, ours.stderr
     assert not [letter for letter in shown if (ord(letter) < 32 and letter != "\n") or 127 <= ord(letter) < 160]
     assert shown.count("[/bold][red]:smile:") == 4

@@ -71,6 +71,14 @@ def test_a_paste_with_empty_lines_is_one_question_and_is_asked_at_enter():
         assert one.process.poll() is None
 
 
+def test_alt_enter_begins_a_new_line():
+    with chat() as (one, asked, _):
+        one.until_prompt(1)
+        one.type("first\x1b\rsecond\r")
+        one.until_prompt(2)
+        assert questions(asked) == ["first\nsecond"]
+
+
 def test_a_paste_that_no_terminal_marks_is_one_question():
     with chat() as (one, asked, _):
         one.until_prompt(1)
@@ -242,7 +250,7 @@ def test_the_greeting_names_model_and_address_in_one_piece_so_that_a_narrow_term
     with server() as (url, _), session("chat", "--url", f"{url}/{'behind-a-proxy/' * 4}", size=(40, 30)) as one:
         one.until(lambda: "\n>" in one.shown or one.process.poll() is not None)
         address = f"{url}/{'behind-a-proxy/' * 4}".rstrip("/")
-        assert f"fake at {address}   (Ctrl-C stops an answer, Ctrl-D leaves)" in one.shown
+        assert f"fake at {address}   (Ctrl-C stops an answer, Ctrl-D leaves, /help)" in one.shown
 
 
 @pytest.mark.parametrize(

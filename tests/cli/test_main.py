@@ -235,3 +235,16 @@ def test_the_greeting_of_a_terminal_that_is_one_column_wide():
         shown = one.shown.replace("\r\n", "")  # Rich 15 folds the word itself
         assert "error:" in shown
         assert "Traceback" not in shown
+
+
+def test_the_version_and_help_have_the_names_that_people_try(capsys: pytest.CaptureFixture[str]):
+    from redline import __version__
+    from redline.cli import app
+
+    for words, shown in (
+        (["--version"], f"redline {__version__}\n"),
+        (["-h"], "Usage"),
+        (["bench", "decode", "-h"], "Usage"),
+    ):
+        app(words, standalone_mode=False)
+        assert shown in capsys.readouterr().out
