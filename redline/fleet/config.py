@@ -201,7 +201,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         _resolve(values, ("weights", *_FILES), source.parent)
         _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
     else:
-        raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
+        raise ConfigError(f"{source}: no such folder or file; {_instead(source)}")
     for key, value in flags.items():
         table, _, last = key.rpartition(".")
         drafting = key == "engine.speculation"
@@ -333,6 +333,15 @@ def _check_workers(config: ServeConfig, source: Path) -> None:
         raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
     if all(place.role == "prefill" for place in config.places):
         raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; none would answer: add one with "decode"')
+
+
+def _instead(source: Path) -> str:
+    """What to do where neither folder nor file is there. OWNER/NAME is how a model on Hugging Face is called."""
+    if re.fullmatch(r"[\w-]+/[\w.-]+", str(source)) and not source.parent.exists():
+        return (
+            f"to fetch it from Hugging Face: hf download {source} --local-dir {source.name}, then serve {source.name}"
+        )
+    return "expected a checkpoint's folder or a deployment.toml"
 
 
 def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:

@@ -366,6 +366,14 @@ async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
     await asyncio.wait({serving})
 
 
+def _ourselves() -> str:
+    """How a shell here calls the command that runs now: by its path, where no path leads to it."""
+    typed, found = sys.argv[0], shutil.which("redline")
+    if Path(typed).name == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m redline"
+    return "redline" if found and os.path.exists(typed) and os.path.samefile(found, typed) else shlex.quote(typed)
+
+
 def _announce(
     config: ServeConfig, listener: socket.socket, admin: socket.socket | None, ready: Ready, console: Console
 ) -> None:
@@ -394,6 +402,7 @@ def _announce(
         python_import = "os, "
         print(f"export {KEY_VARIABLE}=...   # one of the keys in {config.keys_file}\n")
     print(
+        f"{_ourselves()} chat --url {url}\n\n"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{curl_key} -d {shlex.quote(body)}\n\n"
         f"import json, {python_import}urllib.request\n"
         'question = "Write a Python function that adds two numbers."\n'

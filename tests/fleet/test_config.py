@@ -223,6 +223,13 @@ def test_neither_folder_nor_file(tmp_path: Path):
         read(tmp_path / "nowhere", {})
 
 
+def test_a_models_name_on_hugging_face_is_answered_with_what_fetches_it():
+    with pytest.raises(
+        ConfigError, match=r"hf download moonshotai/Kimi-K2\.6 --local-dir Kimi-K2\.6, then serve Kimi-K2\.6"
+    ):
+        read(Path("moonshotai/Kimi-K2.6"), {})
+
+
 @pytest.mark.parametrize(
     ("text", "flags"),
     [

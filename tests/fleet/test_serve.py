@@ -650,7 +650,11 @@ def test_a_name_is_text_and_what_is_printed_with_it_works_when_pasted(start: Cal
     name = 'it\'s [bold]"6 x 7"[/red] $HOME :smile:'
     server = start(tiny, "--served-model-name", name).until_ready()
     assert f"{name} is ready at http://" in server.said
-    curl, python = server.said.split("\ncurl ")[1].split("\n\n", 1)
+    before, after = server.said.split("\ncurl ")
+    chat = before.strip().splitlines()[-1]
+    done = subprocess.run(f"{chat} hi", shell=True, capture_output=True, timeout=60)
+    assert b"tokens/s" in done.stderr, done
+    curl, python = after.split("\n\n", 1)
     done = subprocess.run(f"curl {curl} --silent --noproxy '*'", shell=True, capture_output=True, timeout=60)
     assert json.loads(done.stdout)["model"] == name
     subprocess.run([sys.executable, "-I", "-S", "-c", python], capture_output=True, check=True, timeout=60)
