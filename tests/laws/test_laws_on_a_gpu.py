@@ -28,9 +28,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
 DRAFTER = NANO.parent / "kimi-nano-eagle3"
-# Of logits: bf16 through eight layers; what rounds to another step of e4m3. One worker that is asked twice parts there
-# at 1.001 (one H200, docs/log.md, 2026-11-24).
-TOLERANCE = {"bf16": 0.25, "fp8": 1.25}
+TOLERANCE = {"bf16": 0.25, "fp8": 0.75}  # of logits: bf16 through eight layers; what rounds to another step of e4m3
+# Of prompts that are cut anywhere: there one worker that is asked twice parts at 1.001 in fp8 (docs/log.md, 2026-11-24).
+CUT = {"bf16": 0.25, "fp8": 1.25}
 COUNT = 24
 
 Answers = list[tuple[int, ...]]
@@ -82,7 +82,13 @@ def plain(asked: list[tuple[int, ...]], kv_dtype: str) -> Answers:
         return given
 
 
-def same(asked: Sequence[tuple[int, ...]], ours: Answers, theirs: Answers, kv_dtype: str) -> None:
+def same(
+    asked: Sequence[tuple[int, ...]],
+    ours: Answers,
+    theirs: Answers,
+    kv_dtype: str,
+    tolerance: dict[str, float] = TOLERANCE,
+) -> None:
     """But for ties."""
     apart = [
         (tokens, b, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
@@ -95,7 +101,7 @@ def same(asked: Sequence[tuple[int, ...]], ours: Answers, theirs: Answers, kv_dt
             job = make_job(JobId("gap"), (*tokens, *b[:place]), sampling, engine.fingerprint)
             (one,) = [x for delta in engine.generate([job])[job.id] for x in delta.logprobs]
             gap = one.top[0][1] - one.top[1][1]
-            assert gap < TOLERANCE[kv_dtype], (
+            assert gap < tolerance[kv_dtype], (
                 f"answers part at {place}, where the two likeliest tokens are {gap:.3f} apart"
             )
     assert len(apart) <= len(asked) // 4, f"{len(apart)} of {len(asked)} answers part"
@@ -160,7 +166,7 @@ def test_law_5_where_does_not_matter(
         assert not any(wrong), "a parcel's bytes are not those of the pages"
     finally:
         both.close()
-    same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype)
+    same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype, CUT)
 
 
 def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str):

@@ -18,7 +18,6 @@ from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4
 
 BLOCKS, TURNS, WARPS = 64, 4, 4  # blocks of 16 weights that a program works on at once, and how often
 WORDS = 1024  # of 8 codes, that a program unpacks
-_NIBBLE, _MIDDLE = 4, 8  # a byte to try is told as its distance from max scaling's, + 8, in 4 bits
 
 
 @triton.jit
@@ -119,7 +118,7 @@ def round_nvfp4(weight_NK: Tensor, scale: float, offsets: Sequence[int]) -> tupl
     programs = triton.cdiv(count, BLOCKS * TURNS)
     sums = torch.empty(4, programs, device=device)
     distances = (0, *(one for one in offsets if one))
-    tried = sum(one + _MIDDLE << _NIBBLE * at for at, one in enumerate(distances))
+    tried = sum(one + 8 << 4 * at for at, one in enumerate(distances))  # 4 bits each, -8 to 7
     with torch.cuda.device_of(weight):
         _round[(programs,)](
             weight,
