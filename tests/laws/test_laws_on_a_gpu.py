@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
 DRAFTER = NANO.parent / "kimi-nano-eagle3"
 TOLERANCE = {"bf16": 0.25, "fp8": 0.75}  # of logits: bf16 through eight layers; what rounds to another step of e4m3
-# Of prompts that are cut anywhere: there one worker that is asked twice parts at 1.001 in fp8 (docs/log.md, 2026-11-24).
+# Of prompts cut anywhere: there one worker that is asked twice parts at 1.001 in fp8 (docs/log.md, 2026-11-24).
 CUT = {"bf16": 0.25, "fp8": 1.25}
 COUNT = 24
 
