@@ -33,6 +33,7 @@ from redline.api.answers import (
 )
 from redline.api.anthropic import read_count
 from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
+from redline.api.chat_page import FILES, EngineView, page_routes
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
 from redline.api.dialect import A, Dialect, EventStream, Reply
@@ -88,7 +89,8 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
         "/v1/responses": responses(store, config.limits),
     }
     routes = [
-        Route("/", api.root),
+        *(page_routes() if config.page else [Route("/", api.version)]),
+        Route("/engine", EngineView(gateway, edge).stream),
         Route("/live", api.live),
         Route("/health", api.health),
         Route("/ping", api.health, methods=["GET", "POST"]),
@@ -133,6 +135,7 @@ class Border:
         self._app = app
         self._tellers = tellers
         self._edge = edge
+        self._open = OPEN_PATHS | (FILES.keys() if config.page else set())
         self._local = config.local
         self._origins = check_origins(config.cors_origins)
         self._header_bytes = config.limits.header_bytes
@@ -170,7 +173,7 @@ class Border:
             account: Account | None = None
             if self._edge.keyring is None:
                 check_page(scope["method"], headers, self._local, self._origins)
-            elif scope["path"] not in OPEN_PATHS:
+            elif scope["path"] not in self._open:
                 scope["account"] = account = self._edge.keyring.account(headers)
             self._edge.check(scope["method"])
             CALLER.set(Caller(request_id.decode(), account, time.monotonic(), _timeout_s(headers)))
@@ -405,7 +408,7 @@ class _Api:
         document = openapi(operations(config), OPEN_PATHS, keys=config.keys_file is not None)
         self._document, self._page = msgspec.json.encode(document), page(document)
 
-    async def root(self, request: Request) -> Response:
+    async def version(self, request: Request) -> Response:
         """What this is, and its routes."""
         return json_response(
             {"name": "redline", "version": version("redline"), "models": self._names, "routes": self.routes}
@@ -427,9 +430,6 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._gateway.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})
-
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": version("redline")})
 
     async def load(self, request: Request) -> Response:
         """vLLM's: the requests that are being answered or wait."""

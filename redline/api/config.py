@@ -80,6 +80,7 @@ class ApiConfig(Record, frozen=True):
     responses_file: str | None = None  # where /v1/responses keeps them (SQLite); None: nowhere
     json_lines: bool = False  # access lines are JSON objects
     drain_s: float = 3.0  # for running answers to come to their ends once the server stops
+    page: bool = True  # a page at / for people; else / says what /version does
     local: bool = False  # only this machine reaches the server: without keys, the header Host is then checked
     limits: Limits = Limits()
     defaults: Defaults = Defaults()

@@ -30,14 +30,22 @@ def operations(config: ApiConfig) -> tuple[Operation, ...]:
 
 
 _SERVER = (
-    Operation("GET", "/", "Server", "What this is, and its routes", _ROOT),
+    Operation("GET", "/", "Server", "A page to talk to the model and to watch the engine", TEXT, text="text/html"),
+    Operation(
+        "GET",
+        "/engine",
+        "Server",
+        "What the page shows of the engine, an event a second",
+        TEXT,
+        text="text/event-stream",
+    ),
     Operation("GET", "/health", "Server", "Whether the model answers", _READY, unready=_UNREADY),
     Operation("GET", "/ping", "Server", "The same, as SageMaker asks it", _READY, unready=_UNREADY),
     Operation("POST", "/ping", "Server", "The same, as SageMaker asks it", _READY, unready=_UNREADY),
     Operation("GET", "/live", "Server", "Whether this process answers", shape(status=always("live"))),
     Operation("GET", "/load", "Server", "Requests that are answered or wait", shape(server_load=COUNT)),
     Operation("GET", "/metrics", "Server", "Metrics in Prometheus's text format", TEXT, text="text/plain"),
-    Operation("GET", "/version", "Server", "The server's version", shape(version=TEXT)),
+    Operation("GET", "/version", "Server", "What this is, and its routes", _ROOT),
     Operation("GET", "/openapi.json", "Server", "This document", {"type": "object"}),
     Operation("GET", "/docs", "Server", "This document as a page", TEXT, text="text/html"),
 )
