@@ -103,7 +103,8 @@ FLAGS = {
 PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
-    weights host port served_model_name keys_file responses_file cors_origins metrics_port log_level access_log drain_s
+    weights host port served_model_name keys_file responses_file cors_origins metrics_port page log_level access_log
+    drain_s
     resume_s admin_port
     admin_keys_file unix_socket
     tls_cert tls_key

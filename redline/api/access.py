@@ -13,7 +13,7 @@ from ipaddress import ip_address
 
 from redline.api.errors import Refusal
 
-OPEN_PATHS = {"/health", "/live", "/ping"}  # all that needs no key
+OPEN_PATHS = {"/health", "/live", "/ping"}  # what needs no key, but for the page
 WAY_OUT = "; with a keys_file such requests are served"
 
 Headers = Sequence[tuple[bytes, bytes]]

@@ -113,12 +113,17 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
         kept = KeptResponses(store)
         routes.append(Route("/v1/responses/{id}", kept.read))
         routes.append(Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]))
-    api.routes = [f"{_method(route)} {route.path_format}" for route in routes]
+    api.routes = [f"{_method(route)} {route.path_format}" for route in routes if not route.path.startswith("/page/")]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
     tellers["/v1/messages/count_tokens"] = messages_error
     border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics, tellers)
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
+
+
+def open_paths(config: ApiConfig) -> set[str]:
+    """All that needs no key: the page's files are the same for everybody."""
+    return OPEN_PATHS | FILES.keys() if config.page else OPEN_PATHS
 
 
 def _method(route: Route) -> str:
@@ -135,7 +140,7 @@ class Border:
         self._app = app
         self._tellers = tellers
         self._edge = edge
-        self._open = OPEN_PATHS | (FILES.keys() if config.page else set())
+        self._open = open_paths(config)
         self._local = config.local
         self._origins = check_origins(config.cors_origins)
         self._header_bytes = config.limits.header_bytes
@@ -405,7 +410,7 @@ class _Api:
         self._names = config.served_model_names
         self._created = int(time.time())
         self.routes: list[str] = []
-        document = openapi(operations(config), OPEN_PATHS, keys=config.keys_file is not None)
+        document = openapi(operations(config), open_paths(config), keys=config.keys_file is not None)
         self._document, self._page = msgspec.json.encode(document), page(document)
 
     async def version(self, request: Request) -> Response:

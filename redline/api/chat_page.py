@@ -6,6 +6,7 @@ same for everybody and need no key; every request that the page makes needs one 
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import AsyncIterator
 from importlib.resources import files
 from typing import Any
@@ -14,9 +15,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from redline.api.edge import Edge
 from redline.api.gateway import Gateway
+from redline.errors import RequestError
 
 FOLDER = files("redline.api") / "page"
 FILES = {
@@ -37,16 +40,19 @@ EVERY_S = 1.0  # between two views of the engine
 
 def page_routes() -> list[Route]:
     """A route for each file."""
-    return [Route(path, _File(name, kind)) for path, (name, kind) in FILES.items()]
+    return [Route(path, _File(name, kind), methods=["GET"]) for path, (name, kind) in FILES.items()]
 
 
 class _File:
+    """An ASGI app that answers with one file, or with 304 who has it already."""
+
     def __init__(self, name: str, kind: str) -> None:
         self._kind = kind
         self._data = (FOLDER / name).read_bytes()
         self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
         headers = {**HEADERS, "etag": self._tag}
         if Request(scope).headers.get("if-none-match") == self._tag:
             await Response(status_code=304, headers=headers)(scope, receive, send)
@@ -61,13 +67,24 @@ class EngineView:
         self._gateway, self._edge = gateway, edge
 
     async def stream(self, request: Request) -> Response:
-        """`GET /engine`: an event each second until the client leaves or the server drains."""
-        return StreamingResponse(self._events(), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        """`GET /engine`: an event each second until the client leaves or the server drains. ?events=N: N of them.
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        while self._edge.draining is None:
+        Raises RequestError where N is no number from 1 on.
+        """
+        said = request.query_params.get("events")
+        if said is not None and not (said.isascii() and said.isdigit() and int(said[:9]) > 0 and len(said) < 10):
+            raise RequestError("events is not a number from 1 to 999999999", "events")
+        events = self._events(None if said is None else int(said))
+        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+    async def _events(self, most: int | None) -> AsyncIterator[bytes]:
+        for number in itertools.count(1):
             yield b"data: " + msgspec.json.encode(self.now()) + b"\n\n"
+            if number == most:
+                return
             await asyncio.sleep(EVERY_S)
+            if self._edge.draining is not None:
+                return
 
     def now(self) -> dict[str, Any]:
         """The queue, what runs, and each worker's rows and pages. Names of keys and processes are not told."""

@@ -25,12 +25,14 @@ def operations(config: ApiConfig) -> tuple[Operation, ...]:
         *kept,
         Operation("GET", "/v1/models", "Models", "The served names", cards),
         Operation("GET", "/v1/models/{id}", "Models", "One of them", _CARD, example=name, missing="It is not served"),
+        Operation("GET", "/", "Server", "A page to talk to the model and to watch the engine", TEXT, text="text/html")
+        if config.page
+        else Operation("GET", "/", "Server", "What this is, and its routes", _ROOT),
         *_SERVER,
     )
 
 
 _SERVER = (
-    Operation("GET", "/", "Server", "A page to talk to the model and to watch the engine", TEXT, text="text/html"),
     Operation(
         "GET",
         "/engine",

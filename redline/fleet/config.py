@@ -14,6 +14,7 @@ drain_s = 30                           # seconds for running answers once the se
 admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: there are none
 admin_keys_file = "admin-keys.txt"     # whose keys they ask for
 metrics_port = 9090                    # /metrics there too, on `host` and without a key; absent: it is not
+page = false                           # no page at /; absent: it is there, and asks for a key where keys_file is set
 unix_socket = "/run/redline.sock"      # in place of host and port
 tls_cert = "cert.pem"                  # HTTPS; with tls_key
 tls_key = "key.pem"
@@ -146,6 +147,7 @@ class ServeConfig(Record, frozen=True):
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # for running answers once the server stops
     admin_port: int | None = None  # 0: any free one; None: there are no admin routes
     admin_keys_file: str | None = None
+    page: bool = True  # at /, to talk to the model and to watch the engine
     metrics_port: int | None = None  # 0: any free one; None: /metrics is with the API alone
     unix_socket: str | None = None  # its path, in place of host and port
     tls_cert: str | None = None  # PEM files

@@ -275,6 +275,7 @@ async def _serve_through(
         keys_file=config.keys_file,
         per_key=config.per_key,
         cors_origins=config.cors_origins,
+        page=config.page,
         responses_file=config.responses_file,
         json_lines=config.access_log == "json",
         drain_s=config.drain_s,
@@ -391,6 +392,8 @@ def _announce(
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
     console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
+    if config.page:
+        console.print("a browser finds a page there", style="dim", highlight=False, soft_wrap=True)
     summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"
     console.print(summary, style="dim", highlight=False, soft_wrap=True)
     # Plain prints: what is pasted must not be wrapped or coloured. JSON and repr() escape what is not text; keys stay
