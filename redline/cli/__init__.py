@@ -12,13 +12,12 @@ import typer
 
 from redline.cli import bench
 from redline.cli.console import plain_console
+from redline.cli.deploy import serve, show_config
 from redline.cli.draft import app as draft
-from redline.cli.options import SYNTHETIC, Folder
+from redline.cli.options import Folder
 from redline.cli.quantize import audit, quantize
 from redline.cli.terminal import Terminal, one_line
 from redline.errors import RedlineError
-from redline.fleet import config as deployment
-from redline.fleet.serve import serve as run_server
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""From a published Kimi K2 checkpoint to record serving speed.
 
-    Start with  [bold]redline serve models/kimi-nano[/bold]  and talk to it with  [bold]redline chat[/bold].
+    Start with  [bold]redline serve --nano[/bold]  and talk to it with  [bold]redline chat[/bold].
     Redline runs on Linux.""",
 )
 app.add_typer(bench.app, name="bench")
@@ -55,110 +54,8 @@ app.command()(quantize)
 app.command()(audit)
 
 
-@app.command()
-def serve(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER|deployment.toml", help="A checkpoint's folder, or a TOML file with the keys below."
-        ),
-    ],
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on. 0.0.0.0: every network; then set keys_file.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port. 0: any free one.")] = None,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model (repeatable). Absent: the folder's name.")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of one request, prompt and answer. Absent: what fits.")
-    ] = None,
-    kv_memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Memory for all contexts: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.",
-        ),
-    ] = None,
-    kv_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="bf16|fp8|float32",
-            help="How pages hold contexts. fp8 (e4m3): twice as many tokens fit, rounded to 4 bits. Absent: bf16.",
-        ),
-    ] = None,
-    keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
-    log_level: Annotated[
-        str | None,
-        typer.Option(
-            metavar="debug|info|warning|error",
-            help="What is written while it serves. Absent: info, a line per request.",
-        ),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="GPUs of this host that share the model (1, 2, 4 or 8); on a CPU, processes. Absent: 1.",
-        ),
-    ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER|suffix",
-            help="Speculate: the folder of an EAGLE-3 drafter of this model, or `suffix`, which repeats what the text "
-            "has said before. The answers are the same, sooner. Absent: no speculation.",
-        ),
-    ] = None,
-    draft_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            help="Tokens drafted per step and request, 0 to 15 at most; fewer where they do not pay. Absent: 3.",
-        ),
-    ] = None,
-    draft_head_bits: Annotated[
-        int | None,
-        typer.Option(
-            metavar="16|8",
-            help="How the drafter's head is kept: 8 halves the bytes of a pass's largest part on a GPU, and drafts are "
-            "rounded a little. Absent: 16.",
-        ),
-    ] = None,
-    draft_trace: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Write what was accepted where, for `redline draft mine`. The file holds users' text."
-        ),
-    ] = None,
-    synthetic_acceptance: Annotated[str | None, typer.Option(metavar="RATES|LENGTH", help=SYNTHETIC)] = None,
-) -> None:
-    """Serve a model over the OpenAI API.
-
-    Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics.
-    Every flag is a key of deployment.toml (--draft and those after it: of its table engine.speculation), and wins over
-    the file.
-    """
-    given = {
-        "host": host,
-        "port": port,
-        "served_model_name": served_model_name,
-        "keys_file": keys_file,
-        "log_level": log_level,
-        "engine.max_model_len": max_model_len,
-        "engine.kv_memory": kv_memory,
-        "engine.kv_dtype": kv_dtype,
-        "engine.device": device,
-        "engine.ranks": ranks,
-        "engine.speculation": draft,
-        "engine.speculation.tokens": draft_tokens,
-        "engine.speculation.head_bits": draft_head_bits,
-        "engine.speculation.trace": draft_trace,
-        "engine.speculation.synthetic_acceptance": synthetic_acceptance,
-    }
-    flags = {key: value for key, value in given.items() if value is not None}
-    raise typer.Exit(run_server(deployment.read(source, flags), Terminal()))
+app.command()(serve)
+app.command(name="config")(show_config)
 
 
 @app.command()
@@ -171,6 +68,14 @@ def chat(
     key: Annotated[
         str | None, typer.Option(envvar="REDLINE_API_KEY", help="API key, where the server wants one.")
     ] = None,
+    history: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="REDLINE_HISTORY",
+            help="A file that keeps the questions of conversations, for the arrows to bring back; /dev/null keeps none. "
+            "Absent: ~/.local/state/redline/questions.",
+        ),
+    ] = None,
     prompt: Annotated[
         str | None, typer.Argument(help="Ask this and leave; -: standard input. Absent: a conversation.")
     ] = None,
@@ -179,7 +84,12 @@ def chat(
     from redline.cli.chat import Client, talk
 
     client = Client(url, key, model, not instant, temperature, system)
-    raise typer.Exit(talk(client, prompt, Terminal(), Terminal(stderr=True)))
+    raise typer.Exit(talk(client, prompt, Terminal(), Terminal(stderr=True), history or _questions()))
+
+
+def _questions() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "redline" / "questions"
 
 
 @app.command()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
@@ -213,12 +214,18 @@ class Client:
         return False
 
 
-def talk(client: Client, prompt: str | None, console: Console, beside: Console | None = None) -> int:
+def talk(
+    client: Client,
+    prompt: str | None,
+    console: Console,
+    beside: Console | None = None,
+    history: Path | None = None,
+) -> int:
     """Ask `prompt`, or converse until Ctrl-D; returns the exit code 0.
 
     Without a prompt, where nobody sits at a terminal, and for the prompt "-", standard input is the question. beside:
-    standard error, which gets all but the answer where there is one question and `console` is no terminal. Raises
-    ConfigError.
+    standard error, which gets all but the answer where there is one question and `console` is no terminal. history: a file
+    that keeps the questions of conversations. Raises ConfigError.
     """
     once = prompt is not None or not is_interactive()
     notes = beside if beside is not None and once and not console.is_terminal else console
@@ -231,7 +238,7 @@ def talk(client: Client, prompt: str | None, console: Console, beside: Console |
         client.connect(tell)
         _answer(client, question, console, notes)
         return 0
-    with Prompt() as typed:
+    with Prompt(history) as typed:
         model = client.connect(tell)
         greeting = Text.assemble((model, "bold"), f" at {client.url}   (Ctrl-C stops an answer, Ctrl-D leaves, /help)")
         console.print(greeting, style="dim", soft_wrap=True)

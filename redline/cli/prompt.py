@@ -5,23 +5,28 @@ too, and keeps what is typed meanwhile for the next question. Where a terminal m
 it was asked to, an Enter that more text follows at once is taken for a line's end in a paste.
 """
 
+import os
 import select
 import signal
 import sys
 import termios
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TextIO
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.utils import is_dumb_terminal
 
+from redline.disk import save
 from redline.errors import ConfigError
 
+MOST_HISTORY_BYTES = 1 << 20  # of earlier questions; the older half of a longer file goes
 FOLLOWS_S = 0.02  # no one types the next key so soon after Enter; a terminal that pastes does not pause so long
 
 
@@ -45,9 +50,12 @@ def piped() -> str:
 
 
 class Prompt:
-    """Reads questions from the terminal; a context manager around a conversation, which restores the terminal."""
+    """Reads questions from the terminal; a context manager around a conversation, which restores the terminal.
 
-    def __init__(self) -> None:
+    history: a file with earlier questions, which the arrows bring back; this conversation's are added to it.
+    """
+
+    def __init__(self, history: Path | None = None) -> None:
         self._input = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._input)
         output = create_output(always_prefer_tty=True)
@@ -57,7 +65,9 @@ class Prompt:
         keys = KeyBindings()
         keys.add("enter")(self._enter)
         keys.add("escape", "enter")(self._new_line)  # Alt-Enter
-        self._session = PromptSession[str](output=output, key_bindings=keys, enable_suspend=True)
+        self._session = PromptSession[str](
+            output=output, key_bindings=keys, enable_suspend=True, history=_history(history)
+        )
 
     def read(self) -> str:
         """The next question, as typed or pasted. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
@@ -105,6 +115,22 @@ class Prompt:
             self._output.disable_bracketed_paste()
             self._output.flush()
         signal.signal(signal.SIGTERM, self._terminate)
+
+
+def _history(path: Path | None) -> History:
+    """The file's, for its owner alone; of this conversation alone where there is none, or it cannot be written."""
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))
+        if path.stat().st_size > MOST_HISTORY_BYTES:
+            _, _, kept = path.read_bytes()[-MOST_HISTORY_BYTES // 2 :].partition(b"\n\n")
+            save(path, b"\n" + kept)
+            path.chmod(0o600)
+    except OSError:
+        return InMemoryHistory()
+    return FileHistory(str(path))
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -208,6 +208,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         table, _, last = key.rpartition(".")
         drafting = key == "engine.speculation"
         _table(values, table, make=True)[last] = _drafting(value, _table(values, key)) if drafting else value
+    _check_keys(values, source)
     engine = _table(values, "engine")
     if isinstance(engine.get("kv_memory"), str):
         engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
@@ -341,7 +342,8 @@ def _instead(source: Path) -> str:
     """What to do where neither folder nor file is there. OWNER/NAME is how a model on Hugging Face is called."""
     if re.fullmatch(r"[\w-]+/[\w.-]+", str(source)) and not source.parent.exists():
         return (
-            f"to fetch it from Hugging Face: hf download {source} --local-dir {source.name}, then serve {source.name}"
+            f"to fetch it from Hugging Face: hf download {source} --local-dir {source.name}, then serve {source.name}; "
+            "or install 'redline[hub]', and the same command fetches it"
         )
     return "expected a checkpoint's folder or a deployment.toml"
 

@@ -1,0 +1,91 @@
+"""A model that is named as on Hugging Face, OWNER/NAME: what it takes is said first, then it is fetched."""
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from redline.disk import human
+from redline.errors import ConfigError
+
+NAME = re.compile(r"[\w-]+/[\w.-]+")
+WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja"]  # no code, no figures
+HEADROOM = 1.02  # of the disk: what is written beside the files themselves
+
+
+def fetched(source: Path, console: Console) -> Path:
+    """The folder of the model, fetched where it is not here yet; any other source as it is.
+
+    Files go to Hugging Face's own cache (HF_HOME), which vLLM and transformers read too. An interrupted download goes
+    on where it was. Raises ConfigError where it cannot be fetched, and, before a byte is, where it would fit neither the
+    disk nor this machine's memory.
+    """
+    if source.exists() or source.parent.exists() and source.parent != Path() or not NAME.fullmatch(str(source)):
+        return source
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return source  # `deployment.read` says which command fetches it
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    name = str(source)
+    try:
+        files: Any = snapshot_download(name, allow_patterns=WANTED, dry_run=True)
+        _look(name, files, Path(constants.HF_HUB_CACHE), console)
+        return Path(snapshot_download(name, allow_patterns=WANTED))
+    except GatedRepoError:
+        raise ConfigError(f"{name}: its owner must let you in first; then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise ConfigError(f"{name}: no such folder here, and no such model at {constants.ENDPOINT}") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        return _kept(name, error)
+
+
+def _kept(name: str, error: Exception) -> Path:
+    """The folder of what was fetched before, where nobody can be asked now. Raises ConfigError."""
+    from huggingface_hub import constants, snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=WANTED, local_files_only=True))
+    except Exception:  # whatever it is, the first error says why
+        why = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{name}: cannot be fetched from {constants.ENDPOINT}: {why}") from None
+
+
+def _look(name: str, files: list[Any], cache: Path, console: Console) -> None:
+    """Say what the download takes. Raises ConfigError where the disk or the memory is too small."""
+    from redline.worker.engine import free_memory, pick_device
+
+    whole = sum(file.file_size for file in files)
+    weights = sum(file.file_size for file in files if file.filename.endswith(".safetensors"))
+    missing = sum(file.file_size for file in files if file.will_download)
+    place = cache
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    device = pick_device(None)
+    memory = free_memory(device)
+    if device.type == "cuda":
+        import torch
+
+        memory *= torch.cuda.device_count()
+    if not weights:
+        raise ConfigError(f"{name}: it holds no *.safetensors; Redline serves checkpoints as Moonshot publishes them")
+    if weights > memory:
+        raise ConfigError(
+            f"{name}: its weights are {human(weights)}, and this machine has {human(memory)} of memory for them; "
+            "`redline doctor --on '8 x H200'` says what other machines would give"
+        )
+    if missing * HEADROOM > free:
+        raise ConfigError(
+            f"{name}: {human(missing)} are to be fetched, and {cache} has {human(free)} free; HF_HOME names another disk"
+        )
+    if missing:
+        console.print(
+            f"{name}: {human(missing)} of {human(whole)} to fetch into {cache} ({human(free)} free there, "
+            f"{human(memory)} of memory free); Ctrl-C stops it, and the same command goes on",
+            highlight=False,
+            soft_wrap=True,
+        )

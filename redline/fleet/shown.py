@@ -1,0 +1,123 @@
+"""A deployment as the TOML that says the same: every key, what it is, and who said so."""
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from redline.fleet.config import ServeConfig, Workers
+from redline.worker.config import EngineConfig
+
+# What holds where a key is absent; of the keys whose default is not a value of their own.
+ABSENT = {
+    "served_model_name": "the folder's name",
+    "keys_file": "everyone who reaches the port is served",
+    "responses_file": "/v1/responses keeps nothing",
+    "cors_origins": "pages of no other origin may ask",
+    "admin_port": "there are no admin routes",
+    "admin_keys_file": "there are no admin routes",
+    "metrics_port": "/metrics is with the API alone",
+    "unix_socket": "host and port are listened at",
+    "tls_cert": "HTTP without TLS",
+    "tls_key": "HTTP without TLS",
+    "per_key.requests_per_s": "no limit",
+    "per_key.concurrency": "no limit",
+    "per_key.tokens_per_minute": "no limit",
+    "per_key.tokens_per_day": "no limit",
+    "requests.default_max_tokens": "what the context holds",
+    "requests.most_max_tokens": "what the context holds",
+    "requests.timeout_s": "no limit",
+    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB",
+    "engine.max_model_len": "what fits",
+    "engine.step_tokens": "512, on a GPU 2048",
+    "engine.device": "the GPU, if there is one",
+    "engine.speculation": "nothing drafts",
+    "engine.speculation.trace": "nothing is written",
+    "engine.speculation.synthetic_acceptance": "drafts are verified",
+    "workers.name": "its role",
+    "workers.devices": "all that are visible",
+    "workers.cores": "all",
+}
+PATHS = {
+    "weights", "keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key",
+    "engine.speculation.drafter", "engine.speculation.trace",
+}  # fmt: skip
+COLUMN = 48  # where the remarks begin
+
+
+def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
+    """TOML that `read` reads as the same deployment, with a remark on each line.
+
+    source, flags: what `config` was read from. Paths are absolute, so that the text may be kept anywhere.
+    """
+    file = {} if source.is_dir() else dict(_leaves(tomllib.loads(source.read_text(encoding="utf-8")), ""))
+
+    def why(key: str) -> str:
+        drafting = key.startswith("engine.speculation.") and "engine.speculation" in flags
+        if key in flags or (drafting and key.rpartition(".")[2] in ("type", "drafter")):
+            return "flag"
+        if key == "weights" and source.is_dir():
+            return "argument"
+        return source.name if key in file else "default"
+
+    lines = [f"# What is in force for {source}, key by key, and who said so. `redline doctor FOLDER` says what fits."]
+    tables: list[tuple[str, msgspec.Struct | None]] = [("", config)]
+    tables += [(name, getattr(config, name)) for name in ("per_key", "requests", "handoff", "engine")]
+    tables.append(("engine.speculation", config.engine.speculation))
+    for table, record in tables:
+        if record is None:
+            lines += ["", f"# [{table}]".ljust(COLUMN) + f"# {why(table)}: {ABSENT[table]}"]
+            continue
+        lines += ["", f"[{table}]"] if table else []
+        lines += _table(record, table, why)
+    for number, kind in enumerate(config.workers):
+        lines += ["", "[[workers]]", *_worker(kind, config.engine, f"{source.name}, workers[{number}]")]
+    return "\n".join(lines) + "\n"
+
+
+def _table(record: msgspec.Struct, table: str, why: Any) -> Iterator[str]:
+    tag = record.__struct_config__.tag
+    fields = [] if tag is None else [(record.__struct_config__.tag_field or "", tag)]
+    for name, value in [*fields, *((name, getattr(record, name)) for name in record.__struct_fields__)]:
+        key = f"{table}.{name}".lstrip(".")
+        if isinstance(value, msgspec.Struct) or key in ("workers", "engine.speculation"):
+            continue  # a table of its own
+        if value is None or value == ():
+            yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[key]}"
+            continue
+        if key in PATHS:
+            value = str(Path(cast("str", value)).absolute())
+        yield f"{name} = {_value(value)}".ljust(COLUMN - 1) + f" # {why(key)}"
+
+
+def _worker(kind: Workers, engine: EngineConfig, place: str) -> Iterator[str]:
+    for name in kind.__struct_fields__:
+        value = getattr(kind, name)
+        if name == "engine":
+            own = {key: getattr(value, key) for key in EngineConfig.__struct_fields__}
+            own = {key: of for key, of in own.items() if of != getattr(engine, key) and of is not None}
+            if own:
+                inner = ", ".join(f"{key} = {_value(of)}" for key, of in own.items())
+                yield f"engine = {{ {inner} }}".ljust(COLUMN - 1) + f" # {place}"
+        elif value is None or value == ():
+            yield f"# {name} =".ljust(COLUMN) + f"# default: {ABSENT[f'workers.{name}']}"
+        else:
+            yield f"{name} = {_value(value)}".ljust(COLUMN - 1) + f" # {place}"
+
+
+def _value(value: Any) -> str:
+    """As TOML spells it. Its strings are JSON's, but that DEL must be escaped."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_value, cast('tuple[Any, ...]', value)))}]"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _leaves(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
