@@ -42,10 +42,15 @@ OF_A_SERVER = (
     "--insecure --html --disable-tqdm --ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec "
     "--silence-timeout-sec --request-timeout-sec "
 )
+OF_A_DEPLOYMENT = (
+    "--nano --set --host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
+    "--max-running --admit-together --step-tokens --ranks --draft --draft-tokens --draft-head-bits --draft-trace "
+    "--synthetic-acceptance --log-level"
+)
 FLAGS = {
-    "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
-    "--ranks --draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
-    "chat": "--url --model --instant --temperature --system --key",
+    "serve": OF_A_DEPLOYMENT,
+    "config": OF_A_DEPLOYMENT,
+    "chat": "--url --model --instant --temperature --system --key --history",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "explain": "--url --key",
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
@@ -165,7 +170,7 @@ SPELLED = {"--draft": "type"} | {f"--draft-{key}": key for key in ("tokens", "he
 
 
 def test_every_flag_of_serve_is_the_spelling_of_a_key():
-    spellings = {key.rpartition(".")[2].replace("_", "-") for key in KEYS.split()}
+    spellings = {key.rpartition(".")[2].replace("_", "-") for key in KEYS.split()} | {"nano", "set"}
     assert {SPELLED.get(flag, flag.removeprefix("--")) for flag in flags()["serve"]} <= spellings
 
 
@@ -291,7 +296,16 @@ RUN_TIME = {
 }  # fmt: skip
 # Plots, foreign vocabularies, training and RDMA (`bench`, `draft`, `train`, `nixl`); the peer of `bench.peers`, which
 # `test` brings.
-EXTRAS = {"matplotlib", "tokenizers", "accelerate", "deepspeed", "transformers", "compressed_tensors", "nixl"}
+EXTRAS = {
+    "matplotlib",
+    "tokenizers",
+    "accelerate",
+    "deepspeed",
+    "transformers",
+    "compressed_tensors",
+    "nixl",
+    "huggingface_hub",
+}
 TRITON = (
     ROOT / "redline" / "kernels" / "hopper" / "triton"
 )  # comes with torch for CUDA; imported where a GPU's op is called

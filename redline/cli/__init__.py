@@ -72,8 +72,8 @@ def chat(
         Path | None,
         typer.Option(
             envvar="REDLINE_HISTORY",
-            help="A file that keeps the questions of conversations, for the arrows to bring back; /dev/null keeps none. "
-            "Absent: ~/.local/state/redline/questions.",
+            help="A file that keeps the questions of conversations, for the arrows to bring back; /dev/null keeps "
+            "none. Absent: ~/.local/state/redline/questions.",
         ),
     ] = None,
     prompt: Annotated[

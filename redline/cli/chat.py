@@ -224,8 +224,8 @@ def talk(
     """Ask `prompt`, or converse until Ctrl-D; returns the exit code 0.
 
     Without a prompt, where nobody sits at a terminal, and for the prompt "-", standard input is the question. beside:
-    standard error, which gets all but the answer where there is one question and `console` is no terminal. history: a file
-    that keeps the questions of conversations. Raises ConfigError.
+    standard error, which gets all but the answer where there is one question and `console` is no terminal. history: a
+    file that keeps the questions of conversations. Raises ConfigError.
     """
     once = prompt is not None or not is_interactive()
     notes = beside if beside is not None and once and not console.is_terminal else console

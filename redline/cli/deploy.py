@@ -25,7 +25,7 @@ def _flags(
         Path | None,
         typer.Argument(
             metavar="FOLDER|deployment.toml|OWNER/NAME",
-            help="A checkpoint's folder, a TOML file with the keys below, or a model on Hugging Face, which is fetched.",
+            help="A checkpoint's folder, a TOML file with the keys below, or a model on Hugging Face: it is fetched.",
         ),
     ] = None,
     nano: Annotated[
@@ -146,8 +146,8 @@ _KEYS = {
 }
 
 
-def _verb(act: Callable[[Path, dict[str, Any], bool], int]) -> Callable[..., None]:
-    """A verb with these flags. act: takes the source, the flags by key of the file, and whether it is --nano."""
+def _verb(act: Callable[[Path, dict[str, Any]], int]) -> Callable[..., None]:
+    """A verb with these flags. act: takes the source, and the flags by key of the file."""
 
     @functools.wraps(_flags)
     def verb(source: Path | None = None, nano: bool = False, set_: list[str] | None = None, **given: Any) -> None:
@@ -163,7 +163,7 @@ def _verb(act: Callable[[Path, dict[str, Any], bool], int]) -> Callable[..., Non
             source = SHIPPED / "kimi-nano"
             flags = {"engine.speculation": str(SHIPPED / "kimi-nano-eagle3")} | flags
         assert source is not None
-        raise typer.Exit(act(source, flags, nano))
+        raise typer.Exit(act(source, flags))
 
     verb.__name__, verb.__doc__ = act.__name__.strip("_"), act.__doc__
     return verb
@@ -180,7 +180,7 @@ def _pair(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-def _serve(source: Path, flags: dict[str, Any], nano: bool) -> int:
+def _serve(source: Path, flags: dict[str, Any]) -> int:
     """Serve a model over the OpenAI API.
 
     Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics,
@@ -191,7 +191,7 @@ def _serve(source: Path, flags: dict[str, Any], nano: bool) -> int:
     return run_server(deployment.read(fetched(source, terminal), flags), terminal)
 
 
-def _config(source: Path, flags: dict[str, Any], nano: bool) -> int:
+def _config(source: Path, flags: dict[str, Any]) -> int:
     """What is in force, and why, as a deployment.toml: the keys of file and flags, and the defaults of all others.
 
     `redline config FOLDER > deployment.toml` is a file to begin with. Nothing is loaded or served.

@@ -20,21 +20,20 @@ def fetched(source: Path, console: Console) -> Path:
     """The folder of the model, fetched where it is not here yet; any other source as it is.
 
     Files go to Hugging Face's own cache (HF_HOME), which vLLM and transformers read too. An interrupted download goes
-    on where it was. Raises ConfigError where it cannot be fetched, and, before a byte is, where it would fit neither the
-    disk nor this machine's memory.
+    on where it was. Raises ConfigError where it cannot be fetched, and, before a byte is, where the disk or this
+    machine's memory is too small.
     """
-    if source.exists() or source.parent.exists() and source.parent != Path() or not NAME.fullmatch(str(source)):
+    if source.exists() or source.parent.exists() or not NAME.fullmatch(str(source)):
         return source
     if importlib.util.find_spec("huggingface_hub") is None:
         return source  # `deployment.read` says which command fetches it
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     name = str(source)
     try:
-        files: Any = snapshot_download(name, allow_patterns=WANTED, dry_run=True)
-        _look(name, files, Path(constants.HF_HUB_CACHE), console)
-        return Path(snapshot_download(name, allow_patterns=WANTED))
+        _look(name, _snapshot(name, dry_run=True), Path(constants.HF_HUB_CACHE), console)
+        return Path(_snapshot(name))
     except GatedRepoError:
         raise ConfigError(f"{name}: its owner must let you in first; then `hf auth login`") from None
     except RepositoryNotFoundError:
@@ -43,12 +42,25 @@ def fetched(source: Path, console: Console) -> Path:
         return _kept(name, error)
 
 
+def _snapshot(name: str, **how: bool) -> Any:
+    """Where the model's files are; with dry_run a list of them instead, and whether each is here."""
+    import huggingface_hub
+    from huggingface_hub import utils
+
+    if how.get("dry_run"):
+        utils.disable_progress_bars()
+    try:
+        return huggingface_hub.snapshot_download(name, allow_patterns=WANTED, **how)  # pyright: ignore
+    finally:
+        utils.enable_progress_bars()
+
+
 def _kept(name: str, error: Exception) -> Path:
     """The folder of what was fetched before, where nobody can be asked now. Raises ConfigError."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import constants
 
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED, local_files_only=True))
+        return Path(_snapshot(name, local_files_only=True))
     except Exception:  # whatever it is, the first error says why
         why = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{name}: cannot be fetched from {constants.ENDPOINT}: {why}") from None
@@ -80,7 +92,8 @@ def _look(name: str, files: list[Any], cache: Path, console: Console) -> None:
         )
     if missing * HEADROOM > free:
         raise ConfigError(
-            f"{name}: {human(missing)} are to be fetched, and {cache} has {human(free)} free; HF_HOME names another disk"
+            f"{name}: {human(missing)} are to be fetched, and {cache} has {human(free)} free; "
+            "HF_HOME names a folder on another disk"
         )
     if missing:
         console.print(

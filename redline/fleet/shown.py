@@ -1,8 +1,9 @@
 """A deployment as the TOML that says the same: every key, what it is, and who said so."""
 
 import json
+import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,7 +79,7 @@ def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _table(record: msgspec.Struct, table: str, why: Any) -> Iterator[str]:
+def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Iterator[str]:
     tag = record.__struct_config__.tag
     fields = [] if tag is None else [(record.__struct_config__.tag_field or "", tag)]
     for name, value in [*fields, *((name, getattr(record, name)) for name in record.__struct_fields__)]:
@@ -89,7 +90,7 @@ def _table(record: msgspec.Struct, table: str, why: Any) -> Iterator[str]:
             yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[key]}"
             continue
         if key in PATHS:
-            value = str(Path(cast("str", value)).absolute())
+            value = os.path.abspath(cast("str", value))
         yield f"{name} = {_value(value)}".ljust(COLUMN - 1) + f" # {why(key)}"
 
 
