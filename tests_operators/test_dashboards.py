@@ -23,7 +23,7 @@ import pytest
 from openai import APIError, OpenAI
 
 from redline.bench.runs.trees import free_port
-from tests.fleet.test_serve import NANO, Server, wait_for
+from tests.fleet.test_serve import NANO, START_S, Server, wait_for
 from tests.operators.queries import EXAMPLES, panels
 
 WINDOW = "15s"  # in the place of Grafana's $__rate_interval, which follows from the scrapes' interval
@@ -64,6 +64,12 @@ class Prometheus:
         ]
         return [number for one in values if math.isfinite(number := float(one["value"][1]))]
 
+    def has_read(self) -> bool:
+        """Whether it has scraped the server."""
+        with suppress(OSError):
+            return self.numbers("redline:ready") != []
+        return False
+
     def alerts(self) -> dict[str, dict[str, Any]]:
         """By name, those that are pending or fire."""
         return {one["labels"]["alertname"]: one for one in self.asked("alerts")["alerts"]}
@@ -94,6 +100,7 @@ def watched(folder: Path, workers: str) -> Iterator[World]:
         server.until_ready()
         prometheus = Prometheus(":".join(map(str, server.address)), folder)
         try:
+            wait_for(prometheus.has_read, START_S, server)
             with under_load(server):
                 yield World(server, prometheus)
         finally:
@@ -188,10 +195,9 @@ def without_data(world: World, expected: set[str]) -> set[str]:
     seen: dict[tuple[str, str], list[float]] = {}
     deadline = time.monotonic() + LOADED_S
     while time.monotonic() < deadline:
-        with suppress(OSError):  # it starts
-            seen = {place: world.prometheus.numbers(query) for place, query in queries.items()}
-            if {title for (title, _), numbers in seen.items() if not numbers} <= expected:
-                break
+        seen = {place: world.prometheus.numbers(query) for place, query in queries.items()}
+        if {title for (title, _), numbers in seen.items() if not numbers} <= expected:
+            break
         time.sleep(0.5)
     for (title, reference), numbers in seen.items():
         print(f"{title}, {reference}: {', '.join(f'{number:.4g}' for number in numbers) or 'no data'}")
