@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import re
 import runpy
 from typing import Any
@@ -16,6 +17,7 @@ from redline.wire.news import STEP_SIZES, Load
 from tests.api.test_chat import ask
 from tests.api.world import END, World, ids
 from tests.operators.queries import EXAMPLES, Asked, Series, asked, document, panels, rules, series, wrong
+from tests_operators.image import ROOT, instructions
 
 ASKED = list(asked())
 
@@ -111,3 +113,32 @@ def test_an_alert_says_how_bad_it_is_and_what_to_do_and_its_test_has_both_sides(
     instances = {re.findall(r'instance="([^"]+)"', one["series"])[0] for one in tried["input_series"]}
     assert "bad" in instances
     assert len(instances) > 1
+
+
+IMAGE = instructions((EXAMPLES / "Dockerfile").read_text())
+
+
+def of_image(name: str) -> list[str]:
+    return [rest for each, rest in IMAGE if each == name]
+
+
+def test_the_image_runs_redline_as_a_user_of_its_own_and_signals_reach_it():
+    assert int(of_image("USER")[-1]) > 0, "a number: an orchestrator cannot tell whether a name is root's"
+    assert json.loads(of_image("ENTRYPOINT")[-1]) == ["redline"], "no shell that would keep SIGTERM to itself"
+    verb, _, *flags = json.loads(of_image("CMD")[-1])
+    assert verb == "serve"
+    assert flags[::2] == ["--host", "--port"]
+    port = flags[3]
+    assert of_image("EXPOSE") == [port]
+    assert f"http://127.0.0.1:{port}/health" in of_image("HEALTHCHECK")[-1]
+    assert of_image("STOPSIGNAL") == ["SIGTERM"]
+
+
+def test_nothing_that_could_be_a_key_gets_into_a_layer_of_the_image():
+    copied = {source for rest in of_image("COPY") for source in rest.split()[:-1]}
+    assert all((ROOT / source).exists() for source in copied)
+    sent = (EXAMPLES / "Dockerfile.dockerignore").read_text().split()
+    assert sent[0] == "*"
+    assert {line.removeprefix("!") for line in sent if line.startswith("!")} == copied
+    assert copied == {"pyproject.toml", "README.md", "LICENSE", "redline"}
+    assert not [rest for _, rest in IMAGE if re.search(r"key|secret|password|token", rest, re.IGNORECASE)]
