@@ -215,7 +215,7 @@ def dashboard() -> dict[str, Any]:
             "label": "Server",
             "type": "query",
             "datasource": SOURCE,
-            "query": {"query": instances, "refId": "instance"},
+            "query": {"qryType": 1, "query": instances, "refId": "PrometheusVariableQueryEditor-VariableQuery"},
             "definition": instances,
             "refresh": 2,  # whenever the time range changes
             "sort": 1,
