@@ -59,10 +59,9 @@ class Prometheus:
 
     def numbers(self, query: str) -> list[float]:
         """The finite values of a query at this moment: none where there is no data, or 0 / 0 alone."""
-        values = self.asked("query", query=query.replace("$__rate_interval", WINDOW).replace("$instance", ".+"))[
-            "result"
-        ]
-        return [number for one in values if math.isfinite(number := float(one["value"][1]))]
+        query = query.replace("$__rate_interval", WINDOW).replace("$instance", ".+")
+        values = (float(one["value"][1]) for one in self.asked("query", query=query)["result"])
+        return [value for value in values if math.isfinite(value)]
 
     def has_read(self) -> bool:
         """Whether it has scraped the server."""
@@ -148,7 +147,7 @@ def constrained(client: OpenAI, number: int) -> None:
         model=NANO.name,
         messages=messages,
         max_tokens=60,
-        response_format=schema,  # pyright: ignore[reportArgumentType]
+        response_format=schema,
         extra_body={"chat_template_kwargs": {"thinking": False}},
     )
 
@@ -224,8 +223,12 @@ def test_the_dashboard_finds_the_server(one: World) -> None:
 
 
 def test_prometheus_takes_every_alert_and_none_fires_while_all_is_well(one: World) -> None:
-    (rules,) = one.prometheus.asked("rules")["groups"]
-    assert {rule["health"] for rule in rules["rules"]} == {"ok"}, rules
+    def found() -> set[str]:
+        (group,) = one.prometheus.asked("rules")["groups"]
+        return {rule["health"] for rule in group["rules"]}
+
+    wait_for(lambda: "unknown" not in found(), 10, one.server)  # each has been evaluated
+    assert found() == {"ok"}
     assert not [name for name, alert in one.prometheus.alerts().items() if alert["state"] == "firing"]
 
 

@@ -151,7 +151,7 @@ ROWS = (
     )),
     Row("Workers and processes", 3, 8, (
         Panel("Handoffs", PER_S, {"{{result}}": total("redline:handoffs_total", "result")},
-              "Prompts between workers for prefill and decode; with other workers there are none."),
+              "Prompts between workers for prefill and decode; where each worker does both there are none."),
         Panel("Jobs moved, workers started", COUNT, {
             "jobs moved": total("redline:jobs_moved_total", how="increase"),
             f"starts, {WORKER}": total("redline:worker_starts_total", "instance, engine", how="increase"),
