@@ -104,6 +104,8 @@ def watched(folder: Path, workers: str) -> Iterator[World]:
                 yield World(server, prometheus)
         finally:
             prometheus.close()
+        server.process.terminate()
+        assert server.ends() == 0, server.said
     finally:
         server.close()
 
