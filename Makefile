@@ -11,7 +11,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers test-clients test-nixl check tests format clean
+.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators check tests format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
 	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"
 	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
+	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
 	@echo "make check    everything but the tests"
 	@echo "make format   write the format, mend what the linter can"
 	@echo "make clean    remove the environment and the caches"
@@ -50,6 +51,11 @@ test-nixl: .venv/.nixl
 
 test-clients: .venv/.runtime .venv-clients/.clients
 	.venv-clients/bin/python -m pytest -q -c /dev/null --rootdir tests_clients tests_clients
+
+test-operators: .venv/.test
+	@for program in prometheus promtool; do command -v $$program > /dev/null || \
+	  { echo "make test-operators wants $$program on the PATH: apt-get install prometheus" >&2; exit 1; }; done
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_operators -v -rP
 
 format: .venv/.test
 	.venv/bin/ruff format .

@@ -80,6 +80,7 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
     """
     edge = edge or Edge(config)
     api = _Api(gateway, config, edge)
+    gateway.metrics.health(lambda: api.unready is None)
     bodies = _Bodies(config.limits.bodies_bytes)
     store = ResponseStore(Path(config.responses_file)) if config.responses_file else None
     dialects: dict[str, Dialect[Any]] = {
@@ -423,15 +424,22 @@ class _Api:
         """200: this process answers. That says nothing of the model; `health` does."""
         return json_response({"status": "live"})
 
-    async def health(self, request: Request) -> Response:
-        """200 while the model answers; 503 while it loads, seems stuck or drains, and after the worker has ended."""
+    @property
+    def unready(self) -> dict[str, str] | None:
+        """Why the server is not ready, as `health` tells it: the model loads, seems stuck or drains, or its worker has
+        ended. None: it is ready."""
         if self._gateway.ready is None:
-            return json_response({"status": "worker lost" if self._gateway.links.lost else "loading"}, 503)
+            return {"status": "worker lost" if self._gateway.links.lost else "loading"}
         if self._edge.draining is not None:
-            return json_response({"status": "draining", "reason": self._edge.draining}, 503)
+            return {"status": "draining", "reason": self._edge.draining}
         if (trouble := self._gateway.links.trouble) is not None:
-            return json_response({"status": "stalled", "reason": trouble}, 503)
-        return json_response({"status": "ready"})
+            return {"status": "stalled", "reason": trouble}
+        return None
+
+    async def health(self, request: Request) -> Response:
+        """200 while the model answers, otherwise 503 with the reason."""
+        why_not = self.unready
+        return json_response({"status": "ready"} if why_not is None else why_not, 200 if why_not is None else 503)
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._gateway.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})

@@ -176,6 +176,11 @@ class Metrics:
         )
         self._queue_jobs = gauge_of("queue_jobs", "Jobs without a first token")
         self._queue_tokens = gauge_of("queue_tokens", "Prompt tokens of jobs without a first token")
+        self._ready = gauge_of("ready", "1 while new requests are taken, as /health says, and 0 while not")
+        self._starts = Counter(
+            "redline:worker_starts", "How often a worker was started, the first time included", label,
+            registry=self.registry,
+        )  # fmt: skip
         self.loop_lag = Histogram(
             "redline:event_loop_lag_seconds", "By how much a timer of the API's event loop was late", label,
             registry=self.registry, buckets=LAG_BUCKETS,
@@ -250,8 +255,8 @@ class Metrics:
         self._moved.inc()
 
     def joined(self, worker: str) -> None:
-        """From the first start of a worker on its label is how many have come before it."""
-        self._labels(worker)
+        """Count a worker's start. From its first on its label is how many have come before it."""
+        self._starts.labels(*self._labels(worker)).inc()
 
     def _labels(self, worker: str) -> tuple[str, str]:
         return self._own[0], self._engines.setdefault(worker, str(len(self._engines)))
@@ -264,6 +269,10 @@ class Metrics:
         """From now on each scrape asks these how much waits for a first token."""
         self._queue_jobs.set_function(jobs)
         self._queue_tokens.set_function(tokens)
+
+    def health(self, ready: Callable[[], bool]) -> None:
+        """From now on each scrape asks this whether the server is ready."""
+        self._ready.set_function(lambda: float(ready()))
 
     def answered(self, scope: Scope, status: int) -> None:
         """Count a request that has ended; status 0: its client left before it had one."""

@@ -150,3 +150,30 @@ async def test_metrics_have_a_port_without_keys(tmp_path: Path) -> None:
                 assert (await scraper.get(path)).status_code == 404
             page = await scraper.get("/metrics", headers={"origin": "https://evil.example"})
             assert page.status_code == 403
+
+
+def own(text: bytes, name: str) -> dict[str, float]:
+    """Of a series of ours, by engine."""
+    found = re.findall(rf'^redline:{name}\{{engine="(\d)",model_name="{MODEL}"\}} (\S+)$', text.decode(), re.MULTILINE)
+    return {engine: float(value) for engine, value in found}
+
+
+async def test_a_scrape_says_whether_the_server_is_ready_as_health_does() -> None:
+    async def told() -> tuple[float, int]:
+        scraped = (await world.http.get("/metrics")).content
+        return own(scraped, "ready")["0"], (await world.http.get("/health")).status_code
+
+    async with World(answer("a")) as world:
+        assert await told() == (1, 200)
+        world.gateway.lose(world.link, "killed")
+        assert await told() == (0, 503)
+        world.engine.serve(world.gateway, epoch=2)
+        assert await told() == (1, 200)
+
+
+async def test_starts_of_workers_are_counted() -> None:
+    async with World(answer("a")) as world:
+        world.engine.serve(world.gateway, name="another")
+        world.gateway.lose(world.link, "killed")
+        world.engine.serve(world.gateway, epoch=2)
+        assert own(world.metrics.expose(), "worker_starts_total") == {"0": 2, "1": 1}
