@@ -1,4 +1,4 @@
-"""A hook of MkDocs: what the pages link to outside docs/ (the tour, results, models' cards) becomes a part of the site."""
+"""A hook of MkDocs: what pages link to outside docs/ (the tour, results, models' cards) becomes a part of the site."""
 
 import re
 from pathlib import Path
