@@ -2,8 +2,8 @@
 
     python -m redline.bench.runs.where [--shape kimi-nano] [--batch 1] [--context 1024] [--out runs/where.json]
 
-`redline bench decode --shape`: the step of a model's shape on random weights, so no checkpoint is needed, and what it has
-time for is that model's. The ops are timed alone; what the engine does around them on a CPU is `step_profile.py`.
+`redline bench decode --shape`: the step of a model's shape on random weights, so no checkpoint is needed.
+The ops are timed alone; what the engine does around them on a CPU is `step_profile.py`.
 """
 
 import argparse
