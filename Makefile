@@ -11,7 +11,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators check tests format clean
+.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators check tests docs format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
 	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
 	@echo "make check    everything but the tests"
+	@echo "make docs     the documentation as a site, in site/index.html (installs MkDocs: a minute, once)"
 	@echo "make format   write the format, mend what the linter can"
 	@echo "make clean    remove the environment and the caches"
 
@@ -57,12 +58,15 @@ test-operators: .venv/.test
 	  { echo "make test-operators wants $$program on the PATH: apt-get install prometheus" >&2; exit 1; }; done
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_operators -v -rP
 
+docs: .venv/.docs
+	.venv/bin/mkdocs build --strict
+
 format: .venv/.test
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-peers .venv-clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build
+	rm -rf .venv .venv-peers .venv-clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build site
 
 # The environment. A stamp is younger than what it was made from; the test extra includes the run-time parts.
 
@@ -82,6 +86,10 @@ clean:
 .venv/.train: pyproject.toml | .venv/.test
 	@echo "installing DeepSpeed (minutes, once)"
 	@$(PIP) wheel 'setuptools<81' && $(PIP) --no-build-isolation --editable '.[train]'
+	@touch $@
+
+.venv/.docs: pyproject.toml | .venv/bin/pip
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 .venv/.nixl: pyproject.toml | .venv/.test

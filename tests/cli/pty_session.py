@@ -108,7 +108,7 @@ def session(
         stderr=slave,
         start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        env={**os.environ, "TERM": "xterm-256color", **(environment or {})},
+        env={**os.environ, "TERM": "xterm-256color", "REDLINE_HISTORY": "/dev/null", **(environment or {})},
     )
     one = Session(master, slave, process)
     try:

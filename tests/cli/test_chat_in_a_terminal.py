@@ -6,10 +6,12 @@ import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from redline.cli import prompt
 from tests.cli.pty_session import BRACKETS_OFF, BRACKETS_ON, Session, session
 from tests.cli.servers import DONE, Fake, server, stream, text
 
@@ -277,3 +279,32 @@ def test_an_odd_terminal_is_talked_to_all_the_same(how: dict[str, Any]):
         assert one.ends() == 0
         assert questions(asked) == ["hi"]
         assert "Traceback" not in one.shown
+
+
+def test_questions_of_earlier_conversations_come_back(tmp_path: Path):
+    kept = {"REDLINE_HISTORY": str(tmp_path / "state" / "questions")}
+    with chat(environment=kept) as (one, asked, _):
+        one.until_prompt(1)
+        one.type("what was it?\r")
+        one.until_prompt(2)
+        one.type("\x04")
+        assert one.ends() == 0
+    assert (tmp_path / "state" / "questions").stat().st_mode & 0o777 == 0o600
+    with chat(environment=kept) as (one, asked, _):
+        one.until_prompt(1)
+        one.type("\x1b[A")
+        one.until(lambda: "what was it?" in one.shown)
+        one.type("\r")
+        one.until_prompt(2)
+        assert questions(asked) == ["what was it?"]
+
+
+def test_a_long_file_of_questions_loses_its_older_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompt, "MOST_HISTORY_BYTES", 1000)
+    path = tmp_path / "questions"
+    path.write_text("".join(f"\n# 2026\n+question {number}\n" for number in range(60)))
+    kept = list(prompt._history(path).load_history_strings())
+    assert kept[0] == "question 59"
+    assert 10 < len(kept) < 30
+    assert not [text for text in kept if not text.startswith("question ")]
+    assert list(prompt._history(tmp_path / "questions" / "no").load_history_strings()) == []
