@@ -36,7 +36,7 @@ def lost(page: Path) -> list[str]:
 def wrong(line: str) -> str | None:
     """What is wrong with a `redline` command line, None where it parses: its verb, its flags, its values."""
     command: Any = typer.main.get_command(app)
-    words = shlex.split(line, comments=True)[1:]
+    words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     context = command.make_context("redline", [], resilient_parsing=True)
     while hasattr(command, "commands"):
         verb = words.pop(0) if words else ""

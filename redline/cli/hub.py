@@ -34,12 +34,13 @@ def fetched(source: Path, console: Console) -> Path:
     try:
         _look(name, _snapshot(name, dry_run=True), Path(constants.HF_HUB_CACHE), console)
         return Path(_snapshot(name))
-    except GatedRepoError:
-        raise ConfigError(f"{name}: its owner must let you in first; then `hf auth login`") from None
-    except RepositoryNotFoundError:
-        raise ConfigError(f"{name}: no such folder here, and no such model at {constants.ENDPOINT}") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        return _kept(name, error)
+        why = error.__cause__ or error  # a dry run says only that it cannot be done
+        if isinstance(why, GatedRepoError):
+            raise ConfigError(f"{name}: its owner must let you in first; then `hf auth login`") from None
+        if isinstance(why, RepositoryNotFoundError):
+            raise ConfigError(f"{name}: no such folder here, and no such model at {constants.ENDPOINT}") from None
+        return _kept(name, why)
 
 
 def _snapshot(name: str, **how: bool) -> Any:
@@ -55,7 +56,7 @@ def _snapshot(name: str, **how: bool) -> Any:
         utils.enable_progress_bars()
 
 
-def _kept(name: str, error: Exception) -> Path:
+def _kept(name: str, error: BaseException) -> Path:
     """The folder of what was fetched before, where nobody can be asked now. Raises ConfigError."""
     from huggingface_hub import constants
 
