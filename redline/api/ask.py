@@ -34,6 +34,7 @@ class Ask(Record, frozen=True):
     reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
     cut: bool = False  # max_tokens may be more than there is room for; else such a request is refused
     token_ids: bool = False  # of prompts and answers are told
+    proposers: bool = False  # of its tokens are told; each piece of an answer then has one
     param: str = "messages"  # the field that the prompts came from, for errors
 
     @property

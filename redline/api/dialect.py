@@ -18,10 +18,14 @@ from redline.wire.base import Record
 
 
 class Streaming(Record, frozen=True):
-    """The answer comes in pieces. `usage` adds a last chunk with the token counts; `continuous` puts them in each."""
+    """The answer comes in pieces. `usage` adds a last chunk with the token counts; `continuous` puts them in each.
+
+    `proposers`: each piece is of one proposer's tokens, and says whose.
+    """
 
     usage: bool = False
     continuous: bool = False
+    proposers: bool = False
 
 
 class Asked(Record, frozen=True):

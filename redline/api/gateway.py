@@ -53,7 +53,7 @@ from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role
-from redline.wire.step import TokenLogprobs
+from redline.wire.step import Proposer, TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
@@ -80,6 +80,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
     token_ids: Sequence[int] | None = None  # of the answer, since the last batch, where asked for
     prompt_ids: Sequence[int] | None = None  # with the first batch, where asked for
+    proposer: Proposer | None = None  # of its tokens, where asked for
 
 
 class Gateway:
@@ -838,7 +839,7 @@ class Generation:
         self._gateway = gateway
         self._pours = gateway.pours
         self._scores = ask.sampling.max_tokens == 0
-        self._reasoning, self._token_ids = ask.reasoning, ask.token_ids
+        self._reasoning, self._token_ids, self._proposers = ask.reasoning, ask.token_ids, ask.proposers
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
         self._pour: Callable[[list[Batch]], bytes] | None = None
@@ -864,7 +865,7 @@ class Generation:
             self._notify()
         elif not self._arrived:
             self._pours.add(self)
-        self._arrived.append((lane, delta))
+        self._arrived += [(lane, part) for part in delta.by_proposer()] if self._proposers else [(lane, delta)]
 
     async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
         """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
@@ -1004,4 +1005,6 @@ class Generation:
             told, lane.untold = lane.untold, []
             prompt_ids = lane.job.tokens if first else None
             batch = msgspec.structs.replace(batch, token_ids=told, prompt_ids=prompt_ids)
+        if self._proposers:
+            batch = msgspec.structs.replace(batch, proposer=delta.proposer)
         return batch

@@ -126,6 +126,7 @@ class _Tool(Item, gc=False):
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_proposers: bool | None = None
 
 
 class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -526,6 +527,7 @@ def _ask(
         thinking_budget=thinking_budget,
         reasoning=reasoning,
         token_ids=bool(request.return_token_ids),
+        proposers=bool(request.stream_options and request.stream_options.include_proposers),
         param=param,
     )
 
@@ -550,7 +552,11 @@ def _streaming(request: _Common) -> Streaming | None:
             raise RequestError("stream_options needs stream to be true", "stream_options")
         return None
     usage = bool(options and options.include_usage)
-    return Streaming(usage=usage, continuous=usage and bool(options and options.continuous_usage_stats))
+    return Streaming(
+        usage=usage,
+        continuous=usage and bool(options and options.continuous_usage_stats),
+        proposers=bool(options and options.include_proposers),
+    )
 
 
 def _sampling(

@@ -30,6 +30,7 @@ from redline.api.dialect import Streaming
 from redline.api.errors import answer_to
 from redline.api.gateway import Batch
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
+from redline.wire.step import Proposer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -103,7 +104,8 @@ class ChatStream(_ChunkWriter):
         self._token_bytes = token_bytes
         self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs whose text has not left yet
         self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
-        self._plain = not logprobs and not how.continuous
+        self._proposer: Proposer | None = None  # of the batch that is written
+        self._plain = not (logprobs or how.continuous or how.proposers)
         self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
         self._thought = [
@@ -116,6 +118,7 @@ class ChatStream(_ChunkWriter):
         for batch in batches:
             choice, events = batch.choice, batch.events
             self._completion[choice] = batch.completion_tokens
+            self._proposer = batch.proposer
             if batch.first:
                 chunks.append(self._open(batch))
             if batch.token_ids is not None:
@@ -174,7 +177,10 @@ class ChatStream(_ChunkWriter):
         held, self._held[choice] = self._held[choice], []
         scored = chat_logprobs(held, self._token_bytes) if held else None
         ids, self._token_ids[choice] = self._token_ids[choice], None
-        return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]
+        told: dict[str, Any] = {} if ids is None else {"token_ids": ids}
+        if self._proposer is not None:
+            told["proposer"] = self._proposer
+        return _json({"logprobs": scored, **finish, **told})[1:-1]
 
 
 class CompletionStream(_ChunkWriter):
@@ -204,9 +210,10 @@ class CompletionStream(_ChunkWriter):
         self._token_bytes = token_bytes
         self._held: list[list[Placed]] = [[] for _ in self._ends]
         self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
+        self._proposer: Proposer | None = None  # of the batch that is written
         self._offsets = [Offsets(hidden) for _ in self._ends]
         self._shown = [0] * len(self._ends)  # characters
-        self._plain = not logprobs and not how.continuous
+        self._plain = not (logprobs or how.continuous or how.proposers)
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
 
@@ -214,7 +221,7 @@ class CompletionStream(_ChunkWriter):
         """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
-            choice = batch.choice
+            choice, self._proposer = batch.choice, batch.proposer
             self._completion[choice] = batch.completion_tokens
             if batch.first and (self._echo or batch.prompt_logprobs is not None or batch.prompt_ids is not None):
                 chunks.append(self._open(batch))
@@ -260,4 +267,7 @@ class CompletionStream(_ChunkWriter):
             scored = completion_logprobs(held[:ready], self._token_bytes, shown)
             del held[:ready]
         ids, self._token_ids[choice] = self._token_ids[choice], None
-        return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]
+        told: dict[str, Any] = {} if ids is None else {"token_ids": ids}
+        if self._proposer is not None:
+            told["proposer"] = self._proposer
+        return _json({"logprobs": scored, **finish, **told})[1:-1]

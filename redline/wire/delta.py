@@ -2,9 +2,11 @@
 
 from typing import Literal
 
+import msgspec
+
 from redline.wire.base import Message
 from redline.wire.job import JobId
-from redline.wire.step import Drafter, TokenLogprobs
+from redline.wire.step import Drafter, Proposer, TokenLogprobs
 
 Finish = Literal["stop", "length", "aborted", "error"]
 
@@ -33,3 +35,33 @@ class Delta(Message, frozen=True):
     by: Drafter | None = None  # who made those drafts
     error: str | None = None  # one line, where finish is "error"
     fault: Fault | None = None  # whose that error is
+
+    @property
+    def proposer(self) -> Proposer:
+        """Who proposed its first token."""
+        return self.by if self.accepted and self.by is not None else "target"
+
+    def by_proposer(self) -> tuple["Delta", ...]:
+        """The same, as deltas whose tokens each have one proposer: accepted drafts, then the model's own token."""
+        held = self.accepted
+        if not 0 < held < len(self.tokens):
+            return (self,)
+        mine = msgspec.structs.replace(
+            self,
+            tokens=self.tokens[:held],
+            logprobs=self.logprobs[:held],
+            proposed=held,
+            finish=None,
+            error=None,
+            fault=None,
+        )
+        rest = msgspec.structs.replace(
+            self,
+            tokens=self.tokens[held:],
+            logprobs=self.logprobs[held:],
+            prompt_logprobs=(),
+            queued_s=None,
+            proposed=self.proposed - held,
+            accepted=0,
+        )
+        return mine, rest

@@ -87,6 +87,10 @@ Drafter = Literal["learned", "suffix", "grammar"]
 """Who makes drafts: a learned drafter, a match of the text's own past, or a grammar, which knows what must come."""
 
 
+Proposer = Literal["target", "learned", "suffix", "grammar"]
+"""Who proposed a token of an answer: the model itself, or who made the draft that it accepted."""
+
+
 class RowResult(Record, frozen=True):
     """What a row gave. `error` ends the job that owns the row, and that job only."""
 

@@ -84,6 +84,7 @@ def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cach
                 cached_tokens=cached,
                 proposed=drafts,
                 accepted=min(drafts, len(piece) - 1),
+                by="learned" if drafts else None,
                 logprobs=tuple(_score(token, job.sampling.logprobs) for token in piece)
                 if job.sampling.logprobs is not None
                 else (),

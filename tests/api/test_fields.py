@@ -331,3 +331,53 @@ async def test_thinking_that_the_prompt_has_counts():
     found = await thinking_of(messages=messages, thinking_budget=20)
     assert found is not None
     assert found.most == 20 - spent
+
+
+# -- proposers
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
+    script = answer("abcdefgh", thought="hm", per_delta=4, drafts=2)
+    async with World(script) as world:
+        told = await chunks(
+            world, logprobs=logprobs, n=2, stream_options={"include_usage": True, "include_proposers": True}
+        )
+        bare = await chunks(world, logprobs=logprobs, n=2, stream_options={"include_usage": True})
+    for index in range(2):
+        pieces = [
+            choice for chunk in told for choice in chunk.choices if choice.index == index and choice.delta.content
+        ]
+        # Deltas: h m </think> a | b c d e | f g h <|im_end|>, of which two are accepted drafts each.
+        assert [(piece.delta.content, piece.proposer) for piece in pieces] == [
+            ("a", "target"), ("bc", "learned"), ("de", "target"), ("fg", "learned"), ("h", "target")
+        ]  # fmt: skip
+        thought = [
+            choice
+            for chunk in told
+            for choice in chunk.choices
+            if choice.index == index and getattr(choice.delta, "reasoning", None)
+        ]
+        assert [(piece.delta.reasoning, piece.proposer) for piece in thought] == [("hm", "learned")]
+        if logprobs:
+            assert [len(piece.logprobs.content) for piece in pieces] == [2, 2, 2, 2, 1]
+    assert not any(hasattr(choice, "proposer") for chunk in bare for choice in chunk.choices)
+    assert told[-1].usage == bare[-1].usage, "the counts are the same"
+
+
+async def test_completions_say_who_proposed_each_piece() -> None:
+    async with World(say([*ids("abcdef"), END], per_delta=4, drafts=3)) as world:
+        fields: dict[str, Any] = {"model": MODEL, "prompt": "x", "stream": True}
+        fields["stream_options"] = {"include_proposers": True}
+        pieces = [chunk.choices[0] async for chunk in await world.client.completions.create(**fields)]
+    assert [(piece.text, piece.proposer) for piece in pieces if piece.text] == [
+        ("abc", "learned"), ("d", "target"), ("ef", "learned")
+    ]  # fmt: skip
+
+
+async def test_a_stop_string_within_the_drafts_ends_the_answer_there() -> None:
+    async with World(answer("one two three", per_delta=16, drafts=12)) as world:
+        told = await chunks(world, stop=["two"], stream_options={"include_usage": True, "include_proposers": True})
+        bare = await chunks(world, stop=["two"], stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in told if chunk.choices) == "one "
+    assert told[-1].usage.completion_tokens == bare[-1].usage.completion_tokens

@@ -6,7 +6,7 @@ const $ = (id) => document.getElementById(id);
 const KEPT_CHATS = 50;
 const SHOWN_EVERY_MS = 50; // an answer is drawn at most so often, whatever comes
 
-const settings = { model: "", system: "", temperature: 0.6, tokens: "", thinking: true, ...stored("redline.settings", {}) };
+const settings = { model: "", system: "", temperature: 0.6, tokens: "", thinking: true, colours: false, ...stored("redline.settings", {}) };
 let chats = stored("redline.chats", []);
 let chat = chats[0] ?? fresh();
 let answering = null; // an AbortController while an answer comes
@@ -25,7 +25,7 @@ function stored(name, otherwise) {
 function keep() {
   chats = [chat, ...chats.filter((one) => one.id !== chat.id)].filter((one) => one.messages.length).slice(0, KEPT_CHATS);
   try {
-    localStorage.setItem("redline.chats", JSON.stringify(chats));
+    localStorage.setItem("redline.chats", JSON.stringify(chats, (name, value) => (name === "pieces" ? undefined : value)));
     localStorage.setItem("redline.settings", JSON.stringify(settings));
   } catch {
     tell("This browser has no room for more chats: delete some, or this one is lost with the tab.", true);
@@ -129,8 +129,14 @@ function button(text, act) {
 function update(one, message) {
   const [, thinking, text, calls, rate] = one.children;
   thinking.hidden = !message.reasoning;
-  thinking.lastElementChild.textContent = message.reasoning ?? "";
-  show(text, message.content);
+  if (settings.colours && message.pieces) {
+    coloured(thinking.lastElementChild, message.pieces.filter((piece) => piece.thought));
+    coloured(text, message.pieces.filter((piece) => !piece.thought));
+  } else {
+    plain(text);
+    thinking.lastElementChild.textContent = message.reasoning ?? "";
+    show(text, message.content);
+  }
   calls.replaceChildren(
     ...(message.calls ?? []).map((call) => {
       const box = element("pre");
@@ -138,7 +144,36 @@ function update(one, message) {
       return box;
     }),
   );
-  rate.textContent = message.rate ?? "";
+  rate.textContent = [message.rate, settings.colours && shares(message.proposed)].filter(Boolean).join(" · ");
+}
+
+// Who proposed each piece of an answer: the model itself, its drafter, a match of the text's own past, or a grammar.
+const PROPOSERS = { target: "model", learned: "drafter", suffix: "earlier text", grammar: "grammar" };
+
+function coloured(box, pieces) {
+  if (!box.classList.contains("proposed")) {
+    box.replaceChildren();
+    box.classList.add("proposed");
+  }
+  const known = Math.max(0, box.childElementCount - 1); // the last one may have grown since
+  for (const [index, piece] of pieces.entries()) {
+    if (index < known) continue;
+    const part = box.children[index] ?? box.appendChild(element("span", "", { className: `by-${piece.by}` }));
+    part.title = `proposed by: ${PROPOSERS[piece.by]}`;
+    part.textContent = piece.text;
+  }
+}
+
+function plain(box) {
+  if (!box.classList.contains("proposed")) return;
+  box.classList.remove("proposed");
+  box.replaceChildren();
+}
+
+function shares(proposed) {
+  const whole = Object.values(proposed ?? {}).reduce((sum, tokens) => sum + tokens, 0);
+  const parts = Object.entries(proposed ?? {}).map(([by, tokens]) => `${PROPOSERS[by]} ${((100 * tokens) / whole).toFixed(0)} %`);
+  return parts.length ? `proposed by ${parts.join(", ")}` : "";
 }
 
 function draw() {
@@ -190,10 +225,20 @@ function again(index) {
   answer();
 }
 
+function tell_pieces(pieces, by, delta) {
+  const thought = delta?.reasoning ?? "";
+  for (const [text, isThought] of [[thought, true], [delta?.content ?? "", false]]) {
+    if (!text) continue;
+    const last = pieces.at(-1);
+    if (last?.by === by && last.thought === isThought) last.text += text;
+    else pieces.push({ by, thought: isThought, text });
+  }
+}
+
 async function answer() {
   const here = chat; // the user may open another meanwhile
   const control = (answering = new AbortController());
-  const message = { role: "assistant", content: "", reasoning: "" };
+  const message = { role: "assistant", content: "", reasoning: "", pieces: [], proposed: {} };
   const sent = here.messages.map(({ role, content }) => ({ role, content }));
   here.messages.push(message);
   keep();
@@ -222,18 +267,22 @@ async function answer() {
       messages: settings.system ? [{ role: "system", content: settings.system }, ...sent] : sent,
       temperature: Number(settings.temperature),
       stream: true,
-      stream_options: { include_usage: true, continuous_usage_stats: true },
+      stream_options: { include_usage: true, continuous_usage_stats: true, include_proposers: true },
       chat_template_kwargs: { thinking: settings.thinking },
     };
     if (settings.tokens) body.max_tokens = Number(settings.tokens);
     const how = { method: "POST", body: JSON.stringify(body), signal: control.signal };
     for await (const chunk of events("v1/chat/completions", { ...how, headers: { "Content-Type": "application/json" } })) {
       if (chunk.error) throw new Error(chunk.error.message);
+      const until = tokens;
       tokens = chunk.usage?.completion_tokens ?? tokens;
+      const by = chunk.choices?.[0]?.proposer;
+      if (by in PROPOSERS && tokens > until) message.proposed[by] = (message.proposed[by] ?? 0) + tokens - until;
       const delta = chunk.choices?.[0]?.delta;
       if (delta && !first) first = performance.now();
       message.reasoning += delta?.reasoning ?? delta?.reasoning_content ?? "";
       message.content += delta?.content ?? "";
+      if (by in PROPOSERS) tell_pieces(message.pieces, by, delta);
       for (const call of delta?.tool_calls ?? []) {
         const known = ((message.calls ??= [])[call.index ?? 0] ??= { name: "", arguments: "" });
         known.name += call.function?.name ?? "";
@@ -281,6 +330,49 @@ async function watch() {
   }
 }
 
+// Rows of a table: what it is called, a share from 0 to 1, and the counts behind it.
+function meters(id, rows) {
+  $(id).hidden = !rows.length;
+  $(id).querySelector("tbody").replaceChildren(
+    ...rows.map(([name, part, whole]) => {
+      const line = element("tr");
+      const cell = element("td");
+      const share = whole ? part / whole : 0;
+      const meter = element("meter", `${(100 * share).toFixed(0)} %`, { min: 0, max: 1, value: share });
+      meter.setAttribute("aria-label", name);
+      cell.append(meter);
+      const counts = `${(100 * share).toFixed(0)} %, ${part.toLocaleString()} of ${whole.toLocaleString()}`;
+      line.append(element("th", name, { scope: "row" }), cell, element("td", counts));
+      return line;
+    }),
+  );
+}
+
+const total = (loads, name) => loads.reduce((sum, load) => sum + (load[name] ?? 0), 0);
+
+function positions(loads) {
+  const drafts = total(loads, "drafts");
+  const most = Math.max(...loads.map((load) => load.accepted_per_pos.length));
+  return Array.from({ length: most }, (_, place) => [
+    `draft ${place + 1}`, loads.reduce((sum, load) => sum + (load.accepted_per_pos[place] ?? 0), 0), drafts,
+  ]);
+}
+
+function proposers(loads) {
+  const [made, held] = [total(loads, "draft_tokens"), total(loads, "accepted_tokens")];
+  const [suffix, grammar] = ["suffix", "grammar"].map((by) => ["draft", "accepted"].map((what) => total(loads, `${by}_${what}_tokens`)));
+  const learned = [made - suffix[0] - grammar[0], held - suffix[1] - grammar[1]];
+  const rows = [["drafter", ...learned], ["earlier text", ...suffix], ["grammar", ...grammar]];
+  return rows.filter(([, all]) => all).map(([name, all, good]) => [name, good, all]);
+}
+
+function holders({ name, load }) {
+  if (!load?.pages_total) return [];
+  const free = load.pages_total - load.pages_used - load.pages_cached;
+  const parts = [["answers that run", load.pages_used], ["the prefix cache alone", load.pages_cached], ["nobody", free]];
+  return parts.map(([who, pages]) => [`${name}: ${who}`, pages, load.pages_total]);
+}
+
 function engine(now) {
   $("engine-status").textContent = now.trouble ?? (now.ready ? "Ready." : "Not ready.");
   const pages = (now.workers.map((one) => one.load).filter(Boolean)).reduce(
@@ -310,6 +402,9 @@ function engine(now) {
       return box;
     }),
   );
+  meters("positions", now.workers.flatMap(({ load }) => load?.accepted_per_pos ?? []).length ? positions(loads) : []);
+  meters("proposers", proposers(loads));
+  meters("holders", now.workers.flatMap(holders));
   const columns = ["running", "waiting", "pages_used", "pages_cached", "pages_total", "steps", "replayed", "preemptions", "generation_tokens"];
   const row = (cells, kind) => {
     const line = element("tr");
@@ -337,6 +432,12 @@ for (const name of ["chat", "engine", "settings"]) $(`show-${name}`).addEventLis
 $("chats-button").addEventListener("click", () => {
   $("chats").hidden = !$("chats").hidden;
   $("chats-button").setAttribute("aria-expanded", String(!$("chats").hidden));
+});
+$("colours").addEventListener("click", () => {
+  settings.colours = !settings.colours;
+  keep();
+  chosen();
+  draw();
 });
 $("new-chat").addEventListener("click", () => choose(fresh()));
 $("stop").addEventListener("click", () => answering?.abort());
@@ -375,5 +476,12 @@ form.addEventListener("change", ({ target }) => {
   keep();
 });
 
+function chosen() {
+  $("colours").setAttribute("aria-pressed", String(settings.colours));
+  $("legend").hidden = !settings.colours;
+}
+
+$("legend").append(...Object.entries(PROPOSERS).map(([by, name]) => element("span", name, { className: `by-${by}` })));
+chosen();
 draw();
 learnModels();
