@@ -11,7 +11,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators check tests docs format clean
+.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators test-browser check tests docs format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"
 	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
 	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
+	@echo "make test-browser  the page in a real Chromium at a served nano (wants chromium: apt-get install chromium)"
 	@echo "make check    everything but the tests"
 	@echo "make docs     the documentation as a site, in site/index.html (installs MkDocs: a minute, once)"
 	@echo "make format   write the format, mend what the linter can"
@@ -57,6 +58,11 @@ test-operators: .venv/.test
 	@for program in prometheus promtool; do command -v $$program > /dev/null || \
 	  { echo "make test-operators wants $$program on the PATH: apt-get install prometheus" >&2; exit 1; }; done
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_operators -v -rP
+
+test-browser: .venv/.browser
+	@command -v chromium chromium-browser google-chrome > /dev/null || \
+	  { echo "make test-browser wants chromium on the PATH: apt-get install chromium" >&2; exit 1; }
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_browser -v -rP
 
 docs: .venv/.docs
 	.venv/bin/mkdocs build --strict
@@ -95,6 +101,11 @@ clean:
 .venv/.nixl: pyproject.toml | .venv/.test
 	@echo "installing NIXL (140 MB, once)"
 	@$(PIP) --editable '.[nixl]'
+	@touch $@
+
+# axe-core, in the one file that audits a page; what it is packed with is not wanted.
+.venv/.browser: pyproject.toml | .venv/.test
+	@$(PIP) --quiet --no-deps axe-playwright-python==0.1.8
 	@touch $@
 
 # vLLM for CPUs, with its own benchmark client. Its pins are its own, so it has an environment of its own; its builds
