@@ -27,6 +27,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
@@ -234,6 +236,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "model": asked.weights.name,
         "drafter": None if asked.draft is None else asked.draft.name,
         "prompt_tokens": asked.prompt,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,  # of each deployment's workers
         "rounds": rounds,
     }
     asked.save.write_text(json.dumps(record, indent=1) + "\n")
