@@ -1,9 +1,11 @@
 """Milliseconds of one Kimi layer with experts over a prompt's chunk on a GPU, and of its parts.
 
     python -m redline.bench.runs.prefill_layer --tokens 8192 --start 0 --save benchmarks/results/prefill-h200.json
+    python -m redline.bench.runs.prefill_layer --tokens 8192 --ranks 2 --save benchmarks/results/prefill-2-h200.json
 
 Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
-over the rate that this GPU's library reaches on a large bf16 product, measured here.
+over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
+of the operations, and the layer's two sums through NCCL are a part of their own.
 """
 
 import argparse
@@ -18,6 +20,8 @@ from torch import Tensor
 from redline.bench.machine import measure
 from redline.bench.program import output, program
 from redline.bench.record import provenance
+from redline.bench.step.ranks import own_rank, ranks_of_gpus
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
@@ -27,14 +31,15 @@ from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, spli
 from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
+from redline.model.k2.shard import part_of
 from redline.wire.job import PAGE_TOKENS
 
 PEER_MS = {8192: 31.9}  # vLLM 0.26 on an NVIDIA H200, per MoE layer, from the start of a prompt
 
 
-def flops(tokens: int, start: int) -> dict[str, int]:
-    """Operations of one layer with experts over tokens [start, start + tokens) of a prompt, by part."""
-    c = KIMI_K26
+def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
+    """Operations of a rank's part of one layer with experts over [start, start + tokens) of a prompt, by part."""
+    c = part_of(KIMI_K26, ranks)
     heads, d, width = c.num_attention_heads, c.hidden_size, c.moe_intermediate_size
     seen = tokens * start + tokens * (tokens + 1) // 2
     qk, v = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
@@ -64,16 +69,16 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 class Layer:
     """A block with experts, and so many tokens of one prompt before it.
 
-    plane: the layer's pages [pages, 64, kv width].
+    plane: the layer's pages [pages, 64, kv width]. group: of ranks, where the block is a rank's part.
     """
 
-    def __init__(self, w: GpuBlock, inputs: Inputs, plane: Tensor, count: int) -> None:
-        self.w, self.inputs, self.plane = w, inputs, plane
+    def __init__(self, w: GpuBlock, inputs: Inputs, plane: Tensor, count: int, group: Group = ALONE) -> None:
+        self.w, self.inputs, self.plane, self.group = w, inputs, plane, group
         self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
 
     def whole(self) -> None:
         """Enqueues the layer over all tokens, as the model runs it."""
-        prefill_block(self.residual.clone(), None, self.w, self.inputs, self.plane, None)
+        prefill_block(self.residual.clone(), None, self.w, self.inputs, self.plane, None, self.group)
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What enqueues each part alone, by its name, on activations that are computed here.
@@ -117,6 +122,12 @@ class Layer:
             product(x, w.gates, torch.float32)
             h[:, : w.width] @ down.dense().T  # pyright: ignore[reportUnusedExpression]
 
+        partial = torch.zeros(x.shape[0], w.mlp_norm.shape[0], dtype=torch.bfloat16, device="cuda")
+
+        def sums() -> None:
+            self.group.add(partial)
+            self.group.add(partial)
+
         return {
             "products": products,
             "rows": rows,
@@ -124,6 +135,7 @@ class Layer:
                 q, attention, w.softmax_scale, i.chunks, i.rows_T, i.tables, self.plane, o
             ),
             "experts": lambda: grouped_experts(x, ids, weights, e.up, e.down),
+            **({"sums": sums} if self.group.ranks > 1 else {}),
         }
 
 
@@ -155,47 +167,56 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--start", type=int, nargs="+", default=[0])
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of this host that share the layer: 1, 2, 4 or 8")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--save", type=output)
     given = parser.parse_args()
-    machine = measure(torch.device("cuda"), working_set_bytes=4 << 30)
-    model = random_gpu_k2(replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024), (0, 1), torch.device("cuda"))
-    cases: list[dict[str, object]] = []
-    with torch.inference_mode():
+    config = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)
+    with ranks_of_gpus(config, given.ranks) as group, torch.inference_mode():
+        machine = measure(torch.device("cuda"), working_set_bytes=4 << 30)
+        model = random_gpu_k2(config, (0, 1), torch.device("cuda"), group=group)
+        cases: list[dict[str, object]] = []
         for tokens in given.tokens:
             for start in given.start:
                 inputs = inputs_of(tokens, start, model.angles)
-                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, 576, device="cuda").bfloat16()
-                layer, counted = Layer(model.gpu_blocks[1], inputs, plane, tokens), flops(tokens, start)
-                ms = milliseconds(layer.whole, given.repeats)
-                parts = {name: milliseconds(work, given.repeats) for name, work in layer.parts().items()}
-                total = sum(counted.values())
-                rates = {name: counted[name] / ms_ / 1e9 for name, ms_ in parts.items() if name in counted}
-                rate = total / ms / 1e9
-                print(f"{tokens} tokens from {start}: {ms:.2f} ms, {rate:.0f} TFLOP/s, peer {PEER_MS.get(tokens)} ms")
-                for name, part in parts.items():
-                    rate = f", {rates[name]:.0f} TFLOP/s" if name in rates else ""
-                    print(f"  {name:10} {part:6.2f} ms{rate}", flush=True)
-                cases.append(
-                    {
-                        "tokens": tokens,
-                        "start": start,
-                        "ms": round(ms, 3),
-                        "floor_ms": round(total / machine.flops_per_s * 1e3, 3),
-                        "tflops": round(total / ms / 1e9, 1),
-                        "parts": {name: round(part, 3) for name, part in parts.items()},
-                        "part_tflops": {name: round(rate, 1) for name, rate in rates.items()},
-                    }
-                )
+                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, config.kv_width, device="cuda").bfloat16()
+                layer = Layer(model.gpu_blocks[1], inputs, plane, tokens, group)
+                cases.append(measured(layer, tokens, start, given.repeats, machine.flops_per_s))
+    if own_rank() or not given.save:
+        return
     record = {
         **provenance("torch", "triton"),
         "gpu": torch.cuda.get_device_name(),
+        "ranks": given.ranks,
         "flops_per_s": machine.flops_per_s,
-        "peer_ms": PEER_MS,
+        "peer_ms": PEER_MS if given.ranks == 1 else {},
         "cases": cases,
     }
-    if given.save:
-        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+
+def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> dict[str, object]:
+    """One case, printed and as it is saved."""
+    counted = flops(tokens, start, layer.group.ranks)
+    ms = milliseconds(layer.whole, repeats)
+    parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
+    total = sum(counted.values())
+    rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
+    peer = f", peer {PEER_MS[tokens]} ms" if tokens in PEER_MS and layer.group.ranks == 1 else ""
+    floor_ms = total / flops_per_s * 1e3
+    print(f"{tokens} tokens from {start}: {ms:.2f} ms, floor {floor_ms:.2f}, {total / ms / 1e9:.0f} TFLOP/s{peer}")
+    for name, part in parts.items():
+        rate = f", {rates[name]:.0f} TFLOP/s" if name in rates else ""
+        print(f"  {name:10} {part:6.2f} ms{rate}", flush=True)
+    return {
+        "tokens": tokens,
+        "start": start,
+        "ms": round(ms, 3),
+        "floor_ms": round(floor_ms, 3),
+        "tflops": round(total / ms / 1e9, 1),
+        "parts": {name: round(part, 3) for name, part in parts.items()},
+        "part_tflops": {name: round(rate, 1) for name, rate in rates.items()},
+    }
 
 
 if __name__ == "__main__":
