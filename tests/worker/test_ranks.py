@@ -197,7 +197,14 @@ def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypa
     """The worker ends at once where it is told, and cleans nothing up."""
     monkeypatch.setattr(ranks, "FOLLOW", ENDS)
     there: list[bool] = []
-    others = Ranks("", config(), CPU, kernel_config(), lambda _: there.append(Path(others._folder.name).exists()))
+    opened = threading.Event()
+
+    def told(_: str) -> None:
+        opened.wait(20)  # the rank may end before `others` has its name
+        there.append(Path(others._folder.name).exists())
+
+    others = Ranks("", config(), CPU, kernel_config(), told)
+    opened.set()
     until_it_is_said()
     others.close()
     assert there == [False]

@@ -148,6 +148,7 @@ void wait_a_little();  // other threads' turn, and other ranks'
 
 void barrier_init(u32 barrier);
 FN void barrier_init_done() {}
+FN void writes_before_copies() {}
 void barrier_expect(u32 barrier, u32 bytes);
 void barrier_wait(u32 barrier, u32 parity);
 void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier);

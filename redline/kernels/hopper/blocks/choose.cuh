@@ -1,8 +1,8 @@
 // Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 threads.
 //
-// A warp to a token, then a thread to an expert. The caller's Arguments have logits [T, EXPERTS], bias [EXPERTS] or null,
-// forced [T, CHOSEN] or null; ids and shares [T, CHOSEN], pair_token, pair_weight, slot_expert, slot_first and count to
-// write; tokens, slots, normalise, scale.
+// A warp to a token, then a thread to an expert. The caller's Arguments have bias [EXPERTS] or null, forced [T, CHOSEN] or
+// null; ids and shares [T, CHOSEN], pair_token, pair_weight, slot_expert, slot_first and count to write; tokens, slots,
+// normalise, scale. Its Logits give the logit of (token, expert), wherever it lies.
 //
 // Macros: EXPERTS (<= THREADS), CHOSEN (<= 32, and <= EXPERTS).
 #pragma once
@@ -27,14 +27,14 @@ FN u32 sort_key(float v) {
 }
 
 // Lane i's choice, best first, ties to the lower id; 0 in lanes from CHOSEN on.
-template <class Arguments>
-FN u32 best_experts(const Arguments& a, u32 token) {
+template <class Arguments, class Logits>
+FN u32 best_experts(const Arguments& a, const Logits& logits, u32 token) {
     u32 lane = lane_index(), choice = 0, key[PER_LANE];
     float logit[PER_LANE], bias[PER_LANE];
 #pragma unroll
     for (u32 j = 0; j < PER_LANE; j++) {
         bool exists = 32 * j + lane < EXPERTS;
-        logit[j] = exists ? as_float(load_global_fresh(a.logits + token * EXPERTS + 32 * j + lane)) : 0.f;
+        logit[j] = exists ? logits(token, 32 * j + lane) : 0.f;
         bias[j] = exists && a.bias ? load_global_f32(a.bias + 32 * j + lane) : 0.f;
     }
 #pragma unroll
@@ -59,11 +59,14 @@ FN u32 best_experts(const Arguments& a, u32 token) {
 
 // By a warp: a token's experts and shares. Forced ids take the place of the best, which are looked for all the same, so that
 // a measurement has the work that serving has.
-template <class Arguments>
-FN void choose_for(const Arguments& a, u32 token, u32 room) {
-    u32 lane = lane_index(), id = best_experts(a, token), place = token * CHOSEN + lane;
-    if (a.forced && lane < CHOSEN) id = load_global(a.forced + place);
-    float weight = lane < CHOSEN ? sigmoid(as_float(load_global_fresh(a.logits + token * EXPERTS + id))) : 0.f;
+template <class Arguments, class Logits>
+FN void choose_for(const Arguments& a, const Logits& logits, u32 token, u32 room) {
+    u32 lane = lane_index(), place = token * CHOSEN + lane;
+    bool given = a.forced && lane < CHOSEN;
+    u32 forced = given ? load_global(a.forced + place) : 0;  // on its way while the best are looked for
+    u32 id = best_experts(a, logits, token);
+    if (given) id = forced;
+    float weight = lane < CHOSEN ? sigmoid(logits(token, id)) : 0.f;
     float sum = warp_sum(weight);
     if (a.normalise) weight /= sum + 1e-20f;
     weight *= a.scale;
@@ -76,12 +79,12 @@ FN void choose_for(const Arguments& a, u32 token, u32 room) {
 }
 
 // By all threads of a block.
-template <class Arguments>
-FN void choose(const Arguments& a, u32 room) {
+template <class Arguments, class Logits>
+FN void choose(const Arguments& a, const Logits& logits, u32 room) {
     u32 thread = thread_index(), pairs = a.tokens * CHOSEN;
     store_shared_2(room + TAKERS_AT + 8 * thread, {0, 0});
     sync_block();
-    for (u32 token = warp_index(); token < (u32)a.tokens; token += THREADS / 32) choose_for(a, token, room);
+    for (u32 token = warp_index(); token < (u32)a.tokens; token += THREADS / 32) choose_for(a, logits, token, room);
     sync_block();
 
     // Thread e has expert e. Pairs in the low half of a word, slots in the high half: one sum for both.

@@ -188,6 +188,9 @@ FN void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) 
         : "memory");
 }
 
+// After this thread's own writes to shared memory, before a bulk copy into the same place (behind a barrier among threads).
+FN void writes_before_copies() { ASM("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- copies of 16 bytes, each thread's own: after `copies_wait` they are there for it, after a block barrier then for all.
 
 // Zeros in place of what is not `real`, which is not read.

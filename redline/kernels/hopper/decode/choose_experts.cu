@@ -16,8 +16,15 @@ struct ChooseExpertsLaunch {
     float scale;
 };
 
+struct InMemory {
+    const float* logits;
+    __device__ __forceinline__ float operator()(u32 token, u32 expert) const {
+        return load_global_f32(logits + token * EXPERTS + expert);
+    }
+};
+
 KERNEL(choose_experts, ChooseExpertsLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
-    choose(a, shared_base());
+    choose(a, InMemory{a.logits}, shared_base());
 }

@@ -3,7 +3,7 @@
 s = sigmoid(logits); the K largest of s + bias are chosen, ties to the lower id; a weight is s without the bias, over
 their sum + 1e-20, times the scale (as `route_experts`, from logits).
 
-Up to 8 tokens that decode it is no launch of its own: the last blocks of `gates` do it (`blocks/choose.cuh` has both).
+Up to 8 tokens that decode it is no launch of its own: the last block of `gates` does it (`blocks/choose.cuh` has both).
 
 The expert kernels work on (expert, token) pairs, sorted by expert and then by token. A slot is one expert with 1 to 8
 of its pairs: what one pass over the expert's weights can serve.

@@ -246,8 +246,11 @@ FN void end_side(const Arguments& a, const Side&) {
 #endif
 
 #if EPILOGUE == GATES
-// EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each. The last of the blocks
-// that have logits to finish chooses the experts, CHOSEN for each token (0: nobody does), while others still multiply.
+// EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each.
+//
+// Where experts are chosen, CHOSEN for each token (0: nobody does), whoever comes next waits for that alone. So logits come
+// first, in units: a tile's part of K, of one group. They are shared out over all blocks, in front of each block's own tiles.
+// The last block has no tiles: it waits for all units, adds up the parts and chooses, while the others multiply.
 struct GatesLaunch {
     const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
     const u8* x;           // bf16 [T, INPUTS]
@@ -255,7 +258,8 @@ struct GatesLaunch {
     float* logits;         // [T, EXPERTS]
     u16* h;                // bf16 [T, WIDTH_PADDED]
     float* rstd;           // [8]
-    // What choose.cuh wants; null where nobody chooses.
+    // What choosing wants; null where nobody chooses.
+    float* parts_of_logits;  // [K_GROUPS, T, ROUTER_ROWS]: not normed yet
     const float* bias;   // [EXPERTS] or null
     const int* forced;   // [T, CHOSEN] or null
     int* pair_token;     // [T CHOSEN]
@@ -265,7 +269,7 @@ struct GatesLaunch {
     int* count;          // [1]
     int* ids;            // [T, CHOSEN]
     float* shares;       // [T, CHOSEN]
-    int* finished;       // [2]: blocks with logits, 0 between two launches; and whether the choice is there: 0 or 1
+    int* finished;       // [2]: units that are there, 0 between two launches; and whether the choice is there: 0 or 1
     u32 tokens, parts, slots, normalise;
     float eps, scale;
 };
@@ -357,54 +361,59 @@ struct Run { u32 first, end; };
 FN Run share_out(u32 tiles, u32 block, u32 blocks) { return {block * tiles / blocks, (block + 1) * tiles / blocks}; }
 
 #if EPILOGUE == GATES && CHOSEN
-// Tiles of logits have a block each, the first ones, if there are blocks enough: they are finished early. Of the others the
-// last have a tile more.
-constexpr u32 LOGIT_TILES = ROUTER_ROWS / TILE_ROWS, OTHER_TILES = ROW_TILES - LOGIT_TILES;
-FN bool logits_are_apart() {
-    u32 others = grid_size() - LOGIT_TILES;
-    return grid_size() >= 2 * LOGIT_TILES && (BATCHED || (OTHER_TILES + others - 1) / others <= TILES * TILES_AT_ONCE);
-}
+constexpr bool CHOOSES = true;
+constexpr u32 LOGIT_TILES = ROUTER_ROWS / TILE_ROWS, LOGIT_UNITS = LOGIT_TILES * K_GROUPS;
+// The last block, where there are several, has none of the other tiles. The first of the others have a tile more.
+FN bool is_last_block() { return block_index() + 1 == grid_size(); }
 FN Run run_of_block() {
-    if (!logits_are_apart()) return share_out(ROW_TILES, block_index(), grid_size());
-    u32 block = block_index(), blocks = grid_size() - LOGIT_TILES;
-    if (block < LOGIT_TILES) return {block, block + 1};
-    block -= LOGIT_TILES;
-    u32 each = OTHER_TILES / blocks, even = blocks - OTHER_TILES % blocks;
-    u32 first = LOGIT_TILES + block * each + (block > even ? block - even : 0);
-    return {first, first + each + (block >= even)};
+    u32 tiles = ROW_TILES - LOGIT_TILES, block = block_index(), blocks = grid_size() - (grid_size() > 1);
+    if (block == blocks) return {ROW_TILES, ROW_TILES};
+    u32 each = tiles / blocks, more = tiles % blocks, first = LOGIT_TILES + block * each + smaller(block, more);
+    return {first, first + each + (block < more)};
 }
-// Blocks that have some.
-FN u32 blocks_of_logits() {
-    u32 blocks = LOGIT_TILES;
-    if (!logits_are_apart())
-        for (blocks = 1; share_out(ROW_TILES, blocks, grid_size()).first < LOGIT_TILES;) blocks++;
-    return blocks;
+// One for each of the last blocks; only where there are more units than blocks has a block several.
+FN Run units_of_block() {
+    u32 block = block_index(), blocks = grid_size();
+    if (LOGIT_UNITS > blocks) return share_out(LOGIT_UNITS, block, blocks);
+    u32 without = blocks - LOGIT_UNITS;
+    return block < without ? Run{0, 0} : Run{block - without, block - without + 1};
 }
 #else
+constexpr bool CHOOSES = false;
 FN Run run_of_block() { return share_out(ROW_TILES, block_index(), grid_size()); }
+FN Run units_of_block() { return {0, 0}; }
 #endif
 
-// The pieces that a group reads, in their order: slice by slice; in a slice, tile by tile.
+// The pieces that a group reads, in their order: units of logits; then, slice by slice, in a slice tile by tile.
 struct Walk {
     const u8* weights;
     u32 first, count;  // its first row tile, and how many: every TILES_AT_ONCE-th
     u32 k_group;
+    u32 unit, units_end;     // the next unit; every K_GROUPS-th is this group's
     u32 slice, tile, piece;  // the next one
 };
-FN Walk begin_walk(const u8* weights, Run run) {
+FN Walk begin_walk(const u8* weights, Run run, Run units) {
     u32 first = run.first + warp_index() / WARPS_PER_TILE;
     u32 count = first < run.end ? (run.end - first + TILES_AT_ONCE - 1) / TILES_AT_ONCE : 0;
-    return {weights, first, count, warp_index() % WARPS_PER_TILE / 4, count ? 0u : SLICES, 0, 0};
+    u32 k_group = warp_index() % WARPS_PER_TILE / 4;
+    u32 unit = units.first + (k_group + K_GROUPS - units.first % K_GROUPS) % K_GROUPS;
+    if (warp_index() >= WARPS_PER_TILE) unit = units.end;  // K_GROUPS groups have them all
+    return {weights, first, count, k_group, unit, units.end, count ? 0u : SLICES, 0, 0};
 }
-FN bool is_left(const Walk& w) { return w.slice < SLICES; }
+FN bool is_at_units(const Walk& w) { return CHOOSES && w.unit < w.units_end; }
+FN bool is_left(const Walk& w) { return is_at_units(w) || w.slice < SLICES; }
 FN const u8* place(const Walk& w) {
-    u32 tile = w.first + w.tile * TILES_AT_ONCE;
-    u32 unit = ((w.slice * K_GROUPS + w.k_group) * PIECES + w.piece) * 4 * UNITS;
+    u32 tile = is_at_units(w) ? w.unit / K_GROUPS : w.first + w.tile * TILES_AT_ONCE;
+    u32 unit = ((w.slice % SLICES * K_GROUPS + w.k_group) * PIECES + w.piece) * 4 * UNITS;
     return w.weights + (u64)(tile * (INPUTS / TILE_INPUTS) + unit) * TILE_BYTES;
 }
 FN void advance(Walk& w) {
     if (++w.piece < PIECES) return;
     w.piece = 0;
+    if (is_at_units(w)) {
+        w.unit += K_GROUPS;
+        return;
+    }
     if (++w.tile < w.count) return;
     w.tile = 0;
     w.slice++;
@@ -477,6 +486,14 @@ FN void read_x(u32 (&x)[SHARE][UNIT_X], u32 tokens) {
             x[i][j] = v.x, x[i][j + 1] = v.y, x[i][j + 2] = v.z, x[i][j + 3] = v.w;
         }
     }
+}
+// A slice's x into registers; the stages under it are filled then.
+FN void take_x(const Arguments& a, u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted, u32 slice) {
+    barrier_wait(shared_base() + X_BARRIER, slice & 1);
+    read_x(x, a.tokens);
+    if (SLICES > 1 || FREE_STAGES < STAGES) sync_block();
+    if (slice + 1 < SLICES && thread_index() == 0) request_x(a, slice + 1);
+    fill_first(ring, wanted, FREE_STAGES, STAGES);
 }
 // Of token `warp`: squares [parts][8], summed lane by lane in order.
 FN void make_rstd(const Arguments& a) {
@@ -600,31 +617,84 @@ FN void store_squares(float* squares_out, float squares) {
 }
 
 #if EPILOGUE == GATES && CHOSEN
-// By block 0: the last choice is none any more, before the grid that asks may begin.
+static_assert(SLICES == 1, "units are multiplied with all of x");
+static_assert(16 * COLUMNS <= 128 && SUMS_BYTES <= PIECE_BYTES, "a group finishes a unit at once, in the place of a stage");
+
+// By block 0: the last choice is none any more, before the grid that asks may begin. It counts as a unit.
 FN void take_back_choice(const Arguments& a) {
-    if (thread_index() == 0) store_global(a.finished + 1, 0), show_all();
+    if (thread_index() == 0) {
+        store_global(a.finished + 1, 0);
+        show_all();
+        add_global(a.finished, 1);
+    }
     sync_block();
     let_next_grid_start();
 }
-// By all threads of a block, after it has stored its logits, if it has any.
-FN void choose_if_last(const Arguments& a, Run run) {
-    u32 flag = shared_base() + X_BARRIER + 8;
-    if (run.first >= LOGIT_TILES) return;
-    show_all();
-    sync_block();
+// By a group: one unit, its sums added up in the stage that was read last.
+FN void multiply_unit(const Arguments& a, u32 unit, const u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted) {
+    float even[4] = {}, odd[4] = {}, sum[4];
+    u32 group = warp_index() / 4, thread = thread_index() % 128, stage = 0;
+#pragma unroll
+    for (u32 piece = 0; piece < PIECES; piece++) {
+        barrier_wait(ring.barriers + 16 * ring.stage, ring.parity);
+        stage = ring.stages + ring.stage * (GROUPS * STAGE_BYTES);
+        multiply_piece(even, odd, stage + warp_index() % 4 * PIECE_BYTES, x + piece * UNITS);
+        if (piece + 1 < PIECES) release(ring, wanted);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) sum[i] = even[i] + odd[i];
+    sync_warp();
+    keep_sums(stage + warp_index() % 4 * PIECE_BYTES, sum);
+    writes_before_copies();
+    sync_threads(1 + group, 128);
+    u32 row = thread / COLUMNS, token = thread % COLUMNS;
+    if (row < TILE_ROWS && token < a.tokens) {
+        float part = 0.f;
+#pragma unroll
+        for (u32 warp = 0; warp < 4; warp++) part += load_shared_f32(stage + warp * PIECE_BYTES + thread * 4);
+        u32 of_all = unit / K_GROUPS * TILE_ROWS + row;
+        store_global_f32(a.parts_of_logits + (unit % K_GROUPS * a.tokens + token) * ROUTER_ROWS + of_all, part);
+        show_all();
+    }
+    sync_threads(1 + group, 128);
+    if (thread == 0) add_global(a.finished, 1);
+    release(ring, wanted);
+}
+
+struct InRoom {
+    u32 at;  // [T, EXPERTS]
+    __device__ __forceinline__ float operator()(u32 token, u32 expert) const {
+        return load_shared_f32(at + 4 * (token * EXPERTS + expert));
+    }
+};
+// By the last block, whose ring is empty by then.
+FN void choose_of_all(const Arguments& a) {
+    u32 room = shared_base() + RING, logits = room + CHOOSING_BYTES;
     if (thread_index() == 0) {
-        bool last = add_global(a.finished, 1) + 1 == blocks_of_logits();
-        if (last) store_global(a.finished, 0);
-        store_shared(flag, last);
+        while (load_global_fresh(a.finished) != LOGIT_UNITS + 1) {}
+        store_global(a.finished, 0);
+        show_all();
     }
     sync_block();
-    if (!load_shared(flag)) return;
-    choose(a, shared_base() + RING);
+    for (u32 i = thread_index(); i < a.tokens * EXPERTS; i += THREADS) {
+        u32 token = i / EXPERTS, row = i % EXPERTS;
+        float part[K_GROUPS], sum = 0.f;
+#pragma unroll
+        for (u32 k = 0; k < K_GROUPS; k++)
+            part[k] = as_float(load_global_fresh(a.parts_of_logits + (k * a.tokens + token) * ROUTER_ROWS + row));
+#pragma unroll
+        for (u32 k = 0; k < K_GROUPS; k++) sum += part[k];
+        sum *= load_shared_f32(shared_base() + RSTD + 4 * token);
+        store_shared_f32(logits + 4 * i, sum);
+        store_global_f32(a.logits + i, sum);
+    }
+    sync_block();
+    choose(a, InRoom{logits}, room);
     show_all();
     sync_block();
     if (thread_index() == 0) store_global(a.finished + 1, 1);
 }
-static_assert(RING + CHOOSING_BYTES <= X_AT, "choosing has room in the ring");
+static_assert(RING + CHOOSING_BYTES + 4 * MOST_TOKENS * EXPERTS <= X_AT + X_BYTES, "choosing has room in the ring and x's place");
 #endif
 
 KERNEL(dense, Arguments) {
@@ -636,7 +706,8 @@ KERNEL(dense, Arguments) {
     make_barriers();
     Run run = run_of_block();
     Ring ring = begin_ring();
-    Walk wanted = begin_walk(a.weights, run);
+    Walk wanted = begin_walk(a.weights, run, units_of_block());
+    u32 unit = wanted.unit;
     fill_first(ring, wanted, 0, EARLY_STAGES);
     wait_for_previous_grid();
     if (thread_index() == 0) request_x(a, 0);
@@ -654,18 +725,16 @@ KERNEL(dense, Arguments) {
     u32 x[SHARE][UNIT_X];
     u32 count = wanted.count, batches = (run.end - run.first + BATCH - 1) / BATCH;
     float squares = 0.f;
+    if (SLICES == 1) take_x(a, x, ring, wanted, 0);
+#if EPILOGUE == GATES && CHOSEN
+    for (; unit < wanted.units_end; unit += K_GROUPS) multiply_unit(a, unit, x, ring, wanted);
+#endif
     for (u32 batch = 0; batch < batches; batch++) {
         float sums[TILES][4] = {};
         u32x4 early = {0, 0, 0, 0};
         if (ASKED_EARLY && item_of(a, run, batch).exists) early = load_operands(a, item_of(a, run, batch).row, 0);
         for (u32 slice = 0; slice < SLICES; slice++) {
-            if (SLICES > 1 || batch == 0) {
-                barrier_wait(shared_base() + X_BARRIER, slice & 1);
-                read_x(x, a.tokens);
-                if (SLICES > 1 || FREE_STAGES < STAGES) sync_block();
-                if (slice + 1 < SLICES && thread_index() == 0) request_x(a, slice + 1);
-                fill_first(ring, wanted, FREE_STAGES, STAGES);
-            }
+            if (SLICES > 1) take_x(a, x, ring, wanted, slice);
 #pragma unroll
             for (u32 tile = 0; tile < TILES; tile++)
                 if (batch * TILES + tile < count) multiply_tile(sums[tile], x, ring, wanted);
@@ -681,6 +750,6 @@ KERNEL(dense, Arguments) {
 #if EPILOGUE == PROJECT_A || EPILOGUE == PROJECT_OUT
     store_squares(a.squares_out, squares);
 #elif EPILOGUE == GATES && CHOSEN
-    choose_if_last(a, run);
+    if (is_last_block()) choose_of_all(a);
 #endif
 }

@@ -67,10 +67,20 @@ class Plan:
     shared: int
 
 
-def plan(inputs: int, row_tiles: int, columns: int, multiprocessors: int, *, operands: bool, bits: int = 16) -> Plan:
-    """inputs: padded. operands: 16 bytes for each pair of outputs. bits: of a weight, 16 or 8. warps, units and stages
-    for 7168 inputs (up to four tiles a block), 1536 and 8192 of 16 bits are those of a trial on an NVIDIA H200; the
-    rest follows their pattern, untimed."""
+def plan(
+    inputs: int,
+    row_tiles: int,
+    columns: int,
+    multiprocessors: int,
+    *,
+    operands: bool,
+    bits: int = 16,
+    in_units: int = 0,
+) -> Plan:
+    """inputs: padded. operands: 16 bytes for each pair of outputs. bits: of a weight, 16 or 8. in_units: row tiles that
+    come in units in front of the others, of which the last block then has none. warps, units and stages for 7168 inputs
+    (up to four tiles a block), 1536 and 8192 of 16 bits are those of a trial on an NVIDIA H200; the rest follows their
+    pattern, untimed."""
     blocks = min(multiprocessors, row_tiles)
     unit, ring = TILE_K * 16 // bits, _RING[bits]
     warps = 16 if inputs >= 7168 and inputs % (16 * unit) == 0 else 4
@@ -79,7 +89,8 @@ def plan(inputs: int, row_tiles: int, columns: int, multiprocessors: int, *, ope
     in_registers = _MOST_SHARE * bits // 16
     most_share = in_registers if share <= in_registers else _MOST_SLICE * bits // 16
     slices = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most_share)
-    tiles = -(-row_tiles // blocks // at_once)
+    with_tiles = blocks - bool(in_units and blocks > 1)
+    tiles = -(-(row_tiles - in_units) // with_tiles // at_once)
     batched = tiles > _MOST_TILES[warps] and slices == 1
     assert batched or tiles * at_once <= 8, f"{inputs} inputs: too few multiprocessors for {row_tiles} tiles"
     tiles = 1 if batched else tiles
@@ -149,17 +160,26 @@ def _kernel(
 
 
 @functools.cache
-def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, operands: bool, bits: int) -> Plan:
-    return plan(inputs, row_tiles, 1 << (tokens - 1).bit_length(), multiprocessors, operands=operands, bits=bits)
+def _plan_of(
+    inputs: int, row_tiles: int, tokens: int, multiprocessors: int, operands: bool, bits: int, in_units: int
+) -> Plan:
+    columns = 1 << (tokens - 1).bit_length()
+    return plan(inputs, row_tiles, columns, multiprocessors, operands=operands, bits=bits, in_units=in_units)
+
+
+def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0) -> Plan:
+    """How the product with a weight is cut up. in_units: as in `plan`."""
+    row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
+    inputs, count = w.data.shape[-3] * w.data.shape[-1], multiprocessors(w.data.device)
+    return _plan_of(inputs, row_tiles, tokens, count, epilogue in _WITH_OPERANDS, bits, in_units)
 
 
 def kernel_of(
-    launch: type[Record], epilogue: str, w: Tiled | Tiled8, tokens: int, **sizes: int | str
+    launch: type[Record], epilogue: str, w: Tiled | Tiled8, tokens: int, in_units: int = 0, **sizes: int | str
 ) -> tuple[CudaKernel, int]:
-    """The program, and its blocks. launch: the struct of the epilogue; sizes: its own macros."""
+    """The program, and its blocks. launch: the epilogue's struct, sizes: its own macros. in_units: as in `plan`."""
     row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
-    inputs, count = w.data.shape[-3] * w.data.shape[-1], multiprocessors(w.data.device)
-    cut = _plan_of(inputs, row_tiles, tokens, count, epilogue in _WITH_OPERANDS, bits)
+    inputs, cut = w.data.shape[-3] * w.data.shape[-1], cut_of(w, tokens, epilogue, in_units)
     sizes = {"OUTPUTS": w.outputs, "NORM_INPUTS": w.inputs, **sizes}
     return _kernel(launch, epilogue, inputs, row_tiles, bits, cut, tuple(sizes.items())), cut.blocks
 

@@ -1,6 +1,7 @@
 """The router and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
 
-With up to 8 tokens the logits are finished early, and the choice of experts too, while the rest still streams.
+With up to 8 tokens the logits come first, in parts of K that all blocks share, and the choice of experts is made while
+the rest still streams.
 
 One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
 Without a router (E = 0) it is the first half of a dense MLP.
@@ -24,7 +25,19 @@ from redline.ops.op import Case, Cost, Op
 HALF = TILE_N // 2
 _Launch = launch_record("decode/dense.cu", "GatesLaunch")
 _NOBODY_CHOOSES: dict[str, Any] = dict.fromkeys(
-    ("bias", "forced", "pair_token", "pair_weight", "slot_expert", "slot_first", "count", "ids", "shares", "finished")
+    (
+        "parts_of_logits",
+        "bias",
+        "forced",
+        "pair_token",
+        "pair_weight",
+        "slot_expert",
+        "slot_first",
+        "count",
+        "ids",
+        "shares",
+        "finished",
+    )
 ) | {"slots": 0, "normalise": 0, "scale": 0.0}
 Result = tuple[Tensor, Tensor, Tensor, Pairs | None]
 
@@ -82,7 +95,8 @@ def reference(args: GatesArgs) -> Result:
 
 
 def cuda(args: GatesArgs) -> Result:
-    """The reference's result: one launch up to 8 tokens; above, Triton's product and then `choose_experts`."""
+    """The reference's result: one launch up to 8 tokens; above, Triton's product and then `choose_experts`. That launch
+    comes behind, too, where K comes in slices."""
     x, squares, w, experts, width, choice = args.x, args.squares, args.w, args.experts, args.width, args.choice
     tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
     if tokens > dense.MOST_TOKENS:
@@ -93,15 +107,25 @@ def cuda(args: GatesArgs) -> Result:
             return logits, h, rstd, None
         c = choice
         return logits, h, rstd, choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
-    sizes = {"EXPERTS": experts, "CHOSEN": choice.chosen if choice else 0}
-    kernel, blocks = dense.kernel_of(_Launch, "GATES", w, tokens, **sizes, WIDTH=width, WIDTH_PADDED=width_padded)
+    in_units = padded(experts, TILE_N) // TILE_N if choice else 0
+    cut = dense.cut_of(w, tokens, "GATES", in_units)
+    if choice is not None and cut.slices > 1:
+        logits, h, rstd, _ = cuda(args._replace(choice=None))
+        c = choice
+        pairs = choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+        return logits, h, rstd, replace(pairs, ready=c.finished[1:].fill_(1))
+    chosen = choice.chosen if choice else 0
+    sizes: dict[str, int | str] = {"EXPERTS": experts, "CHOSEN": chosen, "WIDTH": width, "WIDTH_PADDED": width_padded}
+    kernel, blocks = dense.kernel_of(_Launch, "GATES", w, tokens, in_units, **sizes)
     logits = torch.empty(tokens, experts, device=device)
     h = torch.empty(tokens, width_padded, dtype=torch.bfloat16, device=device)
     rstd = torch.empty(dense.MOST_TOKENS, device=device)
     pairs, choosing = None, _NOBODY_CHOOSES
     if choice is not None:
         pairs = Pairs.empty(tokens, choice.chosen, experts, device, choice.finished[1:])
+        parts = torch.empty(cut.warps // 4, tokens, in_units * TILE_N, device=device)
         choosing = {
+            "parts_of_logits": parts,
             "bias": choice.bias_E,
             "forced": choice.forced_TK,
             **pairs.lists,
@@ -179,6 +203,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} nano, dense", make(tokens, 320, 0, 768))
     for tokens in (3, 11):
         yield Case(f"T={tokens} odd sizes", make(tokens, 150, 21, 40))
+    yield Case("T=2 in slices", make(2, 2304, 20, 64, 4))
     yield Case("T=9 wide", make(9, 96, 24, 2040))
     yield Case("T=8 Kimi's width", make(8, 7168, 20, 16))
     for tokens in (8, 32):

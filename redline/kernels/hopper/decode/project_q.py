@@ -71,8 +71,16 @@ def cuda(args: ProjectQArgs) -> Tensor:
         from redline.kernels.hopper.triton import dense as streamed
 
         return streamed.project_q(q_a, squares, w, heads, args.kv, gamma_R, cos, args.sin, args.rows_T, plane, args.eps)
-    sizes = {"NOPE": width - rope, "ROPE": rope, "RANK": gamma_R.shape[0], "PLANE": PLANES[plane.dtype]}
-    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_Q", w, tokens, **sizes)
+    kernel, blocks = dense.kernel_of(
+        _Launch,
+        "PROJECT_Q",
+        w,
+        tokens,
+        NOPE=width - rope,
+        ROPE=rope,
+        RANK=gamma_R.shape[0],
+        PLANE=PLANES[plane.dtype],
+    )
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
     given = _Launch(
         weights=w.data,
