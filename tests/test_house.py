@@ -117,7 +117,7 @@ KEYS = """
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
     handoff.transport
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
-    engine.device engine.ranks
+    engine.device engine.ranks engine.random_weights
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
     engine.speculation.head_bits

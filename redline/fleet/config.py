@@ -82,6 +82,7 @@ _MOST = {
     "admit_together": 4096,
     "step_tokens": MOST_STEP_TOKENS,
     "ranks": 8,
+    "random_weights": 1000,
 }
 
 _FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
@@ -264,6 +265,11 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         rates = config.engine.synthetic_rates()
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
+    if config.engine.random_weights is not None and not is_loopback(config.host):
+        raise ConfigError(
+            f"{source}: engine.random_weights is for benchmarks: answers are no model's; host is {config.host}, which "
+            f"others reach, so leave one of the two out"
+        )
     if rates and not is_loopback(config.host):
         raise ConfigError(
             f"{source}: engine.speculation.{_SYNTHETIC} is for benchmarks: answers are made of drafts that a draw let "

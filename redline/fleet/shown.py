@@ -35,6 +35,7 @@ ABSENT = {
     "engine.max_model_len": "what fits",
     "engine.step_tokens": "512, on a GPU 2048",
     "engine.device": "the GPU, if there is one",
+    "engine.random_weights": "the weights of the folder",
     "engine.speculation": "nothing drafts",
     "engine.speculation.trace": "nothing is written",
     "engine.speculation.synthetic_acceptance": "drafts are verified",

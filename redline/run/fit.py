@@ -5,7 +5,7 @@ its recorded steps. These are bounds from sizes alone, not measurements; tests h
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -150,6 +150,7 @@ class Sizes:
     gpu_kernels  whether the GPU's own kernels run the model; they alone read NVFP4, and they alone are recorded
     head_bits    of the head that drafts: 16, or 8
     ranks        that share the model: the bytes are those of one
+    in_memory    layers that lie there, the first of the model; None: all
     """
 
     config: K2Config
@@ -163,6 +164,7 @@ class Sizes:
     drafter_parameters: int = 0
     head_bits: int = 16
     ranks: int = 1
+    in_memory: int | None = None
 
     @property
     def draft_bytes(self) -> int:
@@ -179,7 +181,10 @@ class Sizes:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the target's weights as this engine holds them: NVFP4 as bf16 where the GPU's kernels do not run."""
-        part, config = part_of(self.config, self.ranks), self.config
+        config = self.config
+        if self.in_memory is not None:
+            config = replace(config, num_hidden_layers=self.in_memory)
+        part = part_of(config, self.ranks)
         if isinstance(config.quantization, Nvfp4Experts) and not self.gpu_kernels:
             return 2 * (part.dense_parameters + part.routed_parameters - head_left_out(config, self.ranks))
         return weight_bytes(config, self.ranks)

@@ -56,6 +56,9 @@ class EngineConfig(Record, frozen=True):
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
     ranks: int = 1  # processes that share the model, each with a GPU of its own: 1, 2, 4 or 8
     speculation: Learned | Suffix | None = None  # who drafts, and how; absent: no speculation
+    # For benchmarks, and its answers are no model's: `weights` has a config.json and a tokenizer alone, all weights are
+    # random, and so many layers lie in memory; every further one is one of these (`model.k2.random_weights`).
+    random_weights: int | None = None
 
     @property
     def draft_tokens(self) -> int:

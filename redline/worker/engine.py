@@ -31,6 +31,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.load import load, why_not
+from redline.model.k2.random_weights import check_in_memory, random_k2
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.fit import Layout, Sizes, fit
 from redline.run.handoff import PARCEL_BYTES, Parcels
@@ -83,6 +84,7 @@ class EngineCore:
         self.fingerprint = loaded.fingerprint
         self.drafter = loaded.drafter
         self._ranks = config.ranks
+        self._random = config.random_weights
         plan = plan_of(config, model.device)
         self.step_tokens = plan.step_tokens
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
@@ -141,9 +143,10 @@ class EngineCore:
         dtype = next(name for name, dtype in KV_DTYPES.items() if dtype == self.layout.kv_dtype)
         drafts = f"; drafter {self.drafter.parameter_count / 1e6:,.1f} M" if self.drafter is not None else ""
         ranks = f"; {self._ranks} ranks" if self._ranks > 1 else ""
-        summary = (
-            f"{weights}{drafts}{ranks}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens, {dtype}"
-        )
+        layers = f"{self._random} of {config.num_hidden_layers} layers in memory"
+        random = f"; random weights, {layers}" if self._random is not None else ""
+        device, kv = self.model.device.type, f"KV {self.layout.tokens:,} tokens, {dtype}"
+        summary = f"{weights}{random}{drafts}{ranks}; {device}, {where}; {kv}"
         return Ready(
             max_model_len=self.layout.max_model_len,
             pages=self.layout.pages,
@@ -346,43 +349,62 @@ def load_model(
 
     It ends on all ranks at once. Raises as `EngineCore.load`.
     """
-    checkpoint = Checkpoint.open(folder)
+    checkpoint = Checkpoint.open(folder) if config.random_weights is None else None
+    geometry = K2Config.from_folder(folder) if checkpoint is None else checkpoint.config
+    if config.random_weights is not None:
+        check_in_memory(geometry, config.random_weights, "engine.random_weights")
     dtype = kv_dtype_of(config.kv_dtype)
     free = free_memory(device)
     speculation = config.speculation
-    plan_of(config, device)  # what it refuses is refused before the weights are read
+    plan = plan_of(config, device)  # what it refuses is refused before the weights are read
     drafter = None
     if isinstance(speculation, Learned):
         if speculation.head_bits not in HEAD_BITS:
             raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
-        drafter = Eagle3.open(speculation.drafter, checkpoint.config)
-        if why_not(checkpoint.config, device) is None:
+        drafter = Eagle3.open(speculation.drafter, geometry)
+        if why_not(geometry, device) is None:
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
-    sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
+    sizes = sizes_of(geometry, config, device, dtype, drafter)
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
     # The group is open: what it has taken is no longer free, and among what is needed.
     layout = fit(sizes, free + sizes.links_bytes, config.kv_memory, config.max_model_len)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
-    if progress is not None:
-        done = 0
-
-        def read(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, checkpoint.bytes)
-
-        checkpoint.progress = read
     # The CPU's kernels have threads of their own; torch does small things beside them.
     torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
-    model = load(checkpoint, device, group)
+    if checkpoint is None:
+        assert config.random_weights is not None, "there is nothing to read"
+        # Prompts' tokens, and what every running job decodes: no step has more.
+        most = plan.step_tokens + config.max_running * (1 + plan.draft_tokens)
+
+        def made(layers: int, of: int) -> None:
+            if progress is not None:
+                progress(sizes.weight_bytes * layers // of, sizes.weight_bytes)
+
+        model = random_k2(geometry, config.random_weights, most, device, made, group)
+        fingerprint = f"random {config.random_weights} of {geometry}"
+    else:
+        if progress is not None:
+            checkpoint.progress = _counted(progress, checkpoint.bytes)
+        model, fingerprint = load(checkpoint, device, group), checkpoint.fingerprint
     if drafter is not None:
         assert isinstance(speculation, Learned), "it names the drafter"
         drafter.prepare(model, speculation.head_bits)
     meet(group, device, LOAD_S, START_S)
-    fingerprint = f"{checkpoint.fingerprint} {config.kv_dtype}"
-    return Loaded(model, layout, fingerprint, drafter, lambda: Tokenizer.open(Path(folder)))
+    return Loaded(model, layout, f"{fingerprint} {config.kv_dtype}", drafter, lambda: Tokenizer.open(Path(folder)))
+
+
+def _counted(progress: Callable[[int, int], object], whole: int) -> Callable[[int], object]:
+    """What is told how many bytes more have been read. progress: told how many in all, of `whole`."""
+    done = 0
+
+    def read(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, whole)
+
+    return read
 
 
 def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfig) -> Runner:
@@ -453,6 +475,7 @@ def sizes_of(
         drafter_parameters=drafter.parameter_count if drafter is not None else 0,
         head_bits=config.speculation.head_bits if isinstance(config.speculation, Learned) else 16,
         ranks=config.ranks,
+        in_memory=config.random_weights,
     )
 
 

@@ -62,7 +62,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         ("", "give a checkpoint's folder or --shape, one of the two"),
         ("nowhere --shape kimi-nano", "one of the two"),
         ("nowhere --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),
-        ("--shape kimi-nano --alias 9", "alias is 9; the step has 8 layers"),
+        ("--shape kimi-nano --alias 9", "alias is 9; the model has 8 layers"),
         ("--shape kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8"),
         ("--shape kimi-k2.6 --context 64", "the step needs 594"),
     ],

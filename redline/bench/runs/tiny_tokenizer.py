@@ -6,6 +6,7 @@ rest `<|reserved_token_{id}|>`. Every text has ids here; a character beyond ASCI
 
 import base64
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 # In rank order: each is the join of two tokens that stand before it, so that byte-pair encoding can reach it.
@@ -45,9 +46,28 @@ RESERVED = 256
 TINY_VOCAB = 256 + len(MERGES) + RESERVED
 
 
-def write_tiny_tokenizer(folder: Path) -> Path:
-    """Writes `tiktoken.model` and `tokenizer_config.json` into `folder` (made if absent), and returns it."""
-    ranks = [bytes([value]) for value in range(256)] + list(MERGES)
+def words(count: int) -> Iterator[bytes]:
+    """So many merges of which text is made in whole words: a space and up to four small letters.
+
+    Raises ValueError where there are not so many.
+    """
+    letters = [bytes([value]) for value in range(ord("a"), ord("z") + 1)]
+    found: list[bytes] = []
+    level = [b" "]
+    while len(found) < count:
+        if len(level[0]) == 5:
+            raise ValueError(f"{count} merges were asked for; there are {len(found)}")
+        level = [shorter + letter for shorter in level for letter in letters]
+        found += level
+    return iter(found[:count])
+
+
+def write_tiny_tokenizer(folder: Path, merges: Iterable[bytes] = MERGES) -> Path:
+    """Writes `tiktoken.model` and `tokenizer_config.json` into `folder` (made if absent), and returns it.
+
+    merges: as MERGES; the vocabulary is 256 bytes, these and RESERVED ids.
+    """
+    ranks = [bytes([value]) for value in range(256)] + list(merges)
     first = len(ranks)
     added = {str(first + offset): {"content": name, "special": special} for offset, (name, special) in SPECIALS.items()}
     config = {

@@ -17,8 +17,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from redline.bench.step.routing import distinct, draw
 from redline.model.k2.config import K2Config
+from redline.model.k2.forced_routing import distinct, draw
+from redline.model.k2.random_weights import dense_layers, place_of
 from redline.model.k2.shard import head_left_out, part_of
 from redline.ops.op import Cost
 
@@ -59,7 +60,7 @@ class Depth:
     @property
     def dense(self) -> int:
         """How many layers of the step have no experts."""
-        return min(self.config.first_k_dense_replace, self.config.num_hidden_layers)
+        return dense_layers(self.config)
 
     @property
     def expert_bytes(self) -> int:
@@ -67,13 +68,8 @@ class Depth:
         return round(self.part.expert_parameters * self.config.bits_per_routed_parameter / 8)
 
     def physical_layer(self, layer: int, rotation: int = 0) -> int:
-        """The physical layer on which a layer of the step lies.
-
-        Dense layers lie alone; those with experts share the others in turn, beginning `rotation` places later.
-        """
-        if layer < self.dense:
-            return layer
-        return self.dense + (layer - self.dense + rotation) % (self.physical - self.dense)
+        """The physical layer on which a layer of the step lies (`place_of`)."""
+        return place_of(self.config, self.physical, layer, rotation)
 
     def cost(self, experts: float) -> Cost:
         """Bytes and operations of the step, from the model's sizes alone; the embedding is a gather, and is left out.

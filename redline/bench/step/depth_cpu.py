@@ -18,13 +18,11 @@ from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.mla import mla_decode, mla_qkv
 from redline.kernels.cpu.moe import moe
-from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
+from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cpu.route_experts import route_experts
 from redline.kernels.inputs import Inputs
-from redline.model.k2.config import Int4Experts, K2Config
-from redline.model.k2.cpu import K2
-from redline.ops.formats import INT4_GROUP, Int4
-from redline.ops.mla import MlaWeights, rounds
+from redline.model.k2.random_cpu import CpuWeights
+from redline.ops.mla import rounds
 from redline.ops.moe import Routed
 from redline.ops.op import Cost
 from redline.wire.job import PAGE_TOKENS
@@ -38,7 +36,7 @@ class CpuStep:
 
     def __init__(self, depth: Depth, progress: Progress) -> None:
         config = depth.config
-        random = _Random(config, torch.Generator().manual_seed(0))
+        random = CpuWeights(config, torch.Generator().manual_seed(0))
         whole = Memory(depth).weights
         self._depth = depth
         self._ids = torch.randint(config.vocab_size, (depth.rows * depth.tokens,), generator=random.generator)
@@ -79,20 +77,6 @@ class CpuStep:
             routed = _route(x, block.experts)
             self.routing[layer] = routed.ids_TK
         return residual, moe(x, block.shared_gate_up, block.shared_down, routed, rounds(plane))
-
-
-def random_k2(depth: Depth, progress: Progress) -> K2:
-    """The model whose step `CpuStep` is, whole, so that the engine's own pieces can run it."""
-    config, random = depth.config, _Random(depth.config, torch.Generator().manual_seed(0))
-    whole = Memory(depth).weights
-    made: list[Block] = []
-    for layer in range(depth.physical):
-        made.append(random.block(layer))
-        progress(whole * (layer + 1) // depth.physical, whole)
-    blocks = [made[depth.physical_layer(layer)] for layer in range(config.num_hidden_layers)]
-    embedding_VD = random.normal(config.vocab_size, config.hidden_size).to(torch.bfloat16)
-    head = random.matrix(config.vocab_size, config.hidden_size)
-    return K2(config, embedding_VD, blocks, random.norm(config.hidden_size), head)
 
 
 class _Ops:
@@ -229,76 +213,3 @@ def _planes(depth: Depth, pages: int, generator: torch.Generator) -> list[Tensor
     """[pages, 64, kv width] of every layer."""
     size = pages, PAGE_TOKENS, depth.config.kv_width
     return [torch.randn(size, generator=generator).to(depth.kv_dtype) for _ in range(depth.config.num_hidden_layers)]
-
-
-class _Random:
-    """Weights that keep activations near 1."""
-
-    def __init__(self, config: K2Config, generator: torch.Generator) -> None:
-        self._config = config
-        self.generator = generator
-
-    def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
-    def norm(self, size: int) -> Tensor:
-        return 1 + 0.1 * self.normal(size)
-
-    def weight(self, *shape: int) -> Tensor:
-        return (self.normal(*shape) * shape[-1] ** -0.5).to(torch.bfloat16)
-
-    def matrix(self, *shape: int) -> Matrix:
-        return Matrix.prepare(self.weight(*shape))
-
-    def block(self, layer: int) -> Block:
-        c = self._config
-        d, width = c.hidden_size, c.shared_intermediate_size if c.is_moe(layer) else c.intermediate_size
-        return Block(
-            attention_norm=self.norm(d),
-            attention=self._attention(),
-            o_proj=self.matrix(d, c.num_attention_heads * c.v_head_dim),
-            mlp_norm=self.norm(d),
-            shared_gate_up=self.matrix(2 * width, d),
-            shared_down=self.matrix(d, width),
-            experts=self._moe() if c.is_moe(layer) else None,
-            eps=c.rms_norm_eps,
-            softmax_scale=c.softmax_scale,
-        )
-
-    def _attention(self) -> MlaWeights[Matrix]:
-        c = self._config
-        heads = c.num_attention_heads
-        return MlaWeights(
-            w_a=self.matrix(c.q_lora_rank + c.kv_width, c.hidden_size),
-            q_norm=self.norm(c.q_lora_rank),
-            kv_norm=self.norm(c.kv_lora_rank),
-            w_q=self.matrix(heads * c.qk_head_dim, c.q_lora_rank),
-            w_uk=self.matrix(heads, c.kv_lora_rank, c.qk_nope_head_dim),
-            w_uv=self.matrix(heads, c.v_head_dim, c.kv_lora_rank),
-            eps=c.low_rank_norm_eps,
-        )
-
-    def _moe(self) -> Moe:
-        c = self._config
-        d, width = c.hidden_size, c.moe_intermediate_size
-        return Moe(
-            router=self.matrix(c.n_routed_experts, d),
-            bias_E=0.1 * self.normal(c.n_routed_experts),
-            gate_up=self._experts(2 * width, d),
-            down=self._experts(d, width),
-            chosen=c.num_experts_per_tok,
-            normalise=c.norm_topk_prob,
-            scale=c.routed_scaling_factor,
-        )
-
-    def _experts(self, outputs: int, inputs: int) -> Experts:
-        count = self._config.n_routed_experts
-        one = self._int4 if isinstance(self._config.quantization, Int4Experts) else self.weight
-        return stack_experts((one(outputs, inputs) for _ in range(count)), count)
-
-    def _int4(self, outputs: int, inputs: int) -> Int4:
-        """Random codes: their deviation is 4.6."""
-        words = outputs, inputs // 8
-        packed = torch.randint(-(2**31), 2**31, words, generator=self.generator, dtype=torch.int32)
-        scale = torch.full((outputs, inputs // INT4_GROUP), inputs**-0.5 / 4.6, dtype=torch.bfloat16)
-        return Int4(packed, scale)

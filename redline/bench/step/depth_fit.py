@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from redline.bench.step.depth import Depth
 from redline.errors import ConfigError
+from redline.model.k2.random_weights import check_in_memory
 from redline.model.k2.shard import weight_bytes
 from redline.wire.job import PAGE_TOKENS
 
@@ -106,14 +107,8 @@ class Memory:
 
 def check(depth: Depth) -> None:
     """Raises ConfigError where the sizes of the case contradict each other."""
-    config, layers = depth.config, depth.config.num_hidden_layers
-    if depth.physical > layers:
-        raise ConfigError(f"alias is {depth.physical}; the step has {layers} layers, so at most {layers}")
-    if layers > depth.dense and depth.physical <= depth.dense:
-        raise ConfigError(
-            f"alias is {depth.physical}; layers without experts lie alone ({depth.dense}), so it is at least "
-            f"{depth.dense + 1}"
-        )
+    config = depth.config
+    check_in_memory(config, depth.physical, "alias")
     if config.n_routed_experts < config.num_experts_per_tok:
         raise ConfigError(
             f"experts is {config.n_routed_experts}; a token chooses {config.num_experts_per_tok}, so at least as many"

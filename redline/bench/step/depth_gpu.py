@@ -13,7 +13,6 @@ from torch import Tensor
 
 from redline.bench.step.depth import Depth, Progress, Stage, captured
 from redline.bench.step.depth_fit import Memory
-from redline.bench.step.routing import draw
 from redline.kernels.by_chip import best, linear
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import LISTED, MOST_DECODED, GpuBlock
@@ -31,6 +30,7 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.inputs import Inputs
+from redline.model.k2.forced_routing import draw
 from redline.model.k2.hopper import GpuK2
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.ops.op import Cost
@@ -83,44 +83,6 @@ class GpuStep:
     def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
         """What the ops are timed on: the case, model, blocks by physical layer, inputs and the pages of all layers."""
         return self._depth, self._model, self._blocks, self._inputs, self._planes
-
-
-class ForcedK2(GpuK2):
-    """A model on a GPU whose experts are given, not chosen.
-
-    routing: int32 [layers, tokens, k]; a step of fewer tokens reads the first of them. It stays where it is, so that
-    recorded steps read what was written there last.
-    """
-
-    def __init__(self, model: GpuK2, tokens: int) -> None:
-        super().__init__(
-            *(model.config, model.embedding_VD, model.gpu_blocks, model.norm, _tiled(model.head), model.group)
-        )
-        c, generator = model.config, torch.Generator(model.device).manual_seed(0)
-        self.routing = draw(generator, c.num_hidden_layers, 1, tokens, c.n_routed_experts, c.num_experts_per_tok)
-
-    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """As `GpuK2.forward`."""
-        return super().forward(replace(inputs, routing=self.routing[:, : inputs.count]), planes, layers)
-
-
-def forced_k2(
-    depth: Depth, tokens: int, progress: Progress, device: torch.device = CUDA, group: Group = ALONE
-) -> ForcedK2:
-    """A model of this depth, or a rank's part of it, for steps of so many tokens at most."""
-    whole, layers = Memory(depth).weights, range(depth.config.num_hidden_layers)
-    place = [depth.physical_layer(layer) for layer in layers]
-
-    def made(count: int, of: int) -> None:
-        progress(whole * count // of, whole)
-
-    model = random_gpu_k2(depth.config, place, device, progress=made, group=group)
-    return ForcedK2(model, tokens)
-
-
-def _tiled(head: object) -> Tiled:
-    assert isinstance(head, Tiled), "a GPU's head is tiled"
-    return head
 
 
 def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from redline.bench.step.depth import WARM_UP, Depth, Mark
-from redline.bench.step.depth_gpu import ForcedK2
-from redline.bench.step.routing import distinct, draw
 from redline.bench.step.trace import ON_DEVICE, idle_share, intervals, joined, traced
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
@@ -39,6 +37,8 @@ from redline.kernels.hopper.step.step_rows import (
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
+from redline.model.k2.forced_routing import distinct, draw
+from redline.model.k2.random_weights import ForcedK2
 from redline.ops.op import Cost, Machine
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState

@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.bench.machine import measure
-from redline.bench.step.depth_cpu import random_k2
 from redline.bench.step.depth_fit import Memory
-from redline.bench.step.depth_gpu import forced_k2
 from redline.bench.step.depth_record import RoundRecord, append, read, round_record
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
@@ -30,6 +28,7 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.model.k2.hopper import most_decoded
+from redline.model.k2.random_weights import random_k2
 from redline.ops.op import Machine
 from redline.progress import Working
 from redline.tune.synthetic import GOLDEN, rates_of, read_acceptance
@@ -171,8 +170,7 @@ def _models(measured: Sequence[RoundCase], device: torch.device, working: Workin
     def made(done: int, whole: int) -> None:
         working.show(done / whole, 1.0)
 
-    on_cpu = device.type == "cpu"
-    model = random_k2(first.depth, made) if on_cpu else forced_k2(first.depth, most, made, device, group)
+    model = random_k2(first.depth.config, first.depth.physical, most, device, made, group)
     drafter = random_drafter(model, first.drafter, first.head_bits)
     _release(device)
     return model, drafter

@@ -19,7 +19,6 @@ from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_ste
 from redline.bench.step.depth_fit import Memory, check
 from redline.bench.step.depth_record import KV_DTYPES, DepthRecord, append, read, record_of
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
-from redline.bench.step.routing import OVERLAP
 from redline.cli.console import save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
@@ -27,6 +26,7 @@ from redline.kernels.cpu import native
 from redline.kernels.group import Group
 from redline.kernels.hopper.kernel import has_kernels, why_not
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.forced_routing import OVERLAP
 from redline.model.k2.shapes import shape
 from redline.ops.op import Machine
 from redline.progress import Working

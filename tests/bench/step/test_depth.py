@@ -158,7 +158,7 @@ def test_where_nothing_fits_nothing_is_recommended():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"physical": 62}, "alias is 62; the step has 61 layers"),
+        ({"physical": 62}, "alias is 62; the model has 61 layers"),
         ({"physical": 1}, "at least 2"),
         ({"experts": 7}, "experts is 7; a token chooses 8"),
         ({"context": 262144}, "reads 262,144"),

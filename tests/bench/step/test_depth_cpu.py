@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from redline.bench.step.depth import Progress
-from redline.bench.step.depth_cpu import CpuStep, _Random
+from redline.bench.step.depth_cpu import CpuStep
 from redline.bench.step.depth_fit import Memory
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.linear import linear
 from redline.model.k2.config import K2Config
 from redline.model.k2.forward import block
+from redline.model.k2.random_cpu import CpuWeights
 from redline.model.k2.shapes import KIMI_NANO
 from tests.bench.step.test_depth import depth
 from tests.tiny_model import kernel_config
@@ -95,7 +96,7 @@ def test_a_step_over_fp8_pages_moves_half_the_bytes_of_its_contexts():
 
 
 def test_random_weights_keep_activations_as_large_as_they_are_and_no_two_norms_are_alike():
-    random = _Random(kernel_config(), torch.Generator().manual_seed(1))
+    random = CpuWeights(kernel_config(), torch.Generator().manual_seed(1))
     x, norms = random.normal(512, 1024), [random.norm(1024) for _ in range(2)]
     for y in (x * norms[0], x * norms[1], x @ random.weight(256, 1024).float().T):
         assert float(y.square().mean().sqrt()) == pytest.approx(1, abs=0.015)

@@ -9,9 +9,7 @@ import torch
 
 from redline.bench.step import rounds
 from redline.bench.step.depth import Depth
-from redline.bench.step.depth_cpu import random_k2
 from redline.bench.step.depth_fit import Memory
-from redline.bench.step.depth_gpu import ForcedK2, forced_k2
 from redline.bench.step.depth_record import DepthRecord, RoundRecord, append, read, round_record
 from redline.bench.step.rounds import (
     RoundCase,
@@ -28,6 +26,7 @@ from redline.errors import ConfigError
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
+from redline.model.k2.random_weights import ForcedK2, forced_k2, random_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.ops.op import Machine
 from redline.run.graphs.graph import Recorder
@@ -49,13 +48,13 @@ def kimi(k: int, **changes: Any) -> RoundCase:
 
 
 def on_a_cpu(case: RoundCase) -> Models:
-    model = random_k2(case.depth, lambda done, whole: None)
+    model = random_k2(case.depth.config, case.depth.physical, 0, CPU)
     return model, random_drafter(model, case.drafter)
 
 
 def forced_on_a_cpu(case: RoundCase) -> Models:
     """The GPU's model, whose kernels' references run."""
-    model = forced_k2(case.depth, case.depth.rows * case.depth.tokens, lambda done, whole: None, CPU)
+    model = forced_k2(case.depth.config, case.depth.physical, case.depth.rows * case.depth.tokens, CPU)
     model.dtype = torch.bfloat16  # of its activations, as on a GPU
     return model, random_drafter(model, case.drafter)
 

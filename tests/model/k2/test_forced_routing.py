@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redline.bench.step.routing import OVERLAP, distinct, draw
+from redline.model.k2.forced_routing import OVERLAP, distinct, draw
 
 E, K = 384, 8
 
