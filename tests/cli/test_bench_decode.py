@@ -58,7 +58,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-nano"),
+        ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-k2.6-nvfp4, "),
         ("", "give a checkpoint's folder or --shape, one of the two"),
         ("nowhere --shape kimi-nano", "one of the two"),
         ("nowhere --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),

@@ -33,7 +33,10 @@ def bench_decode(
         Path | None, typer.Argument(help="A checkpoint's folder, or none: then --shape says what is built.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="kimi-k2.6 or kimi-nano: a step on random weights, no checkpoint needed.")
+        str | None,
+        typer.Option(
+            help="kimi-k2.6 (or with -nvfp4 or -bf16 experts) or kimi-nano: a step on random weights, no checkpoint."
+        ),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Of the shape. Absent: all of it.")] = None,
     alias: Annotated[

@@ -6,7 +6,7 @@ Written down from the published config.json files; a test holds them against tho
 from dataclasses import replace
 
 from redline.errors import ConfigError
-from redline.model.k2.config import Int4Experts, K2Config, Yarn
+from redline.model.k2.config import Int4Experts, K2Config, Nvfp4Experts, Unquantized, Yarn
 
 KIMI_K26 = K2Config(
     hidden_size=7168,
@@ -70,7 +70,12 @@ KIMI_NANO = replace(
     pad_token_id=4095,
 )
 
-SHAPES = {"kimi-k2.6": KIMI_K26, "kimi-nano": KIMI_NANO}
+SHAPES = {
+    "kimi-k2.6": KIMI_K26,
+    "kimi-k2.6-nvfp4": replace(KIMI_K26, quantization=Nvfp4Experts("modelopt")),
+    "kimi-k2.6-bf16": replace(KIMI_K26, quantization=Unquantized()),
+    "kimi-nano": KIMI_NANO,
+}
 
 
 def shape(name: str) -> K2Config:
