@@ -188,6 +188,10 @@ class Nvfp4:
         """Bytes of codes and both kinds of scales: 4.5 bits a weight, and 4 bytes a stacked matrix."""
         return self.codes.nbytes + self.scales.nbytes + self.scale.nbytes
 
+    def matrix(self, expert: int) -> Tensor:
+        """[N, K] float32 of one expert, where the weight is [E, N, K]."""
+        return Nvfp4(self.codes[expert], self.scales[expert], self.scale[expert]).dequantize()
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., N, K]. Rounded once in float32: a code times its block's scale is exact, 2 significant bits times 4."""
         values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=self.codes.device)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops.formats import ExpertWeights, Plain, W, Weight, quantize_int4
+from redline.ops.formats import ExpertWeights, Nvfp4, Plain, W, Weight, quantize_int4, quantize_nvfp4
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 
@@ -80,9 +80,9 @@ def cost(args: MoeArgs[Weight]) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """INT4 and bf16 experts of small sizes, exact and rounded; no shared expert; a dense MLP; and Kimi's sizes."""
+    """INT4, NVFP4 and bf16 experts of small sizes, exact and rounded; no shared expert; a dense MLP; Kimi's sizes."""
 
-    def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, int4: bool, rounded: bool = False):
+    def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, kind: str = "", rounded: bool = False):
         def inputs(g: torch.Generator) -> MoeArgs[Weight]:
             def weight(*shape: int) -> Tensor:
                 return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
@@ -92,30 +92,43 @@ def cases() -> Iterator[Case]:
             shared_down = Plain(weight(d, shared)) if shared else None
             if not e:
                 return MoeArgs(x, shared_up, shared_down, None, rounded)
-            up, down = weight(e, 2 * i, d), weight(e, d, i)
+            gate_up, down = in_format(kind, weight(e, i, d), 3 * weight(e, i, d)), in_format(kind, weight(e, d, i))
             ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(tokens)]).to(torch.int32)
             weights = torch.rand(tokens, k, generator=g)
-            routed = Routed(
-                quantize_int4(up) if int4 else Plain(up),
-                quantize_int4(down) if int4 else Plain(down),
-                *(ids, weights),
-            )
-            return MoeArgs(x, shared_up, shared_down, routed, rounded)
+            return MoeArgs(x, shared_up, shared_down, Routed(gate_up, down, ids, weights), rounded)
 
         return inputs
 
     for tokens in (1, 2, 7, 50):
-        yield Case(f"T={tokens} nano INT4", make(tokens, 320, 128, 16, 4, 128, True))
+        yield Case(f"T={tokens} nano INT4", make(tokens, 320, 128, 16, 4, 128, "INT4"))
+    for tokens in (1, 3, 7, 50):
+        yield Case(f"T={tokens} nano NVFP4", make(tokens, 320, 128, 16, 4, 128, "NVFP4"))
     for tokens in (1, 3, 16, 50):
-        make_ = make(tokens, 320, 128, 16, 4, 128, True, True)
-        yield Case(f"T={tokens} nano INT4, rounded", make_, rtol=ROUNDED)
-    yield Case("T=130 tiny INT4, rounded", make(130, 64, 32, 4, 2, 32, True, True), rtol=ROUNDED)
-    yield Case("T=6 bf16 experts, rounded", make(6, 96, 64, 8, 2, 32, False, True), rtol=ROUNDED)
-    yield Case("T=130 tiny INT4", make(130, 64, 32, 4, 2, 32, True))
-    yield Case("T=6 bf16 experts", make(6, 96, 64, 8, 2, 32, False))
-    yield Case("T=3 no shared expert", make(3, 64, 32, 4, 2, 0, True))
-    yield Case("T=5 dense MLP", make(5, 320, 0, 0, 0, 768, False))
-    yield Case("T=1 Kimi, 8 of 384", make(1, 7168, 2048, 384, 8, 2048, True), small=False)
+        for kind in ("INT4", "NVFP4"):
+            make_ = make(tokens, 320, 128, 16, 4, 128, kind, True)
+            yield Case(f"T={tokens} nano {kind}, rounded", make_, rtol=ROUNDED)
+    yield Case("T=130 tiny INT4, rounded", make(130, 64, 32, 4, 2, 32, "INT4", True), rtol=ROUNDED)
+    yield Case("T=6 bf16 experts, rounded", make(6, 96, 64, 8, 2, 32, "bf16", True), rtol=ROUNDED)
+    yield Case("T=130 tiny INT4", make(130, 64, 32, 4, 2, 32, "INT4"))
+    yield Case("T=130 tiny NVFP4", make(130, 64, 32, 4, 2, 32, "NVFP4"))
+    yield Case("T=6 bf16 experts", make(6, 96, 64, 8, 2, 32, "bf16"))
+    yield Case("T=3 no shared expert", make(3, 64, 32, 4, 2, 0, "INT4"))
+    yield Case("T=5 dense MLP", make(5, 320, 0, 0, 0, 768))
+    yield Case("T=1 Kimi, 8 of 384", make(1, 7168, 2048, 384, 8, 2048, "INT4"), small=False)
+
+
+def in_format(kind: str, *weights: Tensor) -> ExpertWeights:
+    """bf16 weights [E, N, K] above one another, as INT4, NVFP4 (of which each keeps its scale) or bf16."""
+    match kind:
+        case "INT4":
+            return quantize_int4(torch.cat(weights, 1))
+        case "NVFP4":
+            each = [quantize_nvfp4(weight) for weight in weights]
+            parts = zip(*((one.codes, one.scales.view(torch.uint8)) for one in each), strict=True)
+            codes, scales = (torch.cat(part, 1) for part in parts)
+            return Nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.cat([one.scale for one in each], 1))
+        case _:
+            return Plain(torch.cat(weights, 1))
 
 
 moe = Op("moe", MoeArgs[Weight], reference, cost, cases)

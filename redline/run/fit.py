@@ -16,8 +16,8 @@ from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, inbox_words
 from redline.kernels.hopper.step.adjust import SlotWishes
 from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
 from redline.model.eagle3.module import Eagle3Config
-from redline.model.k2.config import K2Config, Nvfp4Experts
-from redline.model.k2.shard import head_left_out, part_of, weight_bytes
+from redline.model.k2.config import K2Config
+from redline.model.k2.shard import part_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS
@@ -147,7 +147,7 @@ class Sizes:
     """What decides how much memory an engine needs, but for pages and the length of jobs.
 
     positions    of a decode row, at most: its last token and its drafts
-    gpu_kernels  whether the GPU's own kernels run the model; they alone read NVFP4, and they alone are recorded
+    gpu_kernels  whether the GPU's own kernels run the model; they alone are recorded
     head_bits    of the head that drafts: 16, or 8
     ranks        that share the model: the bytes are those of one
     in_memory    layers that lie there, the first of the model; None: all
@@ -180,13 +180,10 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the target's weights as this engine holds them: NVFP4 as bf16 where the GPU's kernels do not run."""
+        """Bytes of the target's weights, a rank's part of them."""
         config = self.config
         if self.in_memory is not None:
             config = replace(config, num_hidden_layers=self.in_memory)
-        part = part_of(config, self.ranks)
-        if isinstance(config.quantization, Nvfp4Experts) and not self.gpu_kernels:
-            return 2 * (part.dense_parameters + part.routed_parameters - head_left_out(config, self.ranks))
         return weight_bytes(config, self.ranks)
 
     @property

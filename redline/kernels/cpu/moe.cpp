@@ -7,18 +7,23 @@
 
 namespace {
 
-// One projection of all experts. scales: INT4; no scales: bf16.
+// One projection of all experts. No scales: bf16; scales: INT4; and wholes, one for each panel: NVFP4.
 struct Projection {
     const void* data;
-    const bf16* scales;
+    const void* scales;
+    const float* wholes;
     int panels, K;
 
     template <class F> void with(int expert, F&& f) const {
-        int64_t first = (int64_t)expert * panels;
-        if (scales)
+        const int64_t first = (int64_t)expert * panels;
+        auto codes = [this, first](int n) { return (const uint8_t*)data + (first + n) * K * (PANEL / 2); };
+        auto scale = [this, first](int n, int group) { return (first + n) * (K / group) * PANEL; };
+        if (wholes)
             f([=](int n) {
-                return Int4Panel{(const uint8_t*)data + (first + n) * K * (PANEL / 2), scales + (first + n) * (K / GROUP) * PANEL};
+                return Nvfp4Panel{codes(n), (const e4m3*)scales + scale(n, Nvfp4Panel::GROUP), wholes[first + n]};
             });
+        else if (scales)
+            f([=](int n) { return Int4Panel{codes(n), (const bf16*)scales + scale(n, Int4Panel::GROUP)}; });
         else
             f([=](int n) { return Bf16Panel{(const bf16*)data + (first + n) * K * PANEL}; });
     }
@@ -71,10 +76,10 @@ extern "C" void redline_moe(const MoeCall& call) {
     auto& [rows, where, start, hidden, parts, groups_, work] = scratch;
     std::vector<Group>& groups = groups_;
 
-    Projection experts_up{call.gate_up, call.gate_up_scales, 2 * I / PANEL, D};
-    Projection experts_down{call.down, call.down_scales, D / PANEL, I};
-    Projection shared_up{call.shared_gate_up, nullptr, 2 * Is / PANEL, D};
-    Projection shared_down{call.shared_down, nullptr, D / PANEL, Is};
+    Projection experts_up{call.gate_up, call.gate_up_scales, call.gate_up_wholes, 2 * I / PANEL, D};
+    Projection experts_down{call.down, call.down_scales, call.down_wholes, D / PANEL, I};
+    Projection shared_up{call.shared_gate_up, nullptr, nullptr, 2 * Is / PANEL, D};
+    Projection shared_down{call.shared_down, nullptr, nullptr, D / PANEL, Is};
 
     // Sort the (row, choice) pairs by expert: places [0, T k); the shared expert takes [T k, T k + T).
     int pairs = T * k, total = pairs + (Is ? T : 0);

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.cpu.panels import PANEL, Int4Panels, Matrix, laid_out
+from redline.kernels.cpu.panels import PANEL, Int4Panels, Matrix, Nvfp4Panels, laid_out
 from redline.kernels.kernel import Kernel
 from redline.ops import moe as meaning
 from redline.ops.formats import ExpertWeights, Weight
@@ -16,13 +16,18 @@ def panels(experts: ExpertWeights | None) -> Tensor | None:
     """The codes or weights of all experts, as the kernel reads them."""
     if experts is None:
         return None
-    assert isinstance(experts, Int4Panels | Matrix), "experts reach the kernel as panels"
-    return experts.codes if isinstance(experts, Int4Panels) else experts.data
+    assert isinstance(experts, Int4Panels | Nvfp4Panels | Matrix), "experts reach the kernel as panels"
+    return experts.data if isinstance(experts, Matrix) else experts.codes
 
 
 def scales(experts: ExpertWeights | None) -> Tensor | None:
     """Those of codes; weights have none."""
-    return experts.scales if isinstance(experts, Int4Panels) else None
+    return experts.scales if isinstance(experts, Int4Panels | Nvfp4Panels) else None
+
+
+def wholes(experts: ExpertWeights | None) -> Tensor | None:
+    """Each panel's matrix's scale, which NVFP4 alone has."""
+    return experts.wholes if isinstance(experts, Nvfp4Panels) else None
 
 
 def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
@@ -37,8 +42,10 @@ def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
         weights=None if routed is None else routed.weights_TK,
         gate_up=panels(gate_up),
         gate_up_scales=scales(gate_up),
+        gate_up_wholes=wholes(gate_up),
         down=panels(down),
         down_scales=scales(down),
+        down_wholes=wholes(down),
         shared_gate_up=None if shared_gate_up is None else shared_gate_up.data,
         shared_down=None if shared_down is None else shared_down.data,
         y=y_TD,
@@ -61,7 +68,7 @@ def fits(args: meaning.MoeArgs[Weight]) -> bool:
     if routed is not None:
         weights += [routed.gate_up, routed.down]
         downs.append(routed.down)
-    if not all(weight is None or isinstance(weight, Matrix | Int4Panels) for weight in weights):
+    if not all(weight is None or isinstance(weight, Matrix | Int4Panels | Nvfp4Panels) for weight in weights):
         return False
     return all(size % PANEL == 0 for down in downs if down is not None for size in down.shape[-2:])
 

@@ -211,14 +211,7 @@ class Reader:
     def experts(self, layer: int, *projections: Projection) -> Experts:
         """All routed experts of a layer, their projections stacked along the outputs: [E, N, K]."""
         count = self._checkpoint.config.n_routed_experts
-        return stack_experts(
-            (self._stackable(self.expert(layer, expert, projections)) for expert in range(count)), count
-        )
-
-    @staticmethod
-    def _stackable(weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4:
-        """NVFP4 as bf16, since only the GPU's kernels read it; any other weight as it is."""
-        return weight.dequantize(torch.bfloat16) if isinstance(weight, Nvfp4) else weight
+        return stack_experts((self.expert(layer, expert, projections) for expert in range(count)), count)
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
         """One routed expert's projections, this rank's part of each, stacked along the outputs: [N, K], INT4 or NVFP4

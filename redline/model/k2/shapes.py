@@ -72,7 +72,7 @@ KIMI_NANO = replace(
 
 SHAPES = {
     "kimi-k2.6": KIMI_K26,
-    "kimi-k2.6-nvfp4": replace(KIMI_K26, quantization=Nvfp4Experts("modelopt")),
+    "kimi-k2.6-nvfp4": replace(KIMI_K26, quantization=Nvfp4Experts("ModelOpt")),
     "kimi-k2.6-bf16": replace(KIMI_K26, quantization=Unquantized()),
     "kimi-nano": KIMI_NANO,
 }

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.cpu.panels import Int4Panels, Matrix, prepare_experts, stack_experts
-from redline.ops.formats import Int4
+from redline.kernels.cpu.panels import Int4Panels, Matrix, Nvfp4Panels, prepare_experts, stack_experts
+from redline.ops.formats import Int4, Nvfp4
 
 LEADS = st.sampled_from([(), (1,), (3,), (2, 2)])
 
@@ -27,9 +27,20 @@ def any_int4(seed: int, e: int, n: int, k: int) -> Int4:
     return Int4(packed, any_bf16(seed, e, n, k // 32))
 
 
+def any_nvfp4(seed: int, e: int, n: int, k: int, stacked: int = 1) -> Nvfp4:
+    """Every code and every block scale, NaN included; the scale of each of the `stacked` matrices is its own."""
+    generator = torch.Generator().manual_seed(seed)
+    codes, scales = (
+        torch.randint(0, 256, (e, n, size), generator=generator, dtype=torch.uint8) for size in (k // 2, k // 16)
+    )
+    return Nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.rand(e, stacked, generator=generator) + 0.5)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype == b.dtype == torch.bfloat16:
         a, b = a.view(torch.int16), b.view(torch.int16)  # NaN is not equal to itself
+    if a.dtype == b.dtype == torch.float8_e4m3fn:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
@@ -73,6 +84,30 @@ def test_int4_in_panels_is_the_int4(seed: int, e: int, panels: int, groups: int)
     assert same_bits(prepared.int4().scale, weight.scale)
 
 
+@given(
+    seed=st.integers(0, 1000),
+    e=st.integers(1, 4),
+    panels=st.integers(1, 3),
+    steps=st.integers(1, 3),
+    stacked=st.integers(1, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_nvfp4_in_panels_is_the_nvfp4(seed: int, e: int, panels: int, steps: int, stacked: int):
+    weight = any_nvfp4(seed, e, stacked * panels * 32, steps * 32, stacked)
+    prepared = prepare_experts(weight)
+    assert isinstance(prepared, Nvfp4Panels)
+    assert prepared.shape == weight.shape
+    given = prepared.nvfp4()
+    assert all(same_bits(getattr(given, part), getattr(weight, part)) for part in ("codes", "scales", "scale"))
+    assert torch.equal(prepared.matrix(e - 1).nan_to_num(), weight.matrix(e - 1).nan_to_num())
+
+
+@pytest.mark.parametrize(("n", "k", "stacked"), [(40, 32, 1), (96, 32, 2), (64, 48, 1)])
+def test_nvfp4_of_broken_panels_stays_as_it_is(n: int, k: int, stacked: int):
+    weight = any_nvfp4(1, 2, n, k, stacked)
+    assert prepare_experts(weight) is weight
+
+
 def test_panels_hold_what_their_docstring_says():
     weight = any_int4(5, 2, 64, 64)
     prepared, codes = Int4Panels.prepare(weight), weight.codes()
@@ -87,13 +122,15 @@ def test_int4_of_broken_panels_stays_as_it_is():
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("make", [any_int4, any_bf16])
+@pytest.mark.parametrize("make", [any_int4, any_nvfp4, any_bf16])
 def test_experts_one_by_one_are_the_experts_together(make: Any, kernels: bool, monkeypatch: pytest.MonkeyPatch):
     if not kernels:
         monkeypatch.setattr(native, "library", lambda: None)
     whole = make(3, 5, 64, 96)
     if isinstance(whole, Int4):
-        singles: list[Tensor | Int4] = [Int4(*parts) for parts in zip(whole.packed, whole.scale, strict=True)]
+        singles: list[Tensor | Int4 | Nvfp4] = [Int4(*parts) for parts in zip(whole.packed, whole.scale, strict=True)]
+    elif isinstance(whole, Nvfp4):
+        singles = [Nvfp4(*parts) for parts in zip(whole.codes, whole.scales, whole.scale, strict=True)]
     else:
         singles = list(whole)
     stacked, together = stack_experts(iter(singles), 5), prepare_experts(whole)
@@ -101,6 +138,6 @@ def test_experts_one_by_one_are_the_experts_together(make: Any, kernels: bool, m
     assert stacked.shape == (5, 64, 96)
     for expert in range(5):
         single = singles[expert]
-        given = single.dequantize() if isinstance(single, Int4) else single
+        given = single.dequantize() if isinstance(single, Int4 | Nvfp4) else single
         for experts in (stacked, together):
             assert torch.equal(experts.matrix(expert).nan_to_num(), given.nan_to_num())

@@ -52,7 +52,8 @@ extern "C" void redline_block(const BlockCall& call) {
                                .T = t.T, .D = w.D, .E = w.E, .k = w.k, .normalise = w.normalise,
                                .scale = w.routed_scale});
     redline_moe({.x = x, .ids = ids, .weights = shares,
-                 .gate_up = w.gate_up, .gate_up_scales = w.gate_up_scales, .down = w.down, .down_scales = w.down_scales,
+                 .gate_up = w.gate_up, .gate_up_scales = w.gate_up_scales, .gate_up_wholes = w.gate_up_wholes,
+                 .down = w.down, .down_scales = w.down_scales, .down_wholes = w.down_wholes,
                  .shared_gate_up = w.shared_gate_up, .shared_down = w.shared_down, .y = call.y,
                  .T = t.T, .D = w.D, .E = w.E, .k = w.k, .I = w.I, .Is = w.Is, .rounded = rounded});
 }

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from redline.kernels.cpu import native
 from redline.kernels.cpu.mla import in_panels
-from redline.kernels.cpu.moe import panels, scales
+from redline.kernels.cpu.moe import panels, scales, wholes
 from redline.kernels.cpu.panels import PANEL, Experts, Matrix
 from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.record import Record
-from redline.ops.formats import Int4
+from redline.ops.formats import Int4, Nvfp4
 from redline.ops.mla import MlaWeights
 
 _BlockTokens, _BlockWeights, _Chunk = map(native.record, ("BlockTokens", "BlockWeights", "Chunk"))
@@ -59,7 +59,7 @@ class Block:
             return False
         widths = [w.w_q.outputs, w.rank, w.rope, w.value, *self.shared_down.shape]
         if moe_ is not None:
-            if isinstance(moe_.gate_up, Int4) or isinstance(moe_.down, Int4):
+            if isinstance(moe_.gate_up, Int4 | Nvfp4) or isinstance(moe_.down, Int4 | Nvfp4):
                 return False
             widths += moe_.down.shape[-2:]
         return all(width % PANEL == 0 for width in widths)
@@ -86,8 +86,10 @@ class Block:
             bias=None if moe_ is None else moe_.bias_E,
             gate_up=panels(gate_up),
             gate_up_scales=scales(gate_up),
+            gate_up_wholes=wholes(gate_up),
             down=panels(down),
             down_scales=scales(down),
+            down_wholes=wholes(down),
             norm_eps=self.eps,
             low_rank_eps=w.eps,
             softmax_scale=self.softmax_scale,

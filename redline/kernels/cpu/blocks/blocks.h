@@ -42,9 +42,11 @@ struct BlockWeights {
     const bf16* router;           // over E outputs
     const float* bias;            // [E]
     const void* gate_up;          // [E], over 2 I outputs
-    const bf16* gate_up_scales;   // of INT4 weights
-    const void* down;             // [E], over D outputs
-    const bf16* down_scales;
+    const void* gate_up_scales;   // as in MoeCall
+    const float* gate_up_wholes;
+    const void* down;  // [E], over D outputs
+    const void* down_scales;
+    const float* down_wholes;
     float norm_eps, low_rank_eps, softmax_scale, routed_scale;
     int D, Rq, H, Nn, P, R, V, Is, E, k, I, normalise;
 };

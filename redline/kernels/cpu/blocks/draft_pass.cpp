@@ -76,7 +76,8 @@ void pass(const DraftPassCall& call, Scratch& s) {
                     .T = R, .N = w.D, .K = (int)values, .rounded = rounds(kv_type)});
     redline_add_norm({.residual = residual, .partial = part, .w = w.mlp_norm, .y = x, .eps = w.eps, .T = R, .D = w.D});
     redline_moe({.x = x, .ids = nullptr, .weights = nullptr,
-                 .gate_up = nullptr, .gate_up_scales = nullptr, .down = nullptr, .down_scales = nullptr,
+                 .gate_up = nullptr, .gate_up_scales = nullptr, .gate_up_wholes = nullptr,
+                 .down = nullptr, .down_scales = nullptr, .down_wholes = nullptr,
                  .shared_gate_up = w.gate_up, .shared_down = w.down, .y = part,
                  .T = R, .D = w.D, .E = 0, .k = 0, .I = 0, .Is = w.I, .rounded = rounds(kv_type)});
     redline_add_norm({.residual = residual, .partial = part, .w = w.norm, .y = normed, .eps = w.eps, .T = R, .D = w.D});

@@ -14,7 +14,7 @@
 #include "vec.h"
 
 constexpr int PANEL = 32;
-constexpr int GROUP = 32;  // inputs under one scale; every K is a multiple
+constexpr int STEP = 32;  // inputs: every K is a multiple
 
 #if defined(__AVX512BF16__)
 #define REDLINE_BF16_PAIRS 1
@@ -39,8 +39,11 @@ struct Lanes2 {
 typedef uint32_t lanes_u32 __attribute__((vector_size(sizeof(lanes))));
 constexpr int REGISTERS_OF_PANEL = PANEL / LANES;
 
+// A panel's GROUP: inputs under one scale, where it has scales.
+
 // One panel of bf16 weights: [K / 2][32][2].
 struct Bf16Panel {
+    static constexpr int GROUP = STEP;
     const bf16* data;
     const bf16* at(int k) const { return data + (int64_t)k * PANEL; }
     Nothing scale(int) const { return {}; }
@@ -57,6 +60,7 @@ struct Bf16Panel {
 
 // One panel of float32 values: [K][32] (keys and values while prefilling).
 struct F32Panel {
+    static constexpr int GROUP = STEP;
     const float* data;
     Nothing scale(int) const { return {}; }
     Inputs2 two(int k, Nothing) const {
@@ -73,6 +77,10 @@ struct F32Panel {
 // One panel of INT4: codes [K / 4][32 half-words of four codes], half-word 2 o + i: inputs i and 2 + i of outputs o and
 // 16 + o, lowest first (o, i), (16 + o, i), (o, 2 + i), (16 + o, 2 + i); scales bf16 [K / 32][32].
 struct Int4Panel {
+    static constexpr int GROUP = 32;
+    // By code, as bf16.
+    static constexpr uint16_t VALUES[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+                                            0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
     const uint8_t* codes;
     const bf16* scales;
     const uint8_t* at(int k) const { return codes + (int64_t)k * (PANEL / 2); }
@@ -98,6 +106,63 @@ struct Int4Panel {
     }
 };
 
+// e2m1: what codes of four bits stand for; higher bits are not looked at.
+inline f32x16 e2m1(u32x16 code) {
+    const f32x16 values = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                           -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+    return __builtin_shuffle(values, code);  // which takes an index modulo 16
+}
+
+#if defined(__AVX512F__)
+constexpr float E2M1_UNIT = 1.0f;  // what the next function's results are multiples of
+inline lanes e2m1_lanes(lanes_u32 code) { return e2m1(code); }
+#elif defined(__AVX2__)
+// Twice the number in a signed byte, the highest of a word: one shuffle and one conversion.
+constexpr float E2M1_UNIT = 1.0f / (1 << 25);
+inline f32x8 e2m1_lanes(lanes_u32 code) {
+    const __m256i doubled = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
+    __m256i index = _mm256_and_si256(_mm256_slli_epi32((__m256i)code, 24), _mm256_set1_epi32(0x0f000000));
+    return (f32x8)_mm256_cvtepi32_ps(_mm256_shuffle_epi8(doubled, index));
+}
+#else
+constexpr float E2M1_UNIT = 0.5f;
+inline lanes e2m1_lanes(lanes_u32 code) {
+    typedef int32_t lanes_i32 __attribute__((vector_size(sizeof(lanes))));
+    lanes_u32 size = code & 7u, doubled = size < 4u ? size : (2u + (size & 1u)) << ((size >> 1) - 1u);
+    lanes value = __builtin_convertvector((lanes_i32)doubled, lanes);
+    return (code & 8u) == 0u ? value : -value;
+}
+#endif
+
+// One panel of NVFP4: codes as INT4's; scales e4m3 [K / 16][32], and one of the whole matrix.
+struct Nvfp4Panel {
+    static constexpr int GROUP = 16;
+    // By code, as bf16.
+    static constexpr uint16_t VALUES[16] = {0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+                                            0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    const uint8_t* codes;
+    const e4m3* scales;
+    float whole;
+    const uint8_t* at(int k) const { return codes + (int64_t)k * (PANEL / 2); }
+    Pair scale(int k) const {
+        u16x32 bits = widen_to_bf16(scales + (int64_t)k / GROUP * PANEL);
+        Pair s = widen32((const bf16*)&bits);
+        return {s.a * whole, s.b * whole};
+    }
+    Inputs2 two(int k, const Pair& s) const {
+        u32x16 u = load<u32x16>(at(k & ~3)) >> (k & 2 ? 8 : 0);
+        return {{e2m1(u) * s.a, e2m1(u >> 4) * s.b}, {e2m1(u >> 16) * s.a, e2m1(u >> 20) * s.b}};
+    }
+    lanes scale_of(int k, int r) const {
+        return widen_lanes(scales + (int64_t)k / GROUP * PANEL + r * LANES) * (whole * E2M1_UNIT);
+    }
+    Lanes2 two_of(int k, int r, lanes s) const {
+        constexpr int HALF = REGISTERS_OF_PANEL / 2;  // registers of the first 16 outputs
+        lanes_u32 u = load<lanes_u32>(at(k & ~3) + 4 * (r % HALF) * LANES) >> ((k & 2 ? 8 : 0) + (r < HALF ? 0 : 4));
+        return {e2m1_lanes(u) * s, e2m1_lanes(u >> 16) * s};
+    }
+};
+
 #if defined(__AVX512F__)
 constexpr int ROWS = 12;  // 24 accumulators of 32 registers
 #else
@@ -107,10 +172,10 @@ constexpr int ROWS = 6;
 // acc[m][p] += M rows by P panels, exact. x is packed: x[k * M + m].
 #if defined(__AVX512F__)
 template <int M, int P, class W> inline void tile(const float* x, const W* w, int K, Pair (&acc)[M][P]) {
-    for (int first = 0; first < K; first += GROUP) {
+    for (int first = 0; first < K; first += W::GROUP) {
         decltype(w[0].scale(0)) scale[P];
         for (int p = 0; p < P; p++) scale[p] = w[p].scale(first);
-        for (int k = first; k < first + GROUP; k += 2, x += 2 * M) {
+        for (int k = first; k < first + W::GROUP; k += 2, x += 2 * M) {
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
                 Inputs2 v = w[p].two(k, scale[p]);
@@ -138,11 +203,11 @@ template <int M, int P, class W> inline void tile(const float* x, const W* w, in
         for (int m = 0; m < M; m++)
             for (int p = 0; p < P; p++) memcpy(sum[m][p], (const float*)&acc[m][p] + part * LANES, sizeof sum[m][p]);
         const float* at = x;
-        for (int first = 0; first < K; first += GROUP) {
+        for (int first = 0; first < K; first += W::GROUP) {
             decltype(w[0].scale_of(0, 0)) scale[P][R];
             for (int p = 0; p < P; p++)
                 for (int r = 0; r < R; r++) scale[p][r] = w[p].scale_of(first, part + r);
-            for (int k = first; k < first + GROUP; k += 2, at += 2 * M) {
+            for (int k = first; k < first + W::GROUP; k += 2, at += 2 * M) {
 #pragma GCC unroll 2
                 for (int p = 0; p < P; p++)
 #pragma GCC unroll 8
@@ -265,21 +330,19 @@ template <int M, int P> inline void tile_pairs(const uint32_t* x, const Bf16Pane
         for (int p = 0; p < P; p++) acc[m][p] = {(f32x16)sum[m][p][0], (f32x16)sum[m][p][1]};
 }
 
-// acc[m][p] = M rows by P panels: sums of a group under one scale, then scaled and added. Outputs of a panel by halves where registers are few.
-template <int M, int P, int HALVES, int FIRST>
-inline void int4_halves(const uint32_t* x, const Int4Panel* w, int K, Pair (&acc)[M][P]) {
-    typedef uint16_t u16x32 __attribute__((vector_size(64)));
-    const u16x32 values = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000,
-                           0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
-                           0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+// acc[m][p] = M rows by P panels of codes: sums of a group under one scale, then scaled and added. Outputs of a panel by
+// halves where registers are few.
+template <int M, int P, int HALVES, int FIRST, class W>
+inline void code_halves(const uint32_t* x, const W* w, int K, Pair (&acc)[M][P]) {
+    const __m512i values = _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i*)W::VALUES));
     f32x16 total[M][P][HALVES] = {};
-    for (int first = 0; first < K; first += GROUP) {
+    for (int first = 0; first < K; first += W::GROUP) {
         __m512 sum[M][P][HALVES];
         for (int m = 0; m < M; m++)
             for (int p = 0; p < P; p++)
                 for (int h = 0; h < HALVES; h++) sum[m][p][h] = _mm512_setzero_ps();
 #pragma GCC unroll 2
-        for (int k = first; k < first + GROUP; k += 4, x += 2 * STRIDE<M>) {
+        for (int k = first; k < first + W::GROUP; k += 4, x += 2 * STRIDE<M>) {
 #pragma GCC unroll 4
             for (int p = 0; p < P; p++) {
                 u16x32 codes = load<u16x32>(w[p].at(k));
@@ -289,7 +352,7 @@ inline void int4_halves(const uint32_t* x, const Int4Panel* w, int K, Pair (&acc
                     for (int h = 0; h < HALVES; h++) {
                         // permutexvar reads the low five bits of an index; the values stand there twice.
                         __m512i index = (__m512i)(codes >> (8 * pair + 4 * (FIRST + h)));
-                        __m512i v = _mm512_permutexvar_epi16(index, (__m512i)values);
+                        __m512i v = _mm512_permutexvar_epi16(index, values);
 #pragma GCC unroll 12
                         for (int m = 0; m < M; m++)
                             sum[m][p][h] = multiply_pairs(sum[m][p][h], v, x[pair * STRIDE<M> + m]);
@@ -308,12 +371,12 @@ inline void int4_halves(const uint32_t* x, const Int4Panel* w, int K, Pair (&acc
             for (int h = 0; h < HALVES; h++) (FIRST + h ? acc[m][p].b : acc[m][p].a) = total[m][p][h];
 }
 
-template <int M, int P> inline void tile_pairs(const uint32_t* x, const Int4Panel* w, int K, Pair (&acc)[M][P]) {
+template <int M, int P, class W> inline void tile_pairs(const uint32_t* x, const W* w, int K, Pair (&acc)[M][P]) {
     if constexpr (4 * M * P <= 24) {
-        int4_halves<M, P, 2, 0>(x, w, K, acc);
+        code_halves<M, P, 2, 0>(x, w, K, acc);
     } else {
-        int4_halves<M, P, 1, 0>(x, w, K, acc);
-        int4_halves<M, P, 1, 1>(x, w, K, acc);
+        code_halves<M, P, 1, 0>(x, w, K, acc);
+        code_halves<M, P, 1, 1>(x, w, K, acc);
     }
 }
 

@@ -37,16 +37,19 @@ struct RouteExpertsCall {
     float scale;
 };
 
-// Codes of INT4 weights have scales; bf16 weights have none (null). k = 0: the shared expert alone, and what belongs to
+// Codes have scales: bf16 of INT4; e4m3 of NVFP4, which also has one float32 for each panel (wholes). What a format does not
+// have is null. k = 0: the shared expert alone, and what belongs to
 // the routed ones may be null.
 struct MoeCall {
     const float* x;        // [T, D]
     const int32_t* ids;    // [T, k]
     const float* weights;  // [T, k]
     const void* gate_up;   // [E][2 I / 32] panels over D, gate first
-    const bf16* gate_up_scales;
-    const void* down;  // [E][D / 32] panels over I
-    const bf16* down_scales;
+    const void* gate_up_scales;
+    const float* gate_up_wholes;  // [E][2 I / 32]
+    const void* down;             // [E][D / 32] panels over I
+    const void* down_scales;
+    const float* down_wholes;  // [E][D / 32]
     const bf16* shared_gate_up;  // [2 Is / 32] panels over D
     const bf16* shared_down;     // [D / 32] panels over Is
     float* y;                    // [T, D]

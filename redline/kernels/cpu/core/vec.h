@@ -206,6 +206,19 @@ inline u16x32 widen_to_bf16(const e4m3* p) {
 #endif
 }
 
+// As many values as one register holds floats, exact; NaN becomes 480.
+inline lanes widen_lanes(const e4m3* p) {
+#if defined(__F16C__) && defined(__AVX2__) && !defined(__AVX512F__)
+    __m128i x = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));  // the sign in all higher bits
+    __m128i bits = _mm_or_si128(_mm_and_si128(x, _mm_set1_epi16((short)0x8000)), _mm_and_si128(_mm_slli_epi16(x, 7), _mm_set1_epi16(0x3f80)));
+    return (lanes)_mm256_cvtph_ps(bits) * 256.0f;  // an f16 of these bits is the number times 2^-8
+#else
+    lanes v;
+    for (int i = 0; i < LANES; i++) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
+
 // Whether any of n values, a multiple of 32, is NaN: vectors of e4m3 lose it as they widen.
 inline bool has_nan(const e4m3* p, int n) {
     typedef uint8_t u8x32 __attribute__((vector_size(32)));
