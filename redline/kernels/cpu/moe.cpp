@@ -19,13 +19,13 @@ struct Projection {
         auto codes = [this, first](int n) { return (const uint8_t*)data + (first + n) * K * (PANEL / 2); };
         auto scale = [this, first](int n, int group) { return (first + n) * (K / group) * PANEL; };
         if (wholes)
-            f([=](int n) {
+            f([&](int n) {
                 return Nvfp4Panel{codes(n), (const e4m3*)scales + scale(n, Nvfp4Panel::GROUP), wholes[first + n]};
             });
         else if (scales)
-            f([=](int n) { return Int4Panel{codes(n), (const bf16*)scales + scale(n, Int4Panel::GROUP)}; });
+            f([&](int n) { return Int4Panel{codes(n), (const bf16*)scales + scale(n, Int4Panel::GROUP)}; });
         else
-            f([=](int n) { return Bf16Panel{(const bf16*)data + (first + n) * K * PANEL}; });
+            f([&](int n) { return Bf16Panel{(const bf16*)data + (first + n) * K * PANEL}; });
     }
 };
 
