@@ -11,7 +11,7 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators test-browser check tests docs format clean
+.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
 	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
 	@echo "make test-browser  the page in a real Chromium at a served nano (wants chromium: apt-get install chromium)"
+	@echo "make test-ray  workers that Ray places on the two nodes of a cluster on loopback (installs it: 70 MB to download, once)"
 	@echo "make check    everything but the tests"
 	@echo "make docs     the documentation as a site, in site/index.html (installs MkDocs: a minute, once)"
 	@echo "make format   write the format, mend what the linter can"
@@ -64,6 +65,9 @@ test-browser: .venv/.browser
 	  { echo "make test-browser wants chromium on the PATH: apt-get install chromium" >&2; exit 1; }
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_browser -v -rP
 
+test-ray: .venv/.ray
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_ray -v -rP
+
 docs: .venv/.docs
 	.venv/bin/mkdocs build --strict
 
@@ -101,6 +105,11 @@ clean:
 .venv/.nixl: pyproject.toml | .venv/.test
 	@echo "installing NIXL (140 MB, once)"
 	@$(PIP) --editable '.[nixl]'
+	@touch $@
+
+.venv/.ray: pyproject.toml | .venv/.test
+	@echo "installing Ray (70 MB, once)"
+	@$(PIP) --editable '.[ray]'
 	@touch $@
 
 # axe-core, in the one file that audits a page; what it is packed with is not wanted.

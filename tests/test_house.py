@@ -52,6 +52,8 @@ FLAGS = {
     "config": OF_A_DEPLOYMENT,
     "chat": "--url --model --instant --temperature --system --key --history",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
+    "manifests": "--image --kind --name --claim --secret",
+    "agent": "--join --key-file --name --listen",
     "explain": "--url --key",
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
@@ -116,12 +118,13 @@ KEYS = """
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
     handoff.transport
+    cluster.listen cluster.key_file cluster.kind
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device engine.ranks engine.random_weights
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
     engine.speculation.head_bits
-    workers.role workers.count workers.name workers.devices workers.cores
+    workers.role workers.count workers.name workers.devices workers.cores workers.at workers.weights workers.drafter
 """
 
 
@@ -294,8 +297,8 @@ RUN_TIME = {
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
     "llguidance": "llguidance",
 }  # fmt: skip
-# Plots, foreign vocabularies, training and RDMA (`bench`, `draft`, `train`, `nixl`); the peer of `bench.peers`, which
-# `test` brings.
+# Plots, foreign vocabularies, training, RDMA, YAML and Ray (`bench`, `draft`, `train`, `nixl`, `manifests`, `ray`); the
+# peer of `bench.peers`, which `test` brings.
 EXTRAS = {
     "matplotlib",
     "tokenizers",
@@ -304,6 +307,8 @@ EXTRAS = {
     "transformers",
     "compressed_tensors",
     "nixl",
+    "yaml",
+    "ray",
     "huggingface_hub",
 }
 TRITON = (

@@ -68,6 +68,7 @@ class _Admin:
                         "role": link.role,
                         "epoch": link.epoch,
                         "pid": link.pid,
+                        "at": link.at,
                         "ready": link.ready is not None,
                         "lost": link.lost,
                         "lost_before": link.before,

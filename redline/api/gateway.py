@@ -157,12 +157,15 @@ class Gateway:
 
     # -- from the workers
 
-    def join(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "") -> Link:
+    def join(
+        self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
+    ) -> Link:
         """A worker has been started, and will be heard of: `take` its messages. Jobs go to it through `outbox`.
 
-        inbox: the address that it reads, for other workers. Raises AssertionError where its last start is not lost.
+        inbox: the address that it reads, for other workers. at: the machine that it runs on, where that is another.
+        Raises AssertionError where its last start is not lost.
         """
-        link = Link(name, outbox, role, epoch, inbox)
+        link = Link(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
         self.metrics.joined(name)
         return link

@@ -12,7 +12,7 @@ import typer
 
 from redline.cli import bench
 from redline.cli.console import plain_console
-from redline.cli.deploy import serve, show_config
+from redline.cli.deploy import manifests, serve, show_config
 from redline.cli.draft import app as draft
 from redline.cli.options import Folder
 from redline.cli.quantize import audit, quantize
@@ -56,6 +56,7 @@ app.command()(audit)
 
 app.command()(serve)
 app.command(name="config")(show_config)
+app.command()(manifests)
 
 
 @app.command()
@@ -90,6 +91,24 @@ def chat(
 def _questions() -> Path:
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "redline" / "questions"
+
+
+@app.command()
+def agent(
+    join: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="The server: its `cluster.listen`.")],
+    key_file: Annotated[Path, typer.Option(help="The secret that the deployment's machines share.")],
+    name: Annotated[
+        str | None, typer.Option(help="Of this machine, as `at` in [[workers]]. Absent: its host name.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Where this machine is reached. Absent: its address towards HOST."),
+    ] = None,
+) -> None:
+    """Run a deployment's workers on this machine, as its server orders, until told to leave (SIGTERM, Ctrl-C)."""
+    from redline.fleet.agent import AgentConfig, check_name, run_agent, this_host
+
+    raise typer.Exit(run_agent(AgentConfig(join, key_file, check_name(name or this_host()), listen)))
 
 
 @app.command()

@@ -201,3 +201,24 @@ def _config(source: Path, flags: dict[str, Any]) -> int:
 
 
 serve, show_config = _verb(_serve), _verb(_config)
+
+
+def manifests(
+    source: Annotated[Path, typer.Argument(metavar="deployment.toml", help="A deployment.")],
+    image: Annotated[str, typer.Option(help="The container's image, with Redline's version as its tag.")],
+    kind: Annotated[
+        str, typer.Option(metavar="leaderworkerset|kuberay", help="Who keeps the workers' pods.")
+    ] = "leaderworkerset",
+    name: Annotated[str, typer.Option(help="What the manifests call themselves.")] = "redline",
+    claim: Annotated[
+        str, typer.Option(help="A PersistentVolumeClaim with the folders of the weights and the drafter.")
+    ] = "redline-weights",
+    secret: Annotated[
+        str, typer.Option(help="A Secret with cluster.key, and each file of keys that the deployment names.")
+    ] = "redline",
+) -> None:
+    """Kubernetes manifests of a deployment, for `kubectl apply`: a server, and pods whose agents join it."""
+    from redline.fleet.manifests import Around, as_yaml, rendered
+
+    config = deployment.read(source, {})
+    print(as_yaml(rendered(config, kind, Around(image, name, claim, secret))), end="")

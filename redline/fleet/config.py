@@ -44,15 +44,23 @@ head_bits = 8                          # how its head is kept; 16 where nothing 
 [handoff]
 transport = "nixl"                     # how prompts travel from worker to worker; "shared" where nothing is said
 
+[cluster]                              # other machines; absent: all workers are on this one
+listen = "10.0.0.1:7600"               # where `redline agent` joins: the address by which machines reach this one
+key_file = "cluster.key"               # a secret that all of them share
+
 [[workers]]                            # once for each kind; absent: one worker that does everything
 role = "prefill"                       # computes prompts for others; "decode" answers; "both"
 count = 1
 devices = [0, 1]                       # GPUs, shared out among them; absent: all that are visible
 cores = [0]                            # of the CPU, each may use all of these; absent: all
 engine = { step_tokens = 4096 }        # what differs from [engine]
+at = "gpu-1"                           # the machine, as its agent calls it; absent: this one
+weights = "/srv/kimi-k2.6"             # the checkpoint's folder on that machine; absent: at the same path as here
+drafter = "/srv/kimi-k2.6-eagle3"      # the drafter's folder there; absent: likewise
 """
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -65,6 +73,7 @@ from msgspec import Meta
 from redline.api.access import is_loopback
 from redline.api.config import Count, KeyLimits, Limits
 from redline.errors import ConfigError
+from redline.fleet.cluster import check_listen
 from redline.plan.planner import MOST_STEP_TOKENS
 from redline.transport.choice import TransportName, check_installed
 from redline.tune.synthetic import read_acceptance
@@ -107,7 +116,17 @@ class Handoff(Record, frozen=True):
     transport: TransportName = "shared"  # memory that processes of a host share; "nixl": over NIXL, host memory
 
 
-_TABLES: dict[str, type[Record]] = {"per_key": KeyLimits, "requests": Requests, "handoff": Handoff}
+class Cluster(Record, frozen=True):
+    """Machines beside the one that serves."""
+
+    listen: str  # ADDRESS:PORT, where their agents join; the address is that by which they reach this machine
+    key_file: str  # the secret that all machines share, at the same path on each where Ray starts the agents
+    kind: Literal["agents", "ray"] = "agents"  # who starts the agents: an operator, or Ray, for each worker one
+
+
+_TABLES: dict[str, type[Record]] = {
+    "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "cluster": Cluster,
+}  # fmt: skip
 
 
 class Workers(Record, frozen=True):
@@ -119,6 +138,9 @@ class Workers(Record, frozen=True):
     devices: tuple[int, ...] = ()  # GPUs, shared out among `count` workers; none: all that are visible
     cores: tuple[int, ...] = ()  # of the CPU, that each may run on; none: all
     engine: EngineConfig = EngineConfig()  # what [engine] says, and over it the kind's own keys
+    at: str | None = None  # the machine, as its agent calls it; None: this one
+    weights: str | None = None  # on that machine; None: at the same path as here
+    drafter: str | None = None  # likewise
 
 
 class Place(NamedTuple):
@@ -131,6 +153,8 @@ class Place(NamedTuple):
     cores: tuple[int, ...] = ()
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
     tells_cache: bool = False  # for whoever chooses among several workers
+    at: str | None = None  # the machine, where that is another
+    weights: str | None = None  # where the checkpoint is there
 
 
 class ServeConfig(Record, frozen=True):
@@ -156,6 +180,7 @@ class ServeConfig(Record, frozen=True):
     per_key: KeyLimits = KeyLimits()
     requests: Requests = Requests()
     handoff: Handoff = Handoff()
+    cluster: Cluster | None = None  # None: all workers are on this machine
     engine: EngineConfig = EngineConfig()
     # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
     # that has ended is not started again.
@@ -165,8 +190,9 @@ class ServeConfig(Record, frozen=True):
     @property
     def places(self) -> tuple[Place, ...]:
         """Every worker of the deployment."""
+        by_ray = self.cluster is not None and self.cluster.kind == "ray"
         if not self.workers:
-            return (Place("worker", "both", self.engine),)
+            return (_elsewhere(Place("worker", "both", self.engine), "worker" if by_ray else None, self.weights),)
         found: list[Place] = []
         transport = self.handoff.transport if any(kind.role == "prefill" for kind in self.workers) else None
         for kind in self.workers:
@@ -174,13 +200,26 @@ class ServeConfig(Record, frozen=True):
             for number in range(kind.count):
                 own = name if kind.count == 1 else f"{name}-{number}"
                 devices = kind.devices[number * each : (number + 1) * each]
-                found.append(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
+                place = Place(own, kind.role, kind.engine, devices, kind.cores, transport)
+                at = own if by_ray else kind.at
+                found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
         return tuple(place._replace(tells_cache=len(found) > 1) for place in found)
 
     @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model; answers carry the first."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
+
+
+def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None = None) -> Place:
+    """A place on another machine, whose paths are that machine's; as it is where `at` is None."""
+    if at is None:
+        return place
+    drafts = place.engine.speculation
+    if isinstance(drafts, Learned):
+        drafts = msgspec.structs.replace(drafts, drafter=os.path.abspath(drafter or drafts.drafter))
+    engine = msgspec.structs.replace(place.engine, speculation=drafts)
+    return place._replace(at=at, weights=os.path.abspath(weights), engine=engine)
 
 
 def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
@@ -203,6 +242,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         _check_keys(values, source)
         _resolve(values, ("weights", *_FILES), source.parent)
         _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
+        _resolve(_table(values, "cluster"), ("key_file",), source.parent)
     else:
         raise ConfigError(f"{source}: no such folder or file; {_instead(source)}")
     for key, value in flags.items():
@@ -249,8 +289,10 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     for number, kind in enumerate(config.workers):
         _check_engine(kind.engine, f"{source}: workers[{number}].engine")
     _check_workers(config, source)
+    _check_machines(config, source)
     try:
-        check_installed(config.handoff.transport)
+        if any(place.at is None for place in config.places):
+            check_installed(config.handoff.transport)
     except ConfigError as error:
         raise ConfigError(f"{source}: handoff.transport: {error}") from None
     tokens = config.engine.draft_tokens
@@ -342,6 +384,38 @@ def _check_workers(config: ServeConfig, source: Path) -> None:
         raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
     if all(place.role == "prefill" for place in config.places):
         raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; none would answer: add one with "decode"')
+
+
+def _check_machines(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError for workers on machines that could not be reached, or not hand prompts to one another."""
+    if config.cluster is not None:
+        check_listen(config.cluster.listen, f"{source}: cluster.listen")
+    by_ray = config.cluster is not None and config.cluster.kind == "ray"
+    for number, kind in enumerate(config.workers):
+        place = f"{source}: workers[{number}]"
+        if kind.at is not None and config.cluster is None:
+            raise ConfigError(f"{place}.at is {kind.at}; set [cluster] listen and key_file, for that machine to join")
+        if kind.at is not None and by_ray:
+            raise ConfigError(f'{place}.at is {kind.at}, and cluster.kind is "ray", which chooses the machine itself')
+        if kind.at is not None and not re.fullmatch(r"[A-Za-z0-9._-]{1,63}", kind.at):
+            raise ConfigError(f"{place}.at is {kind.at!r}; expected 1 to 63 letters, digits, ., - or _")
+        if kind.devices and by_ray:
+            raise ConfigError(f'{place}.devices is set, and cluster.kind is "ray", which chooses GPUs by engine.ranks')
+        for key in ("weights", "drafter"):
+            path: str | None = getattr(kind, key)
+            if path is not None and kind.at is None and not by_ray:
+                raise ConfigError(f"{place}.{key} is a path on another machine; set at, or leave it out")
+            if path is not None and not os.path.isabs(path):
+                raise ConfigError(f"{place}.{key} is {path}; expected a whole path on that machine, from / on")
+    machines = {place.at: place.name for place in config.places if place.transport == "shared"}
+    if len(machines) > 1:
+        where = ", ".join(f"{name} is {f'at {at}' if at else 'here'}" for at, name in machines.items())
+        raise ConfigError(
+            f'{source}: handoff.transport is "shared", the memory of one machine, and {where}: set '
+            'handoff.transport = "nixl"'
+        )
+    if config.cluster is not None and all(place.at is None for place in config.places):
+        raise ConfigError(f"{source}: [cluster] is for workers on other machines, and no [[workers]] has `at`")
 
 
 def _instead(source: Path) -> str:

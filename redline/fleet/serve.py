@@ -46,7 +46,9 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig
 from redline.fleet.lines import lines_on_stderr
-from redline.fleet.supervisor import STOP_SIGNALS, Supervisor
+from redline.fleet.machines import Machines, open_machines
+from redline.fleet.process import STOP_SIGNALS
+from redline.fleet.supervisor import Supervisor
 from redline.wire.news import Ready
 from redline.worker.config import SUFFIX, DraftConfig, Learned
 
@@ -72,7 +74,7 @@ def serve(config: ServeConfig, console: Console) -> int:
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
     speculation = config.engine.speculation
-    if speculation is not None:
+    if speculation is not None and any(place.at is None for place in config.places):
         _check_drafting(speculation)
     check_origins(config.cors_origins)
     if config.keys_file is not None:
@@ -239,7 +241,8 @@ async def _serve(config: ServeConfig, folder: Path, doors: _Doors, console: Cons
             asyncio.get_running_loop().add_signal_handler(number, handler)
     try:
         with _sockets() as sockets:
-            return await _serve_through(sockets, config, folder, doors, signals, console)
+            async with open_machines(config) as machines:
+                return await _serve_through(sockets, machines, config, folder, doors, signals, console)
     finally:
         # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -260,6 +263,7 @@ def _sockets() -> Generator[Path]:
 
 async def _serve_through(
     sockets: Path,
+    machines: Machines | None,
     config: ServeConfig,
     folder: Path,
     doors: _Doors,
@@ -287,7 +291,7 @@ async def _serve_through(
     if edge.keyring is not None:
         signals.reload = edge.reload
     gateway = Gateway(tokenizer, style, Metrics(config.names[0]), api.limits, resume_s=config.resume_s)
-    supervisor = Supervisor(config, gateway, sockets)
+    supervisor = Supervisor(config, gateway, sockets, machines)
     tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
     app = create_app(gateway, api, edge)
     server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))

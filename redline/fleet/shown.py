@@ -31,6 +31,7 @@ ABSENT = {
     "requests.default_max_tokens": "what the context holds",
     "requests.most_max_tokens": "what the context holds",
     "requests.timeout_s": "no limit",
+    "cluster": "all workers are on this machine",
     "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB",
     "engine.max_model_len": "what fits",
     "engine.step_tokens": "512, on a GPU 2048",
@@ -42,10 +43,13 @@ ABSENT = {
     "workers.name": "its role",
     "workers.devices": "all that are visible",
     "workers.cores": "all",
+    "workers.at": "this one",
+    "workers.weights": "at the same path as here",
+    "workers.drafter": "at the same path as here",
 }
 PATHS = {
     "weights", "keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key",
-    "engine.speculation.drafter", "engine.speculation.trace",
+    "cluster.key_file", "engine.speculation.drafter", "engine.speculation.trace",
 }  # fmt: skip
 COLUMN = 48  # where the remarks begin
 
@@ -67,7 +71,7 @@ def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
 
     lines = [f"# What is in force for {source}, key by key, and who said so. `redline doctor FOLDER` says what fits."]
     tables: list[tuple[str, msgspec.Struct | None]] = [("", config)]
-    tables += [(name, getattr(config, name)) for name in ("per_key", "requests", "handoff", "engine")]
+    tables += [(name, getattr(config, name)) for name in ("per_key", "requests", "handoff", "cluster", "engine")]
     tables.append(("engine.speculation", config.engine.speculation))
     for table, record in tables:
         if record is None:
@@ -80,12 +84,39 @@ def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def as_file(config: ServeConfig) -> str:
+    """The shortest TOML that `read` reads as the same deployment: what differs from the defaults. Text that is empty
+    is left out, for a flag to say."""
+    lines: list[str] = []
+    tables: list[tuple[str, msgspec.Struct | None]] = [("", config)]
+    tables += [(name, getattr(config, name)) for name in ("per_key", "requests", "handoff", "cluster", "engine")]
+    tables.append(("engine.speculation", config.engine.speculation))
+    for table, record in tables:
+        own = [] if record is None else list(_own(record))
+        if own:
+            lines += ["", f"[{table}]", *own] if table else own
+    for kind in config.workers:
+        lines += ["", "[[workers]]", *_own(kind), *filter(None, [_engine(kind, config.engine)])]
+    return "\n".join(lines) + "\n"
+
+
+def _own(record: msgspec.Struct) -> Iterator[str]:
+    """The lines of what differs from a record's defaults; tables inside it are their own."""
+    if record.__struct_config__.tag is not None:
+        yield f"{record.__struct_config__.tag_field} = {_value(record.__struct_config__.tag)}"
+    for field in msgspec.structs.fields(type(record)):
+        value = getattr(record, field.name)
+        inner = isinstance(value, msgspec.Struct) or field.name == "workers"
+        if not inner and value not in (None, "", field.default):
+            yield f"{field.encode_name} = {_value(value)}"
+
+
 def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Iterator[str]:
     tag = record.__struct_config__.tag
     fields = [] if tag is None else [(record.__struct_config__.tag_field or "", tag)]
     for name, value in [*fields, *((name, getattr(record, name)) for name in record.__struct_fields__)]:
         key = f"{table}.{name}".lstrip(".")
-        if isinstance(value, msgspec.Struct) or key in ("workers", "engine.speculation"):
+        if isinstance(value, msgspec.Struct) or key in ("workers", "cluster", "engine.speculation"):
             continue  # a table of its own
         if value is None or value == ():
             yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[key]}"
@@ -99,15 +130,19 @@ def _worker(kind: Workers, engine: EngineConfig, place: str) -> Iterator[str]:
     for name in kind.__struct_fields__:
         value = getattr(kind, name)
         if name == "engine":
-            own = {key: getattr(value, key) for key in EngineConfig.__struct_fields__}
-            own = {key: of for key, of in own.items() if of != getattr(engine, key) and of is not None}
-            if own:
-                inner = ", ".join(f"{key} = {_value(of)}" for key, of in own.items())
-                yield f"engine = {{ {inner} }}".ljust(COLUMN - 1) + f" # {place}"
+            if own := _engine(kind, engine):
+                yield own.ljust(COLUMN - 1) + f" # {place}"
         elif value is None or value == ():
             yield f"# {name} =".ljust(COLUMN) + f"# default: {ABSENT[f'workers.{name}']}"
         else:
             yield f"{name} = {_value(value)}".ljust(COLUMN - 1) + f" # {place}"
+
+
+def _engine(kind: Workers, engine: EngineConfig) -> str:
+    """The line of what differs from [engine]; empty where nothing does."""
+    own = {key: getattr(kind.engine, key) for key in EngineConfig.__struct_fields__}
+    own = {key: of for key, of in own.items() if of != getattr(engine, key) and of is not None}
+    return f"engine = {{ {', '.join(f'{key} = {_value(of)}' for key, of in own.items())} }}" if own else ""
 
 
 def _value(value: Any) -> str:

@@ -7,15 +7,10 @@ next one has ended too (`Link.before`).
 
 import asyncio
 import logging
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import tempfile
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,12 +19,15 @@ import msgspec
 from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
+from redline.fleet.machines import Machines
+from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
 from redline.route.links import Link
 from redline.wire.channel import IPC, AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.wire.codec import Wire
+from redline.wire.machines import Listening, Order
 from redline.wire.news import Ready, Stop
-from redline.worker.config import AREA_BYTES, WorkerConfig
+from redline.worker.config import WorkerConfig
 
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
 STOP_S = 10.0  # for a worker to abort what runs, prove its pages and leave
 WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
 SILENCE_S = 60  # without a heartbeat, after which a worker is ended: nothing will come of the answers that wait
@@ -37,6 +35,7 @@ AGAIN_S, LONGEST_S = 0.5, 30.0  # before a second start in a row, doubled with e
 WELL_S = 60.0  # of being ready, after which earlier ends do not count
 REPLACED = "it is replaced"  # by itself: why a start has ended that the operator wanted to end
 MOST_ENDS = 5  # of one worker in a row, after which it is given up
+PATIENCE_S = 2.0  # for a machine to join, after which it is said that a worker waits for it
 
 log = logging.getLogger("redline.fleet")
 
@@ -47,6 +46,7 @@ class End(NamedTuple):
     why: str
     ready: bool  # whether it had loaded its model
     seconds: float  # from there on
+    excused: bool = False  # it was asked to, or its machine has gone: nothing follows for the next start
 
     @property
     def well(self) -> bool:
@@ -67,12 +67,14 @@ class Supervised:
         *,
         again: bool,
         drain_s: float,
+        machines: Machines | None = None,
     ) -> None:
         """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again.
 
-        drain_s: for its answers to end, where it is replaced.
+        drain_s: for its answers to end, where it is replaced. machines: beside this one; None: there are none.
         """
         self.place = place
+        self._machines = machines
         self.given_up: str | None = None
         self.ready = asyncio.Event()  # set when it is ready for the first time
         self._weights = weights
@@ -100,7 +102,7 @@ class Supervised:
                 end = End(f"the worker could not be started: {error}", ready=False, seconds=0.0)
             if self._stopping.is_set():
                 return
-            if end.why == REPLACED:
+            if end.excused:
                 continue
             self._in_a_row = 1 if end.well else self._in_a_row + 1
             if not self._again or not self.ready.is_set() or self._in_a_row >= MOST_ENDS:
@@ -123,72 +125,144 @@ class Supervised:
     async def _start(self, epoch: int) -> End:
         """One start, to its end."""
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
-        jobs, deltas = (ipc_address(self._sockets, f"{name}.{kind}") for kind in ("jobs", "deltas"))
-        with AsyncSocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
-            link = self._gateway.join(self.place.name, outbox, self.place.role, epoch, jobs)
+        if not await self._place_is_there():
+            return End("the server is stopping", ready=False, seconds=0.0)
+        jobs, deltas = self._addresses(name)
+        with AsyncSocketInbox(deltas, self._key) as inbox, _Later(self._key) as outbox:
+            if jobs.startswith(IPC):
+                outbox.open(jobs)
+            link = self._gateway.join(self.place.name, outbox, self.place.role, epoch, outbox.address, self.place.at)
             try:
-                process = start_worker(self.place, epoch, self._weights, jobs, deltas, self._parcels)
+                process = self._process(epoch, jobs, inbox.address)
             except OSError as error:
                 self._gateway.lose(link, f"no process can be started: {error}")
                 raise
-            link.pid = process.pid
-            waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")  # its own: the loop's have other work
-            ended = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(waiter, process.wait))
-            following = asyncio.create_task(self._follow(link, inbox))
+            link.pid, ended = process.pid, process.ended
+            following = asyncio.create_task(self._follow(link, inbox, outbox))
             silence = asyncio.create_task(until_silent(link))
             stopping = asyncio.create_task(self._stopping.wait())
+            leaving = asyncio.create_task(process.leaving.wait())
             ready_at: float | None = None
             try:
                 first = asyncio.create_task(_until(lambda: link.ready is not None))
-                await asyncio.wait({ended, following, stopping, first}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({ended, following, stopping, first, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if link.ready is not None:
                     ready_at = clock()
                     self.ready.set()
-                    replacing = asyncio.create_task(self._drained(link))
+                    replacing = asyncio.create_task(self._drained(link, leaving))
                     ends = {ended, following, stopping, silence, replacing}
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     replacing.cancel()
                     if replacing.done() and not replacing.cancelled():
                         self._gateway.lose(link, REPLACED, asked=True)
+                elif leaving.done():
+                    self._gateway.lose(link, REPLACED, asked=True)
                 first.cancel()
                 if ended.done() and not stopping.done():
                     await asyncio.wait({following}, timeout=WORDS_S)  # it may have spoken just before it ended
                 why = self._why(link, process, silence.done(), ready_at is not None)
             finally:
-                for task in (silence, stopping):
+                for task in (silence, stopping, leaving):
                     task.cancel()
-                await self._end(link, process, ended, ready=ready_at is not None)
+                await self._end(link, process, ready=ready_at is not None)
                 following.cancel()
                 await asyncio.wait({following})
                 if not following.cancelled() and (error := following.exception()) is not None:
                     log.error("what %s said could not be taken in", self.place.name, exc_info=error)
-                waiter.shutdown(wait=False)
                 self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
-            return End(why, ready_at is not None, 0.0 if ready_at is None else clock() - ready_at)
+            seconds = 0.0 if ready_at is None else clock() - ready_at
+            return End(why, ready_at is not None, seconds, excused=why == REPLACED or process.gone)
 
-    async def _drained(self, link: Link) -> None:
-        """Returns once it is to be replaced, and its answers have ended or had drain_s seconds to."""
+    async def _place_is_there(self) -> bool:
+        """Returns once its machine has joined; False where it is told to stop before."""
+        if self.place.at is None:
+            return True
+        assert self._machines is not None, "a worker on another machine, and no place for that to join"
+        joined = asyncio.create_task(self._machines.joined(self.place.at))
+        stopping = asyncio.create_task(self._stopping.wait())
+        if not (await asyncio.wait({joined}, timeout=PATIENCE_S))[0]:
+            log.warning("%s waits for %s to join at %s", self.place.name, self.place.at, self._machines.address)
+        await asyncio.wait({joined, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (joined, stopping):
+            task.cancel()
+        return not self._stopping.is_set()
+
+    @property
+    def _key(self) -> bytes | None:
+        return None if self._machines is None else self._machines.key.encode()
+
+    def _addresses(self, name: str) -> tuple[str, str]:
+        """Where it reads its jobs, and where its words are read. Files of this machine; or, where another has to reach
+        them, any free port of the address by which machines reach one another."""
+        port = "" if self._machines is None else f"tcp://{self._machines.host}:*"
+        jobs = ipc_address(self._sockets, f"{name}.jobs")
+        deltas = ipc_address(self._sockets, f"{name}.deltas")
+        if self._machines is None:
+            return jobs, deltas
+        if self.place.at is not None:
+            return port, port
+        return (jobs if self.place.transport is None else port), deltas
+
+    def _process(self, epoch: int, jobs: str, deltas: str) -> Process:
+        """Its process, here or where its place is. Raises OSError."""
+        place = self.place
+        told = WorkerConfig(
+            weights=place.weights or self._weights,
+            engine=place.engine,
+            inbox=jobs,
+            outbox=deltas,
+            name=place.name,
+            epoch=epoch,
+            role=place.role,
+            cores=place.cores,
+            transport=place.transport,
+            tells_cache=place.tells_cache,
+        )
+        if place.at is not None and self._machines is not None:  # which has its own address, key and folder
+            config = msgspec.json.encode(told)
+            return self._machines.start(
+                place.at, Order(name=place.name, epoch=epoch, config=config, devices=place.devices)
+            )
+        told = msgspec.structs.replace(
+            told,
+            parcels=None if self._parcels is None else str(self._parcels),
+            key=None if self._machines is None else self._machines.key,
+        )
+        return LocalProcess(start_worker(told, place.devices), self._parcels)
+
+    async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
+        """Returns once it is to be replaced, or its machine leaves, and its answers have ended or had drain_s seconds
+        to."""
         self._replacing.clear()
-        await self._replacing.wait()
+        replacing = asyncio.create_task(self._replacing.wait())
+        try:
+            await asyncio.wait({replacing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            replacing.cancel()
         log.info("%s is replaced", link.name)
         link.draining = True
         until = asyncio.get_running_loop().time() + self._drain_s
         while link.jobs and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
 
-    async def _follow(self, link: Link, inbox: AsyncSocketInbox) -> None:
+    async def _follow(self, link: Link, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
         """Hands on what it says, until it says that it ends."""
         while link.lost is None:
-            self._gateway.take(link, await inbox.get())
+            messages = await inbox.get()
+            if not outbox.address and isinstance(first := messages[0], Listening):
+                outbox.open(first.inbox)
+                link.inbox, messages = first.inbox, messages[1:]
+            self._gateway.take(link, messages)
 
-    def _why(self, link: Link, process: "subprocess.Popen[bytes]", silent: bool, ready: bool) -> str:
+    def _why(self, link: Link, process: Process, silent: bool, ready: bool) -> str:
         if link.lost == REPLACED:
             return REPLACED
         if link.lost is not None:
-            return f"the worker has ended: {link.lost}" if ready else link.lost
-        if process.poll() is not None:
+            at = "" if self.place.at is None else f"{self.place.at}: "
+            return f"the worker has ended: {link.lost}" if ready else f"{at}{link.lost}"
+        if process.ended.done():
             while_loading = "" if ready else " while it was loading the model"
-            why = f"the worker has ended with code {process.returncode}{while_loading}"
+            why = f"the worker has ended{process.ended.result()}{while_loading}"
         elif silent:
             why = f"the worker has not been heard of for {SILENCE_S} s"
         else:
@@ -196,37 +270,73 @@ class Supervised:
         self._gateway.lose(link, why)
         return why
 
-    async def _end(
-        self, link: Link, process: "subprocess.Popen[bytes]", ended: "asyncio.Future[int]", *, ready: bool
-    ) -> None:
+    async def _end(self, link: Link, process: Process, *, ready: bool) -> None:
         """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
         words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
-        if ready and process.poll() is None and not self._gateway.links.is_silent(link):
+        if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
             if self._stopping.is_set() or link.lost == REPLACED:
                 link.outbox.put(Stop())
             with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(ended), STOP_S)
-        if process.poll() is None:
+                await asyncio.wait_for(asyncio.shield(process.ended), STOP_S)
+        if not process.ended.done():
             process.kill()
-        await ended
-        Path(link.inbox.removeprefix(IPC)).unlink(missing_ok=True)  # which it has left there where it was killed
-        if self._parcels is not None:
-            for left in self._parcels.glob(f"parcels-{process.pid}-*"):
-                left.unlink(missing_ok=True)
-        if process.stdin is not None:
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+        await process.ended
+        if link.inbox.startswith(IPC):
+            Path(link.inbox.removeprefix(IPC)).unlink(missing_ok=True)  # which it has left there where it was killed
+        process.close()
+
+
+class _Later:
+    """An outbox whose reader may be found later: a worker chooses its own port. What is put before then waits."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self.address = ""  # of its reader, once it is open
+        self._key = key
+        self._outbox: SocketOutbox | None = None
+        self._waiting: deque[Wire] = deque()
+        self._opened = ExitStack()
+
+    def open(self, address: str) -> None:
+        """Its reader is there. Raises ConfigError."""
+        self.address = address
+        key = self._key if address.startswith("tcp://") else None
+        self._outbox = self._opened.enter_context(SocketOutbox(address, key))
+        while self._waiting:
+            self._outbox.put(self._waiting.popleft())
+
+    def put(self, message: Wire) -> None:
+        """As `Outbox.put`."""
+        if self._outbox is None:
+            self._waiting.append(message)
+        else:
+            self._outbox.put(message)
+
+    def __enter__(self) -> "_Later":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.close()
 
 
 class Supervisor:
     """All workers of a deployment: `start`, then `given_up` while they serve, then `end` and `ended`."""
 
-    def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
+    def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path, machines: Machines | None = None) -> None:
         again, places = config.resume_s > 0, config.places
-        lenders = sum(place.role == "prefill" and place.transport == "shared" for place in places)
-        self._parcels = _folder_for_parcels(lenders) if lenders else None
+        here = [place for place in places if place.at is None]
+        lenders = sum(place.role == "prefill" and place.transport == "shared" for place in here)
+        self._parcels = folder_for_parcels(lenders) if lenders else None
         self.workers = [
-            Supervised(place, config.weights, gateway, sockets, self._parcels, again=again, drain_s=config.drain_s)
+            Supervised(
+                place,
+                config.weights,
+                gateway,
+                sockets,
+                self._parcels,
+                again=again,
+                drain_s=config.drain_s,
+                machines=machines,
+            )
             for place in places
         ]
         self._gateway = gateway
@@ -285,51 +395,6 @@ class Supervisor:
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._parcels is not None:
             shutil.rmtree(self._parcels, ignore_errors=True)
-
-
-def _folder_for_parcels(lenders: int) -> Path:
-    """A folder of mode 0700, in the host's memory where that has room for the parcels of so many workers.
-
-    Raises ConfigError.
-    """
-    memory = Path("/dev/shm")
-    try:
-        room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > lenders * 2 * AREA_BYTES
-        return Path(tempfile.mkdtemp(prefix="redline-", dir=memory if room else None))
-    except OSError as error:
-        raise ConfigError(f"no folder for what workers hand over: {error}; set TMPDIR to one") from None
-
-
-def start_worker(
-    place: Place, epoch: int, weights: str, inbox: str, outbox: str, parcels: Path | None
-) -> "subprocess.Popen[bytes]":
-    """A worker's process, which reads its config from a pipe that ends with this process."""
-    environment = dict(os.environ)
-    if place.devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
-    # Ctrl-C, and a supervisor's SIGTERM, reach the whole group, and a child inherits what is blocked: the worker is not
-    # interrupted even while it imports, before it can say so itself.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE, env=environment)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    told = WorkerConfig(
-        weights=weights,
-        engine=place.engine,
-        inbox=inbox,
-        outbox=outbox,
-        name=place.name,
-        epoch=epoch,
-        role=place.role,
-        cores=place.cores,
-        transport=place.transport,
-        tells_cache=place.tells_cache,
-        parcels=None if parcels is None else str(parcels),
-    )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
-        process.stdin.write(msgspec.json.encode(told) + b"\n")
-        process.stdin.flush()
-    return process
 
 
 async def until_silent(link: Link) -> None:

@@ -32,10 +32,13 @@ class Coming(NamedTuple):
 class Link:
     """One start of one worker. `ready` is None until it can take jobs; `lost` is why it has ended, once it has."""
 
-    def __init__(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "") -> None:
-        """inbox: the address that it reads, for other workers."""
+    def __init__(
+        self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
+    ) -> None:
+        """inbox: the address that it reads, for other workers. at: its machine, where that is another than this."""
         self.name = name
         self.inbox = inbox
+        self.at = at
         self.gone = False  # others have been told that nothing is to be expected of it
         self.role: Role = role
         self.epoch = epoch

@@ -110,6 +110,7 @@ class WorkerConfig(Record, frozen=True):
     tells_cache: bool = False  # what comes into its prefix cache and what leaves it: there are others to choose from
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
     parcels: str | None = None  # of the transport "shared": the folder of the areas that the workers of a host share
+    key: str | None = None  # that the deployment's machines share, for what goes over TCP; None: all are on one
 
 
 class RankConfig(Record, frozen=True):

@@ -6,6 +6,7 @@ process dies, however it dies, the pipe ends and so does the worker.
 
 import contextlib
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -27,6 +28,7 @@ from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.transport.choice import open_transport
 from redline.wire.channel import IPC, SocketInbox, SocketOutbox
+from redline.wire.machines import Listening
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore
@@ -57,7 +59,8 @@ def main() -> int:
         if config.role == "prefill":
             os.nice(PREFILL_NICE)
     threading.Thread(target=_leave_with_parent, args=(config,), name="parent", daemon=True).start()
-    with SocketOutbox(config.outbox) as outbox:
+    key = None if config.key is None else config.key.encode()
+    with SocketOutbox(config.outbox, key) as outbox:
         unsaid = threading.Semaphore()
 
         def say(reason: str, outbox: SocketOutbox = outbox) -> None:
@@ -66,7 +69,7 @@ def main() -> int:
                 outbox.put(Failed(reason=reason))
 
         try:
-            _work(config, outbox, say)
+            _work(config, key, outbox, say)
         except Exception as error:  # the last place: it becomes one line, and the end
             _log.info("the worker ends", exc_info=error)
             say(_reason(error))
@@ -80,25 +83,32 @@ class _Say(Protocol):
     def __call__(self, reason: str, outbox: SocketOutbox = ...) -> None: ...
 
 
-def _work(config: WorkerConfig, outbox: SocketOutbox, say: _Say) -> None:
+def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _Say) -> None:
 
     def lost(reason: str) -> None:
         """Another rank has ended: this one may be deep in a sum with it."""
-        with SocketOutbox(config.outbox) as last_words:
+        with SocketOutbox(config.outbox, key) as last_words:
             say(reason, last_words)
         time.sleep(FLUSH_S)
         os._exit(1)
 
-    with _progress() as progress:
-        engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost)
-    gc.collect()
-    gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
-    pulse = Pulse()
-    with contextlib.ExitStack() as opened, SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
+    with (
+        contextlib.ExitStack() as opened,
+        SocketInbox(config.inbox, key) as inbox,
+        SocketOutbox(config.outbox, key) as beats,
+    ):
+        if not config.inbox.startswith(IPC):  # whichever port was free
+            outbox.put(Listening(inbox=inbox.address))
+        with _progress() as progress:
+            engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost)
+        gc.collect()
+        gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
+        pulse = Pulse()
         exchange, ready = None, engine.ready
         if config.transport is not None:
             transport = open_transport(config.transport, Path(config.parcels) if config.parcels is not None else None)
-            exchange = engine.exchange(transport, lends=config.role == "prefill")
+            connect = functools.partial(SocketOutbox, key=key)
+            exchange = engine.exchange(transport, lends=config.role == "prefill", connect=connect)
             opened.callback(exchange.close)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 

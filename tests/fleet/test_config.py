@@ -383,3 +383,65 @@ def test_how_prompts_are_handed_over_is_one_key_and_reaches_each_worker(
     file.write_text('weights = "w"\n[handoff]\ntransport = "tcp"\n')
     with pytest.raises(ConfigError, match=r"Invalid enum value 'tcp' - at `\$\.handoff\.transport`"):
         read(file, {})
+
+
+# ------------------------------------------------------------------------------------------------ other machines
+
+
+CLUSTER = 'weights = "w"\n[cluster]\nlisten = "10.0.0.1:7600"\nkey_file = "cluster.key"\n'
+
+
+def test_a_worker_at_another_machine_has_that_machines_paths(tmp_path: Path):
+    drafts = '[engine.speculation]\ntype = "learned"\ndrafter = "d"\n'
+    there = (
+        '[[workers]]\nat = "gpu-1"\nweights = "/srv/k2"\ndrafter = "/srv/d"\n[[workers]]\nname = "b"\nat = "gpu-2"\n'
+    )
+    config = read(write(tmp_path, f'{CLUSTER}{drafts}{there}[[workers]]\nname = "c"\n'), {})
+    one, two, here = config.places
+    assert (one.at, one.weights, two.at, two.weights) == ("gpu-1", "/srv/k2", "gpu-2", f"{tmp_path}/w")
+    assert [place.engine.speculation.drafter for place in (one, two, here)] == [  # type: ignore[union-attr]
+        "/srv/d", f"{tmp_path}/d", f"{tmp_path}/d",
+    ]  # fmt: skip
+    assert (here.at, here.weights) == (None, None)
+    assert config.cluster is not None
+    assert config.cluster.key_file == f"{tmp_path}/cluster.key"
+
+
+def test_ray_gives_every_worker_a_machine_of_its_own_name(tmp_path: Path):
+    config = read(write(tmp_path, CLUSTER + 'kind = "ray"\n'), {})
+    assert [(place.name, place.at) for place in config.places] == [("worker", "worker")]
+    config = read(write(tmp_path, CLUSTER + 'kind = "ray"\n[[workers]]\ncount = 2\n'), {})
+    assert [(place.name, place.at) for place in config.places] == [("worker-0", "worker-0"), ("worker-1", "worker-1")]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('weights = "w"\n[[workers]]\nat = "gpu-1"', r"workers\[0\].at is gpu-1; set \[cluster\] listen and key_file"),
+        (CLUSTER, r"\[cluster\] is for workers on other machines, and no \[\[workers\]\] has `at`"),
+        (CLUSTER + '[[workers]]\nat = "a b"', r"workers\[0\].at is 'a b'; expected 1 to 63 letters"),
+        (CLUSTER + '[[workers]]\nat = "a"\nweights = "w"', r"workers\[0\].weights is w; expected a whole path"),
+        (CLUSTER + '[[workers]]\nweights = "/w"', r"workers\[0\].weights is a path on another machine; set at"),
+        (CLUSTER + 'kind = "ray"\n[[workers]]\nat = "a"', r'at is a, and cluster.kind is "ray", which chooses'),
+        (CLUSTER + 'kind = "ray"\n[[workers]]\ndevices = [0]', r'devices is set, and cluster.kind is "ray"'),
+        (CLUSTER.replace("10.0.0.1", "0.0.0.0"), "cluster.listen is at 0.0.0.0, every network of this machine"),
+        (CLUSTER.replace("10.0.0.1", "here"), "cluster.listen is at 'here'; expected the IPv4 address"),
+        (CLUSTER.replace(":7600", ""), "cluster.listen is '10.0.0.1'; expected ADDRESS:PORT"),
+        (CLUSTER.replace("key_file", "keyfile"), "unknown key cluster.keyfile; did you mean cluster.key_file"),
+        (
+            CLUSTER + '[[workers]]\nrole = "prefill"\nat = "gpu-1"\n[[workers]]\nrole = "decode"',
+            'handoff.transport is "shared", the memory of one machine, and prefill is at gpu-1, decode is here: set '
+            'handoff.transport = "nixl"',
+        ),
+    ],
+)
+def test_a_mistake_about_machines_names_its_place(tmp_path: Path, text: str, why: str):
+    with pytest.raises(ConfigError, match=why):
+        read(write(tmp_path, text), {})
+
+
+def test_pools_of_one_other_machine_may_share_its_memory_and_of_two_use_nixl(tmp_path: Path):
+    pools = '[[workers]]\nrole = "prefill"\nat = "a"\n[[workers]]\nrole = "decode"\nat = "%s"'
+    assert {place.transport for place in read(write(tmp_path, CLUSTER + pools % "a"), {}).places} == {"shared"}
+    text = CLUSTER + '[handoff]\ntransport = "nixl"\n' + pools % "b"
+    assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, "which they have to have"

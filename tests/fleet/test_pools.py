@@ -6,7 +6,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ HOWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5
 
 
 @contextmanager
-def served(folder: Path, more: str = "") -> Iterator[Server]:
-    """The two pools. more: of their file."""
+def served(folder: Path, more: str = "", meanwhile: Callable[[Server], object] = lambda _: None) -> Iterator[Server]:
+    """The two pools. more: of their file. meanwhile: what is done before they can be ready."""
     random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
@@ -39,6 +39,7 @@ def served(folder: Path, more: str = "") -> Iterator[Server]:
     )
     server = Server(folder / "pools.toml")
     try:
+        meanwhile(server)
         yield server.until_ready()
     finally:
         server.close()

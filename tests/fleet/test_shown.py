@@ -27,7 +27,19 @@ devices = [0, 1]
 """
 
 
-@pytest.mark.parametrize("text", [WHOLE, POOLS, 'weights = "model"\nserved_model_name = ["q\\"\\\\é"]'])
+MACHINES = """
+weights = "model"
+[cluster]
+listen = "10.0.0.1:7600"
+key_file = "cluster.key"
+[[workers]]
+count = 2
+at = "gpu-1"
+weights = "/srv/model"
+"""
+
+
+@pytest.mark.parametrize("text", [WHOLE, POOLS, MACHINES, 'weights = "model"\nserved_model_name = ["q\\"\\\\é"]'])
 def test_what_is_shown_is_read_as_the_same_deployment(text: str, tmp_path: Path):
     source = write(tmp_path, text)
     config = read(source, {})
@@ -54,7 +66,9 @@ def test_a_file_is_named_where_it_said_so(tmp_path: Path):
 
 
 def test_every_key_that_can_be_absent_says_what_holds_then(tmp_path: Path):
-    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation"}
+    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "cluster"}
     text = as_toml(read(tmp_path, {"engine.speculation": "suffix"}), tmp_path, {})
     shown = {line.strip("# ").partition(" =")[0] for line in text.splitlines()}
-    assert set(ServeConfig.__struct_fields__) - {"per_key", "requests", "handoff", "engine", "workers"} <= shown
+    assert (
+        set(ServeConfig.__struct_fields__) - {"per_key", "requests", "handoff", "engine", "cluster", "workers"} <= shown
+    )

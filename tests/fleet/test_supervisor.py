@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from redline.fleet import supervisor
+from redline.fleet import process, supervisor
 from redline.fleet.config import ServeConfig
 from redline.fleet.supervisor import MOST_ENDS, Supervisor
+from redline.worker.config import WorkerConfig
 from tests.api.world import World, answer
 
 pytestmark = pytest.mark.anyio
@@ -29,8 +30,8 @@ class NoProcess:
     def __init__(self) -> None:
         self.epochs: list[int] = []
 
-    def __call__(self, place: object, epoch: int, *_: Any) -> "subprocess.Popen[bytes]":
-        self.epochs.append(epoch)
+    def __call__(self, config: WorkerConfig, *_: Any) -> "subprocess.Popen[bytes]":
+        self.epochs.append(config.epoch)
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
 
@@ -86,8 +87,8 @@ def test_parcels_are_put_into_the_hosts_memory_only_where_it_has_room_for_them(
         where.append(dir)
         return str(tmp_path / prefix)
 
-    monkeypatch.setattr(supervisor.os, "access", lambda *_: True)
+    monkeypatch.setattr(process.os, "access", lambda *_: True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     monkeypatch.setattr(tempfile, "mkdtemp", made)
-    supervisor._folder_for_parcels(2)
+    process.folder_for_parcels(2)
     assert where == [Path("/dev/shm") if free else None]

@@ -1,0 +1,255 @@
+"""The machines beside the server's own: their agents join here, and start and end workers as they are told.
+
+An agent says once a second that it is there and what runs; the server answers each time with all that is to run. What
+the two have to agree on is looked at anew with every word, so neither has to remember what it has said.
+"""
+
+import asyncio
+import logging
+import secrets
+import struct
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from redline import __version__
+from redline.errors import ConfigError
+from redline.fleet.by_ray import agents_by_ray, check_ray
+from redline.fleet.cluster import read_key
+from redline.fleet.config import ServeConfig
+from redline.wire.channel import AsyncSocketInbox, SocketOutbox
+from redline.wire.codec import Wire
+from redline.wire.machines import SAY_S, Machine, Order, Orders, Refused
+
+# In words of an agent that do not come, of which there is one every SAY_S.
+QUIET = 5  # another agent may take its name; a worker that was to be ended there counts as ended
+GONE = 60  # its workers count as ended
+
+log = logging.getLogger("redline.fleet")
+
+
+class RemoteProcess:
+    """A worker's process on another machine, by what that machine's agent says of it."""
+
+    pid: int | None = None
+
+    def __init__(self, machine: "_Joined", order: Order) -> None:
+        self.order = order
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.gone = False
+        self.leaving = asyncio.Event()
+        self.wanted = True
+        self._machine = machine
+
+    def kill(self) -> None:
+        """Have it ended at once; idempotent."""
+        if self.wanted:
+            self.wanted = False
+            self._machine.say()
+
+    def close(self) -> None:
+        """Its agent takes away what it leaves."""
+
+    def end(self, how: str, *, gone: bool = False) -> None:
+        """It has ended. gone: with its machine."""
+        if not self.ended.done():
+            self.gone = gone
+            self.ended.set_result(how)
+
+
+@dataclass
+class _Joined:
+    """An agent that was taken in."""
+
+    server: str
+    word: Machine  # its newest
+    outbox: SocketOutbox
+    unheard: int = 0  # words that did not come
+    processes: dict[str, RemoteProcess] = field(default_factory=dict)  # the newest start of each worker
+
+    def say(self) -> None:
+        """Tell it what is to run."""
+        wanted = (process.order for process in self.processes.values() if process.wanted)
+        self.outbox.put(Orders(server=self.server, workers=tuple(wanted)))
+
+    def hear(self, word: Machine) -> None:
+        """Take in what it says of its workers."""
+        self.word, self.unheard = word, 0
+        if word.server != self.server:
+            return  # it has not heard yet who we are
+        runs = {(each.name, each.epoch): each for each in word.workers}
+        for name, process in self.processes.items():
+            running = runs.get((name, process.order.epoch))
+            if running is not None and running.ended is not None:
+                process.end(running.ended)
+            elif running is None and not process.wanted:
+                process.end(" as it was told to")
+            if word.leaving:
+                process.leaving.set()
+
+    def lose(self, why: str) -> None:
+        """Nothing of what it ran runs any more, or is heard of."""
+        for process in self.processes.values():
+            process.end(f": {why}", gone=True)
+        self.outbox.close()
+
+
+class Machines:
+    """All agents that have joined. `live` while workers do; a context manager that listens, and then closes."""
+
+    def __init__(self, listen: str, key: str) -> None:
+        """listen: ADDRESS:PORT, where agents join. Raises ConfigError where nothing can listen there."""
+        self.host = listen.rpartition(":")[0]
+        self.key = key
+        self._server = secrets.token_hex(8)
+        self._joined: dict[str, _Joined] = {}
+        self._refused: dict[str, str] = {}  # by its name, the life of the last that was not taken in
+        self._news = asyncio.Event()  # set, and another put in its place, whenever a machine comes or leaves
+        try:
+            self._door = AsyncSocketInbox(f"tcp://{listen}", key.encode())
+        except ConfigError as error:
+            raise ConfigError(f"cluster.listen: {error}") from None
+
+    @property
+    def address(self) -> str:
+        """Where agents join, with the port that was chosen where 0 was asked for."""
+        return self._door.address
+
+    async def live(self) -> None:
+        """Hear agents, and tell them what is to run, until cancelled."""
+        hearing = asyncio.create_task(self._hear())
+        try:
+            while True:
+                await asyncio.sleep(SAY_S)
+                self._look()
+        finally:
+            hearing.cancel()
+
+    async def joined(self, name: str) -> None:
+        """Returns once a machine of that name may be told to start workers."""
+        while (machine := self._joined.get(name)) is None or machine.word.leaving:
+            await self._news.wait()
+
+    def start(self, at: str, order: Order) -> RemoteProcess:
+        """Have a machine that has joined start a worker. Raises OSError where it has left meanwhile."""
+        machine = self._joined.get(at)
+        if machine is None or machine.word.leaving:
+            raise OSError(f"{at} has left")
+        process = machine.processes[order.name] = RemoteProcess(machine, order)
+        machine.say()
+        return process
+
+    def close(self) -> None:
+        """Have every machine end what it runs for this server, and listen to none any more."""
+        for machine in self._joined.values():
+            for process in machine.processes.values():
+                process.wanted = False
+            machine.say()
+            machine.lose("the server is stopping")
+        self._joined.clear()
+        self._door.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _hear(self) -> None:
+        while True:
+            try:
+                messages: Iterable[Wire] = await self._door.get()
+            except (msgspec.MsgspecError, struct.error) as error:  # who has the key has another version
+                log.error("an agent says what is not understood: %s", error)
+                continue
+            for message in messages:
+                if isinstance(message, Machine):
+                    self._take(message)
+
+    def _take(self, word: Machine) -> None:
+        known = self._joined.get(word.name)
+        if known is None or known.word.life != word.life:
+            if (why_not := self._why_not(known, word)) is not None:
+                if self._refused.get(word.name) != word.life:  # it asks once a second
+                    log.warning("the agent of %s is not taken in: %s", word.name, why_not)
+                self._refused[word.name] = word.life
+                with self._outbox(word) as outbox:
+                    outbox.put(Refused(reason=why_not))
+                return
+            if known is not None:
+                known.lose(f"the agent of {word.name} was started anew")
+            log.info("%s has joined, from %s", word.name, word.inbox)
+            known = self._joined[word.name] = _Joined(self._server, word, self._outbox(word))
+            known.say()
+        left = word.leaving and not any(each.ended is None for each in word.workers)
+        if word.leaving and not known.word.leaving:
+            log.info("%s leaves", word.name)
+        known.hear(word)
+        if left and word.server == self._server:
+            known.lose(f"{word.name} has left")
+            del self._joined[word.name]
+        self._tell()
+
+    def _why_not(self, known: _Joined | None, word: Machine) -> str | None:
+        if word.version != __version__:
+            return f"it runs Redline {word.version}, and the server {__version__}"
+        if word.leaving:
+            return "it leaves"
+        if not word.inbox.startswith("tcp://"):
+            return f"it listens at {word.inbox}, which is not on the network"
+        if known is not None and known.unheard < QUIET:
+            return f"another agent was heard as {word.name} lately: wait {QUIET} s, or give one of them another --name"
+        return None
+
+    def _outbox(self, word: Machine) -> SocketOutbox:
+        return SocketOutbox(word.inbox, self.key.encode())
+
+    def _look(self) -> None:
+        for name, machine in list(self._joined.items()):
+            machine.unheard += 1
+            if machine.unheard == QUIET:
+                log.warning("%s has not been heard of for %d s", name, QUIET)
+            if machine.unheard >= QUIET:
+                for process in machine.processes.values():
+                    if not process.wanted:
+                        process.end(f": {name} is not heard of", gone=True)
+            if machine.unheard >= GONE:
+                machine.lose(f"{name} has not been heard of for {GONE} s")
+                del self._joined[name]
+                self._tell()
+            else:
+                machine.say()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+@asynccontextmanager
+async def open_machines(config: ServeConfig) -> AsyncGenerator[Machines | None]:
+    """The machines of a deployment, which may join while inside; None where it has no others.
+
+    Raises ConfigError where they could not: the key's file, the address.
+    """
+    cluster = config.cluster
+    if cluster is None:
+        yield None
+        return
+    if cluster.kind == "ray":
+        check_ray()
+    key = read_key(Path(cluster.key_file), "cluster.key_file")
+    with Machines(cluster.listen, key) as machines:
+        log.info("machines join at %s", machines.address)
+        living = asyncio.create_task(machines.live())
+        try:
+            async with agents_by_ray(config, machines.address) if cluster.kind == "ray" else nullcontext():
+                yield machines
+        finally:
+            living.cancel()

@@ -1,0 +1,365 @@
+"""Kubernetes manifests of a deployment: a server, and for each kind of worker a set of pods whose agents join it.
+
+Each pod with an agent is a machine of its own, with one worker; a LeaderWorkerSet keeps the pods, or Ray does. Nothing
+secret is in a manifest: keys are files of a Secret, by its name; the weights are on a volume that is there already, by
+the name of its claim.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from redline.errors import ConfigError
+from redline.fleet.config import Cluster, Handoff, ServeConfig, Workers
+from redline.fleet.shown import as_file
+from redline.worker.config import EngineConfig, Learned
+
+Manifest = dict[str, Any]
+
+HTTP, JOIN = 8000, 7600  # ports of the server
+DASHBOARD = 8265  # of Ray's head, where whoever reaches it can run what he likes
+USER = 10001  # as in examples/operators/Dockerfile
+ETC, SECRETS, MODELS = "/etc/redline", "/etc/redline-secrets", "/models"  # where pods have their mounts
+END_S = 30  # of a pod, above drain_s
+SECRET_FILES = "keys_file", "admin_keys_file", "tls_cert", "tls_key"
+TAKEN = "server", "join"
+NOWHERE = {  # keys of files that are written, for which a pod has no place that lasts
+    "responses_file": "answers would be lost with the pod",
+    "unix_socket": "nobody outside the pod would reach it",
+}
+
+
+class Around(NamedTuple):
+    """What a deployment file does not say of a Kubernetes cluster: names of what is there already."""
+
+    image: str
+    name: str = "redline"  # what the manifests call themselves
+    claim: str = "redline-weights"  # a PersistentVolumeClaim with the folders of the weights and the drafter
+    secret: str = "redline"  # a Secret with cluster.key, and the files that the deployment names
+
+
+def rendered(config: ServeConfig, kind: str, cluster: Around) -> list[Manifest]:
+    """The server, what keeps the workers' pods, and what both need.
+
+    kind: "leaderworkerset", a Deployment, and a set for each kind of worker; or "kuberay", a RayJob, in whose cluster
+    Ray starts the agents. Raises ConfigError for any other, and for what a deployment cannot have there.
+    """
+    if kind not in ("leaderworkerset", "kuberay"):
+        raise ConfigError(f"--kind is {kind!r}; expected leaderworkerset or kuberay")
+    by_ray = kind == "kuberay"
+    _check(config, cluster)
+    if by_ray:
+        _check_bundles(config)
+        kept = [_ray_job(config, cluster)]
+    else:
+        sets = (_leader_worker_set(config, workers, cluster) for workers in _kinds(config))
+        kept = [_deployment(config, cluster), *sets]
+    file = as_file(_inside(config, cluster, by_ray=by_ray))
+    return [
+        _object("v1", "ConfigMap", cluster.name, cluster, data={"deployment.toml": file}),
+        *_services(config, cluster, joined=not by_ray),
+        _network_policy(config, cluster, by_ray=by_ray),
+        *kept,
+    ]
+
+
+def as_yaml(manifests: list[Manifest]) -> str:
+    """For `kubectl apply`. Raises ConfigError where PyYAML is not installed."""
+    try:
+        yaml: Any = import_module("yaml")
+    except ImportError:
+        raise ConfigError("manifests are written by PyYAML: pip install 'redline[manifests]'") from None
+
+    def text(dumper: Any, value: str) -> Any:  # of several lines: as lines
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    def twice(*_: Any) -> bool:  # what is one object here is written in every place
+        return True
+
+    dumper = type("Dumper", (yaml.SafeDumper,), {"ignore_aliases": twice})
+    yaml.add_representer(str, text, dumper)
+    return yaml.dump_all(manifests, Dumper=dumper, sort_keys=False, width=110)
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+def _check(config: ServeConfig, cluster: Around) -> None:
+    label, most = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?"), 30
+    for flag, text in (("--name", cluster.name), *(("workers.name", _name(kind)) for kind in _kinds(config))):
+        if label.fullmatch(text) is None or len(text) > most:
+            raise ConfigError(f"{flag} is {text!r}; Kubernetes wants a-z, 0-9 and -, at most {most} of them")
+        if text in TAKEN:
+            raise ConfigError(f"{flag} is {text}, as a part of the manifests is called; take another")
+    for key, why in NOWHERE.items():
+        if getattr(config, key) is not None:
+            raise ConfigError(f"{key}: {why}; leave it out of the file that manifests are made of")
+    drafts = config.engine.speculation
+    if drafts is not None and drafts.trace is not None:
+        raise ConfigError("engine.speculation.trace: it would be lost with the pod; leave it out")
+    if config.engine.synthetic_rates():
+        raise ConfigError("engine.speculation.synthetic_acceptance is for benchmarks on loopback; leave it out")
+    folders = [_folder(config.weights)] + ([_folder(drafts.drafter)] if isinstance(drafts, Learned) else [])
+    if len(set(folders)) < len(folders):
+        raise ConfigError(f"weights and drafter are both called {folders[0]}; the volume has one folder of a name")
+
+
+def _check_bundles(config: ServeConfig) -> None:
+    """Ray would give a small worker a large pod, and leave none for the large worker."""
+    wanted = {_name(kind): _resources(kind) for kind in _kinds(config)}
+    if len({str(resources) for resources in wanted.values()}) > 1:
+        each = ", ".join(f"{name} {resources}" for name, resources in wanted.items())
+        raise ConfigError(
+            f"[[workers]] want different pods, among which Ray would not tell: {each}; use --kind leaderworkerset"
+        )
+
+
+# -------------------------------------------------------------------------------------------- the deployment's file
+
+
+def _kinds(config: ServeConfig) -> tuple[Workers, ...]:
+    return config.workers or (Workers(engine=config.engine),)
+
+
+def _name(kind: Workers) -> str:
+    return kind.name or {"both": "worker"}.get(kind.role, kind.role)
+
+
+def _folder(path: str) -> str:
+    return Path(path).resolve().name
+
+
+def _inside(config: ServeConfig, cluster: Around, *, by_ray: bool) -> ServeConfig:
+    """The deployment as the server's pod reads it: its own paths and ports, and each worker at a pod's name, unless it
+    is Ray that finds a pod for it."""
+    workers: list[Workers] = []
+    for kind in _kinds(config):
+        for number in range(kind.count):
+            workers.append(
+                Workers(
+                    role=kind.role,
+                    name=_name(kind) if kind.count == 1 else f"{_name(kind)}-{number}",
+                    engine=_engine_inside(kind.engine),
+                    at=None if by_ray else f"{cluster.name}-{_name(kind)}-{number}",
+                )
+            )
+    handed_over = any(kind.role == "prefill" for kind in workers)
+    return msgspec.structs.replace(
+        config,
+        weights=f"{MODELS}/{_folder(config.weights)}",
+        host="0.0.0.0",
+        port=HTTP,
+        engine=_engine_inside(config.engine),
+        handoff=Handoff(transport="nixl") if handed_over else config.handoff,  # no pods share their memory
+        cluster=Cluster(listen="", key_file=f"{SECRETS}/cluster.key", kind="ray" if by_ray else "agents"),
+        workers=tuple(workers),
+        **{key: f"{SECRETS}/{Path(path).name}" for key, path in _secret_files(config)},
+    )
+
+
+def _engine_inside(engine: EngineConfig) -> EngineConfig:
+    drafts = engine.speculation
+    if not isinstance(drafts, Learned):
+        return engine
+    inside = msgspec.structs.replace(drafts, drafter=f"{MODELS}/{_folder(drafts.drafter)}")
+    return msgspec.structs.replace(engine, speculation=inside)
+
+
+def _secret_files(config: ServeConfig) -> Iterator[tuple[str, str]]:
+    return ((key, path) for key in SECRET_FILES if (path := getattr(config, key)) is not None)
+
+
+# --------------------------------------------------------------------------------------------------------- objects
+
+
+def _labels(cluster: Around, component: str | None = None) -> dict[str, str]:
+    labels = {"app.kubernetes.io/name": "redline", "app.kubernetes.io/instance": cluster.name}
+    return labels if component is None else labels | {"app.kubernetes.io/component": component}
+
+
+def _object(api: str, kind: str, name: str, cluster: Around, **more: Any) -> Manifest:
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name, "labels": _labels(cluster)}, **more}
+
+
+def _services(config: ServeConfig, cluster: Around, *, joined: bool) -> Iterator[Manifest]:
+    """HTTP; and joined: where agents find the server."""
+    selector = _labels(cluster, "server")
+    ports = [{"name": "http", "port": HTTP, "targetPort": "http"}]
+    if config.metrics_port:
+        ports.append({"name": "metrics", "port": config.metrics_port, "targetPort": config.metrics_port})
+    yield _object("v1", "Service", cluster.name, cluster, spec={"selector": selector, "ports": ports})
+    if not joined:
+        return  # Ray tells agents where the server is
+    # The server is ready once its workers are, and these find it here before: so it is told before it is ready.
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": selector,
+        "ports": [{"name": "join", "port": JOIN, "targetPort": "join"}],
+    }
+    yield _object("v1", "Service", f"{cluster.name}-join", cluster, spec=spec)
+
+
+def _network_policy(config: ServeConfig, cluster: Around, *, by_ray: bool) -> Manifest:
+    """Pods of the deployment reach one another at every port, since workers take any; others reach HTTP alone, but for
+    KubeRay's operator, which hands in the job."""
+    ports = [{"port": port, "protocol": "TCP"} for port in ("http", config.metrics_port) if port]
+    own: Manifest = {"from": [{"podSelector": {"matchLabels": _labels(cluster)}}]}
+    ingress: list[Manifest] = [own, {"ports": ports}]
+    if by_ray:
+        operator = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+        jobs = {"from": [{"namespaceSelector": {}, **operator}], "ports": [{"port": DASHBOARD, "protocol": "TCP"}]}
+        ingress.append(jobs)
+    spec = {"podSelector": {"matchLabels": _labels(cluster)}, "policyTypes": ["Ingress"], "ingress": ingress}
+    return _object("networking.k8s.io/v1", "NetworkPolicy", cluster.name, cluster, spec=spec)
+
+
+def _deployment(config: ServeConfig, cluster: Around) -> Manifest:
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},  # agents are of one server
+        "selector": {"matchLabels": _labels(cluster, "server")},
+        "template": _server_pod(config, cluster),
+    }
+    return _object("apps/v1", "Deployment", cluster.name, cluster, spec=spec)
+
+
+def _leader_worker_set(config: ServeConfig, kind: Workers, cluster: Around) -> Manifest:
+    """Groups of one pod each: a worker has one machine. A pod is called as its set, with its number."""
+    arguments = ["agent", "--join", f"tcp://{cluster.name}-join:{JOIN}", "--key-file", f"{SECRETS}/cluster.key"]
+    container = _container("agent", [*arguments, "--name", "$(POD_NAME)", "--listen", "$(POD_IP)"], cluster)
+    container |= {"resources": _resources(kind)}
+    spec = {
+        "replicas": kind.count,
+        "leaderWorkerTemplate": {
+            "size": 1,
+            "restartPolicy": "None",  # what has ended joins again by itself
+            "workerTemplate": _pod(config, cluster, _name(kind), container, ("cluster.key",)),
+        },
+    }
+    name = f"{cluster.name}-{_name(kind)}"
+    return _object("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", name, cluster, spec=spec)
+
+
+def _ray_job(config: ServeConfig, cluster: Around) -> Manifest:
+    """A job whose one command is the server, in the head's pod; its cluster has a group of pods for each kind."""
+    head = _serving_pod(config, cluster, _container("ray-head", [], cluster))
+    head["spec"]["containers"][0]["ports"] += [
+        {"name": name, "containerPort": port}
+        for name, port in (("gcs-server", 6379), ("dashboard", DASHBOARD), ("client", 10001))
+    ]
+    groups = [
+        {
+            "groupName": _name(kind),
+            "replicas": kind.count,
+            "minReplicas": kind.count,
+            "maxReplicas": kind.count,
+            "rayStartParams": {"num-cpus": str(kind.engine.ranks)},  # as its bundle: one for a pod
+            "template": _pod(config, cluster, _name(kind), _ray_worker(kind, cluster), ("cluster.key",)),
+        }
+        for kind in _kinds(config)
+    ]
+    spec = {
+        "entrypoint": f"redline serve {ETC}/deployment.toml --set cluster.listen=$POD_IP:{JOIN}",
+        "submissionMode": "HTTPMode",  # no pod of its own, which would want an image of its own
+        "rayClusterSpec": {
+            "headGroupSpec": {"rayStartParams": {"num-cpus": "0", "num-gpus": "0"}, "template": head},
+            "workerGroupSpecs": groups,
+        },
+    }
+    return _object("ray.io/v1", "RayJob", cluster.name, cluster, spec=spec)
+
+
+# ------------------------------------------------------------------------------------------------------------ pods
+
+
+def _ray_worker(kind: Workers, cluster: Around) -> Manifest:
+    return _container("ray-worker", [], cluster) | {"resources": _resources(kind)}
+
+
+def _server_pod(config: ServeConfig, cluster: Around) -> Manifest:
+    arguments = ["serve", f"{ETC}/deployment.toml", "--set", f"cluster.listen=$(POD_IP):{JOIN}"]
+    container = _container("server", arguments, cluster)
+    scheme = "HTTP" if config.tls_cert is None else "HTTPS"
+    container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http", "scheme": scheme}, "periodSeconds": 5}
+    container["livenessProbe"] = {
+        "httpGet": {"path": "/live", "port": "http", "scheme": scheme},
+        "initialDelaySeconds": 30,
+        "periodSeconds": 10,
+        "timeoutSeconds": 5,
+    }
+    return _serving_pod(config, cluster, container)
+
+
+def _serving_pod(config: ServeConfig, cluster: Around, container: Manifest) -> Manifest:
+    """A pod with the deployment's file, and all its secrets."""
+    container["ports"] = [{"name": "http", "containerPort": HTTP}, {"name": "join", "containerPort": JOIN}]
+    container["volumeMounts"].append({"name": "config", "mountPath": ETC, "readOnly": True})
+    files = ("cluster.key", *(Path(path).name for _, path in _secret_files(config)))
+    pod = _pod(config, cluster, "server", container, files)
+    pod["spec"]["volumes"].append({"name": "config", "configMap": {"name": cluster.name}})
+    return pod
+
+
+def _container(name: str, arguments: list[str], cluster: Around) -> Manifest:
+    """arguments: of `redline`; none: whoever keeps the pod has a command of its own."""
+    return {
+        "name": name,
+        "image": cluster.image,
+        **({"args": arguments} if arguments else {}),
+        "env": [_of_the_pod("POD_NAME", "metadata.name"), _of_the_pod("POD_IP", "status.podIP")],
+        "volumeMounts": [
+            {"name": "weights", "mountPath": MODELS, "readOnly": True},
+            {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
+            {"name": "memory", "mountPath": "/dev/shm"},
+            {"name": "cache", "mountPath": "/home/redline/.cache"},
+        ],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+
+
+def _of_the_pod(name: str, path: str) -> Manifest:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+
+
+def _pod(
+    config: ServeConfig, cluster: Around, component: str, container: Manifest, secrets: tuple[str, ...]
+) -> Manifest:
+    spec: Manifest = {
+        "automountServiceAccountToken": False,
+        "terminationGracePeriodSeconds": math.ceil(config.drain_s) + END_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "fsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            {"name": "weights", "persistentVolumeClaim": {"claimName": cluster.claim, "readOnly": True}},
+            {
+                "name": "secrets",
+                "secret": {
+                    "secretName": cluster.secret,
+                    "defaultMode": 0o440,  # for the pod's group: a key that every user can read is refused
+                    "items": [{"key": name, "path": name} for name in dict.fromkeys(secrets)],
+                },
+            },
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "cache", "emptyDir": {}},
+        ],
+    }
+    return {"metadata": {"labels": _labels(cluster, component)}, "spec": spec}
+
+
+def _resources(kind: Workers) -> Manifest:
+    """GPUs as `devices` or `ranks` have it; on a CPU, processors."""
+    if kind.engine.device == "cpu":
+        return {"requests": {"cpu": str(len(kind.cores) or kind.engine.ranks)}}
+    gpus = len(kind.devices) // kind.count or kind.engine.ranks
+    return {"limits": {"nvidia.com/gpu": str(gpus)}}
