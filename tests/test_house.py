@@ -59,6 +59,8 @@ FLAGS = {
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
     "doctor": "--on",
+    "simulate": "--gpus --worker --roles --prompts --goodput --price --every --time-scale --seed --keep-trace --json "
+    "--html",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
@@ -419,7 +421,7 @@ def test_the_search_for_offences_finds_them(source: str):
     assert offences(source, FORBIDDEN_CALLS)
 
 
-@pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "api", "transport"])
+@pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "simulate", "api", "transport"])
 def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
     """The import laws are import-linter's; this also sees imports within functions."""
     for path in (ROOT / "redline" / room).rglob("*.py"):

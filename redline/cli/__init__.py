@@ -16,6 +16,7 @@ from redline.cli.deploy import manifests, serve, show_config
 from redline.cli.draft import app as draft
 from redline.cli.options import Folder
 from redline.cli.quantize import audit, quantize
+from redline.cli.simulate import simulate
 from redline.cli.terminal import Terminal, one_line
 from redline.errors import RedlineError
 
@@ -57,6 +58,7 @@ app.command()(audit)
 app.command()(serve)
 app.command(name="config")(show_config)
 app.command()(manifests)
+app.command()(simulate)
 
 
 @app.command()

@@ -16,6 +16,9 @@ from typing import NamedTuple
 ANSWER_TOKENS = 64  # prompt tokens that an answer beside counts as
 FRESH_TOKEN_S = 1e-4  # where nothing has been computed yet; any other number chooses the same
 BROUGHT_SHARE = 0.05  # of the time that computing a prompt takes: to bring its pages from another worker
+HELD_UP = (
+    0.5  # of an answer, what holding it up counts: it has time to spare, where who waits for a first token has none
+)
 PACE_MEMORY = 0.9  # share of what has been measured that stays when a prompt's time is added
 
 
@@ -84,12 +87,12 @@ def predict(tokens: int, candidates: Sequence[Candidate], token_s: float) -> lis
 def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
     """(who of `here` answers, who of `there` computes the prompt; None: whoever answers).
 
-    A prompt that is computed where its answer is holds up every answer that is written there, and counts as often more;
-    once more for the one that may come. One that is computed elsewhere has its pages brought.
+    A prompt that is computed where its answer is holds up every answer that is written there, and counts HELD_UP more
+    for each; at least once more, for those that may come. One that is computed elsewhere has its pages brought.
     """
 
     def alone_s(each: Predicted) -> float:
-        return each.cost_s * (1 + max(1, each.answers))
+        return each.cost_s * (1 + max(1.0, HELD_UP * each.answers))
 
     def brought_s(each: Predicted) -> float:
         return (each.uncached_tokens * BROUGHT_SHARE + each.answers * ANSWER_TOKENS) * each.token_s

@@ -54,3 +54,10 @@ def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left
     assert apart([nothing, nothing], [expected("p", 0, queue=9000), expected("q", 0)]) == (0, 1)
     assert apart([expected("d", 0, answers=4), expected("e", 0, answers=2)], [expected("p", 0)]) == (1, 0)
     assert apart([expected("d", 0, answers=1), nothing], []) == (1, None)
+
+
+def test_an_answer_that_is_held_up_counts_half() -> None:
+    """Of 500 tokens beside nine answers: (2 x 500 + 9 x 64) x (1 + 9 / 2) = 8,668; elsewhere 4,676 and what waits."""
+    beside = expected("d", 3500, answers=9)
+    assert apart([beside], [expected("p", 2000, queue=3_900)]) == (0, 0)
+    assert apart([beside], [expected("p", 2000, queue=4_100)]) == (0, None)

@@ -1,0 +1,109 @@
+"""Figures of simulated fleets as cells of a table, and as sections of a page."""
+
+from collections.abc import Sequence
+
+from redline.bench.serving.sections import Plot, Section, Series, Table, Words
+from redline.simulate.figures import Bucket, Change, Figures
+
+COLUMNS = (
+    "roles",
+    "requests",
+    "good/s",
+    "good",
+    "TTFT p50, s",
+    "p99",
+    "ITL p50, ms",
+    "p99",
+    "cached",
+    "computed apart",
+    "in use",
+    "cost",
+    "cost of 1,000 good",
+    "cost of 1M tokens",
+)  # fmt: skip
+
+
+def cells(each: Figures) -> tuple[str, ...]:
+    """A run as cells below COLUMNS."""
+
+    def number(value: float | None, form: str) -> str:
+        return "never" if value is None else format(value, form)
+
+    return (
+        each.name,
+        f"{each.requests:,}",
+        f"{each.goodput:,.2f}",
+        f"{each.attainment:.1%}",
+        number(each.ttft_s_p50, ",.2f"),
+        number(each.ttft_s_p99, ",.2f"),
+        number(each.itl_ms_p50, ",.1f"),
+        number(each.itl_ms_p99, ",.1f"),
+        f"{each.cached_tokens / max(1, each.prompt_tokens):.0%}",
+        f"{each.remote:.0%}",
+        f"{each.use:.0%}",
+        f"{each.cost:,.1f}",
+        number(each.cost_of_1000_good, ",.3f"),
+        number(each.cost_of_a_million_tokens, ",.3f"),
+    )
+
+
+def roles_of(each: Bucket | Change) -> str:
+    """Workers for prompts and for answers, or how many do both."""
+    return f"{each.both} both" if each.both else f"{each.prefill} : {each.decode}"
+
+
+def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
+    """A page's sections. priced: costs are money; else GPU-hours."""
+    names = COLUMNS if priced else tuple(name.replace("cost", "GPU-h") for name in COLUMNS)
+    found: list[Section] = [
+        Words(
+            text="A simulation: routing and roles are chosen by the code that a server runs, steps take what a model "
+            "of them says, and nothing was measured here."
+        ),
+        Table(title="All of them", columns=names, rows=tuple(map(cells, runs))),
+        Plot(
+            title="Requests, and those that kept their targets",
+            x_label="time of the trace, s",
+            y_label="a second",
+            series=(
+                Series(
+                    name="came",
+                    x=tuple(each.at_s for each in runs[0].over_time),
+                    y=tuple(each.requests_s for each in runs[0].over_time),
+                    style="steps",
+                ),
+                *(
+                    Series(
+                        name=f"good, {each.name}",
+                        x=tuple(one.at_s for one in each.over_time),
+                        y=tuple(one.good_s for one in each.over_time),
+                        style="steps",
+                    )
+                    for each in runs
+                ),
+            ),
+            note="A request is counted when it comes.",
+        ),
+        Plot(
+            title="Workers that compute prompts alone",
+            x_label="time of the trace, s",
+            y_label="% of all workers",
+            series=tuple(
+                Series(
+                    name=each.name,
+                    x=tuple(one.at_s for one in each.over_time),
+                    y=tuple(100 * one.prefill / each.workers for one in each.over_time),
+                    style="steps",
+                )
+                for each in runs
+            ),
+            note="0: every worker computes prompts and answers.",
+        ),
+    ]
+    for each in runs:
+        if len(each.changes) > 1:
+            rows = tuple((f"{one.at_s:,.0f}", roles_of(one), one.why) for one in each.changes[1:])
+            found.append(
+                Table(title=f"Changes of {each.name}", columns=("at, s", "prompts : answers", "why"), rows=rows)
+            )
+    return found

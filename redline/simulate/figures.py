@@ -1,0 +1,162 @@
+"""What came of a simulated fleet, as numbers: what it kept, what it cost, and both over time."""
+
+import math
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+
+from redline.simulate.fleet import Ended, Simulation
+from redline.simulate.worker import gap_ms
+from redline.wire.base import Record
+
+BUCKETS = 60  # of a run's time, at most
+LEAST_BUCKET_S = 10.0
+
+
+class Share(Record, frozen=True):
+    """Of the requests of a class, how many came and how many kept their targets."""
+
+    requests: int
+    good: int
+
+
+class Bucket(Record, frozen=True):
+    """A piece of the run from `at_s` on. requests_s, good_s: that came in it, a second. Then the workers by role."""
+
+    at_s: float
+    requests_s: float
+    good_s: float
+    prefill: int
+    decode: int
+    both: int
+
+
+class Change(Record, frozen=True):
+    """From `at_s` on the fleet was to have these roles."""
+
+    at_s: float
+    prefill: int
+    decode: int
+    both: int
+    why: str
+
+
+class Figures(Record, frozen=True):
+    """One run. Times are seconds unless a name says else, and infinite ones (who never ended) are null.
+
+    goodput: good requests a second, over `seconds` of the trace. itl_ms_p50, itl_ms_p99: of all gaps between two tokens
+    of answers; a request is held to its own mean. remote: share of requests whose prompt another worker computed than
+    the one that answered. cost: of all GPUs for `seconds`, in the unit of the price; without a price, in GPU-hours.
+    use: the share of their time that workers computed.
+    """
+
+    name: str
+    workers: int
+    gpus: int
+    seconds: float
+    requests: int
+    unfinished: int
+    good: int
+    goodput: float
+    attainment: float
+    classes: dict[str, Share]
+    ttft_s_p50: float | None
+    ttft_s_p99: float | None
+    itl_ms_p50: float | None
+    itl_ms_p99: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    remote: float
+    use: float
+    cost: float
+    cost_of_1000_good: float | None
+    cost_of_a_million_tokens: float | None
+    changes: tuple[Change, ...]
+    over_time: tuple[Bucket, ...]
+
+
+def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.0) -> Figures:
+    """The figures of a run that has ended. seconds: of its trace. price: of a GPU for an hour."""
+    ended = simulation.ended
+    gpus = sum(max(1, worker.model.gpus) for worker in simulation.workers)
+    good = sum(each.good for each in ended)
+    cost = gpus * seconds / 3600 * price
+    of = Counter(each.of for each in ended)
+    good_of = Counter(each.of for each in ended if each.good)
+    firsts = sorted(each.first_s for each in ended)
+    busy_s = sum(worker.busy_s for worker in simulation.workers)
+    tokens = sum(each.output for each in ended if math.isfinite(each.first_s))
+    return Figures(
+        name=name,
+        workers=len(simulation.workers),
+        gpus=gpus,
+        seconds=seconds,
+        requests=len(ended),
+        unfinished=sum(not math.isfinite(each.first_s) for each in ended),
+        good=good,
+        goodput=round(good / seconds, 4),
+        attainment=round(good / max(1, len(ended)), 4),
+        classes={kind: Share(requests=count, good=good_of[kind]) for kind, count in sorted(of.items())},
+        ttft_s_p50=_quantile(firsts, 0.5),
+        ttft_s_p99=_quantile(firsts, 0.99),
+        itl_ms_p50=_gap(simulation.gaps, 0.5),
+        itl_ms_p99=_gap(simulation.gaps, 0.99),
+        prompt_tokens=sum(each.prompt for each in ended),
+        cached_tokens=sum(each.cached for each in ended),
+        output_tokens=tokens,
+        remote=round(sum(each.remote for each in ended) / max(1, len(ended)), 4),
+        use=round(busy_s / len(simulation.workers) / max(simulation.now, 1e-9), 4),
+        cost=round(cost, 2),
+        cost_of_1000_good=round(1000 * cost / good, 4) if good else None,
+        cost_of_a_million_tokens=round(1e6 * cost / tokens, 4) if tokens else None,
+        changes=tuple(
+            Change(at_s=at_s, prefill=roles.prefill, decode=roles.decode, both=roles.both, why=why)
+            for at_s, roles, why in simulation.periods
+        ),
+        over_time=_over_time(simulation, ended, seconds),
+    )
+
+
+def _over_time(simulation: Simulation, ended: Sequence[Ended], seconds: float) -> tuple[Bucket, ...]:
+    width = max(LEAST_BUCKET_S, seconds / BUCKETS)
+    count = max(1, math.ceil(seconds / width))
+    came, good = [0] * count, [0] * count
+    for each in ended:
+        place = min(count - 1, int(each.came_s / width))
+        came[place] += 1
+        good[place] += each.good
+    begins = [period.at_s for period in simulation.periods]
+    found: list[Bucket] = []
+    for place in range(count):
+        at_s = place * width
+        lasts = min(width, seconds - at_s)
+        roles = simulation.periods[bisect_right(begins, at_s + lasts / 2) - 1].roles
+        found.append(
+            Bucket(
+                at_s=round(at_s, 3),
+                requests_s=round(came[place] / lasts, 4),
+                good_s=round(good[place] / lasts, 4),
+                prefill=roles.prefill,
+                decode=roles.decode,
+                both=roles.both,
+            )
+        )
+    return tuple(found)
+
+
+def _quantile(values: Sequence[float], share: float) -> float | None:
+    """The least of sorted values that so large a share of them does not exceed; None where that is infinite."""
+    if not values:
+        return None
+    value = values[max(0, math.ceil(share * len(values)) - 1)]
+    return round(value, 4) if math.isfinite(value) else None
+
+
+def _gap(gaps: Counter[int], share: float) -> float | None:
+    left = share * gaps.total()
+    for kind in sorted(gaps):
+        left -= gaps[kind]
+        if left <= 0:
+            return round(gap_ms(kind), 3)
+    return None

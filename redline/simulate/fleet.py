@@ -1,0 +1,326 @@
+"""A fleet on a trace, by events: requests come, are sent, are played, and keep their targets or do not.
+
+What is the product's: `route.choose` (`predict`, `apart`, `Pace`) says where a request goes, `tune.roles.choose_roles`
+which roles workers have, where they are not fixed. What is played: workers (`worker.py`), caches (`caches.py`) and
+handoffs (a time for each token). In a pool of more than EVERYBODY workers not all are looked at for each request, but
+those that have most of the prompt, and a few at random.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from redline.route.choose import Candidate, Pace, Predicted, apart, cheapest, predict
+from redline.simulate.caches import Caches, Depth
+from redline.simulate.traces import BLOCK_TOKENS, Request
+from redline.simulate.worker import Played, Worker
+from redline.tune.roles import Asked, Choice, Roles, Targets, Traffic, WorkerModel, choose_roles
+from redline.tune.roles import Fleet as Chosen
+from redline.wire.news import Role
+
+EVERYBODY = 16  # workers of a pool, up to which each is looked at for every request
+SOME = 4  # otherwise: of those that have most of the prompt, and of all at random
+PATIENCE_S = 600.0  # behind the last request: who has not ended by then never does
+RECENT_S = 60.0  # of requests, by which roles are chosen
+REST_S = 30.0  # between two changes, at least
+CONFIRM = 2  # looks in a row that say the same, before anything changes: these three as [steer] of a server has them
+LEAST_REQUESTS = 50  # of these
+WATCH_EVERY = 5_000  # events
+
+Way = Literal["predicted", "remote", "local"]
+"""Where prompts are computed: where the router expects less, by the workers for prompts, or where answers are."""
+
+
+class Setting(NamedTuple):
+    """What is simulated. plan_s: how often roles are chosen anew; None: they stay. flip_s: a worker that changes its
+    role gets nothing new for so long. horizon_s: over which a change has to pay."""
+
+    model: WorkerModel
+    roles: Roles
+    targets: Mapping[str, Targets]
+    way: Way = "predicted"
+    plan_s: float | None = None
+    flip_s: float = 5.0
+    horizon_s: float = 300.0
+    seed: int = 0
+
+
+class Ended(NamedTuple):
+    """One request, once it has ended, or never did (first_s is infinite). of: its class."""
+
+    came_s: float
+    prompt: int
+    cached: int
+    output: int
+    of: str
+    first_s: float
+    itl_s: float
+    remote: bool
+    good: bool
+
+
+class Period(NamedTuple):
+    """From a time on the fleet has these roles. why: what was said of it; empty: at the beginning."""
+
+    at_s: float
+    roles: Roles
+    why: str = ""
+
+
+class Simulation:
+    """One run. Give it requests by time once, with `run`; then read `ended`, `periods`, `gaps` and the workers."""
+
+    def __init__(self, setting: Setting, watch: Callable[[float], object] | None = None) -> None:
+        """watch: called now and then with the time that has been simulated, in seconds."""
+        self.now = 0.0
+        self.ended: list[Ended] = []
+        self.gaps: Counter[int] = Counter()  # milliseconds between two tokens, by class
+        self.periods = [Period(0.0, setting.roles)]
+        self.events = 0
+        model, count = setting.model, setting.roles.workers
+        self.workers = [Worker(index, model, role, self.gaps) for index, role in enumerate(_each(setting.roles))]
+        self._setting, self._model, self._watch = setting, model, watch
+        self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
+        self._pace = Pace()
+        self._draw = random.Random(setting.seed)
+        self._given = itertools.count(1)
+        self._numbers = itertools.count()
+        self._open: dict[int, Played] = {}  # requests that have not ended
+        self._heap: list[tuple[float, int, int, int, Played | None]] = []
+        self._order = itertools.count()
+        self._until: dict[int, Role] = {}  # workers that change their role, and to which
+        self._said = 0, 0  # more workers for prompts (1) or fewer (-1), and in how many looks in a row
+        self._recent: deque[tuple[float, Asked]] = deque()
+        self._pool()
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Plays requests, which come by time, to their end. What has not ended PATIENCE_S after the last never does."""
+        heap, plan_s = self._heap, self._setting.plan_s
+        coming = iter(requests)
+        request, last = next(coming, None), 0.0
+        plan_at = math.inf if plan_s is None else plan_s
+        while request is not None or heap:
+            at = math.inf if request is None else request.at_s
+            soonest = min(heap[0][0] if heap else math.inf, at)
+            if request is None and soonest > last + PATIENCE_S:
+                break
+            if plan_s is not None and plan_at <= soonest:
+                self.now = plan_at
+                self._choose()
+                plan_at = math.inf if request is None else plan_at + plan_s
+                continue
+            self.events += 1
+            if self._watch is not None and self.events % WATCH_EVERY == 0:
+                self._watch(soonest)
+            if request is not None and at == soonest:
+                self.now = last = at
+                self._send(Played(next(self._numbers), at, request.prompt, request.output, request.of), request)
+                request = next(coming, None)
+            else:
+                self._happen()
+        for job in self._open.values():
+            self.ended.append(
+                Ended(job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False)
+            )
+
+    def check(self) -> None:
+        """Raises AssertionError unless the books of caches and workers are right."""
+        self._caches.check()
+        for worker in self.workers:
+            worker.check()
+            if not self._open:
+                assert worker.queue == worker.jobs == worker.outputs == 0, f"{worker.name} is owed something"
+
+    def _happen(self) -> None:
+        """The next event of the heap."""
+        self.now, _, number, version, landed = heapq.heappop(self._heap)
+        if number < 0:
+            self._changed(-number - 1)
+            return
+        worker = self.workers[number]
+        if landed is not None:
+            self._first(landed)
+            if landed.output > 1:
+                worker.land(landed, self.now)
+                self._push(worker)
+        elif version == worker.version:
+            whole, ended = worker.advance()
+            for job in whole:
+                self._computed(job, worker)
+            for job in ended:
+                self._end(job)
+            self._push(worker)
+
+    # ------------------------------------------------------------------------------------------------------- a request
+
+    def _send(self, job: Played, request: Request) -> None:
+        """Who computes it and who answers, as `route.links.Links.route` does it."""
+        self._open[job.index] = job
+        depths = self._caches.depths(request.blocks)
+        here = self._candidates(self._answering, depths, job)
+        there = self._candidates(self._computing, depths, job) if self._computing and job.output > 1 else []
+        token_s = self._pace.token_s
+        expected = predict(job.prompt, [each[1] for each in (*here, *there)], token_s)
+        place, computes = self._way(expected[: len(here)], expected[len(here) :])
+        answerer = here[place][0]
+        computer = answerer if computes is None else there[computes][0]
+        chosen = here[place][1] if computes is None else there[computes][1]
+        job.answerer, job.computer = answerer, computer
+        job.cached = chosen.cached
+        job.work = job.remaining = job.prompt - chosen.cached
+        answerer.jobs += 1
+        answerer.given = next(self._given)
+        answerer.outputs += job.output
+        computer.queue += job.work
+        for worker in {answerer.index: answerer, computer.index: computer}.values():
+            room = self._caches.blocks - worker.outputs // BLOCK_TOKENS
+            self._caches.use(worker.index, request.blocks, max(1, room))
+        if self._setting.plan_s is not None:
+            self._recent.append((self.now, Asked(job.cached, job.work, job.output, job.of)))
+        computer.compute(job, self.now)
+        self._push(computer)
+
+    def _way(self, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+        match self._setting.way:
+            case "predicted":
+                return apart(here, there)
+            case "local":
+                return cheapest(here), None
+            case "remote":
+                if not there:
+                    return cheapest(here), None
+                few = min(range(len(here)), key=lambda place: (here[place].answers, here[place].uncached_tokens))
+                return few, cheapest(there)
+
+    def _candidates(
+        self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played
+    ) -> list[tuple[Worker, Candidate]]:
+        """Those of a pool that are looked at, and what is known of each; first the one whose last job is the oldest."""
+        if len(pool) <= EVERYBODY:
+            looked_at = sorted(pool, key=lambda worker: worker.given)
+        else:
+            some = {worker.index: worker for worker in self._draw.sample(pool, SOME)}
+            role_bits = self._bits[pool[0].role == "prefill"]
+            for depth in reversed(depths):
+                holders = depth.workers & role_bits
+                while holders and len(some) < 2 * SOME:
+                    lowest = holders & -holders
+                    holders ^= lowest
+                    index = lowest.bit_length() - 1
+                    some[index] = self.workers[index]
+                if len(some) >= 2 * SOME:
+                    break
+            looked_at = list(some.values())
+        found: list[tuple[Worker, Candidate]] = []
+        caches = self._caches
+        for worker in looked_at:
+            bit, blocks = 1 << worker.index, 0
+            for depth in depths:  # each one's workers are among those before
+                if not depth.workers & bit:
+                    break
+                blocks = depth.blocks
+            cached = min(blocks * BLOCK_TOKENS, job.prompt - 1)
+            free = max(0, (caches.blocks - caches.kept(worker.index)) * BLOCK_TOKENS - worker.queue)
+            answers = 0 if worker.role == "prefill" else worker.jobs
+            found.append((worker, Candidate(worker.name, cached, worker.queue, answers, free)))
+        return found
+
+    def _computed(self, job: Played, worker: Worker) -> None:
+        worker.queue -= job.work
+        assert job.answerer is not None
+        self._pace.computed(job.work, self._model.steps.prompt_ms(job.cached, job.work, self._model.step_tokens) / 1e3)
+        if job.travels:
+            handoff_s = (self._model.handoff_ms + self._model.handoff_token_ms * job.prompt) / 1e3
+            event = (self.now + handoff_s, next(self._order), job.answerer.index, 0, job)
+            heapq.heappush(self._heap, event)
+        else:
+            self._first(job)
+
+    def _first(self, job: Played) -> None:
+        job.first = self.now
+        if job.output == 1 and job.travels:
+            self._end(job)
+
+    def _end(self, job: Played) -> None:
+        if self._open.pop(job.index, None) is None:
+            return
+        assert job.answerer is not None
+        job.answerer.jobs -= 1
+        job.answerer.outputs -= job.output
+        first_s = job.first - job.came
+        itl_s = (self.now - job.first) / (job.output - 1) if job.output > 1 else 0.0
+        targets = self._setting.targets
+        wanted = targets.get(job.of) or targets[""]
+        good = first_s <= wanted.ttft_s and itl_s <= wanted.itl_s
+        self.ended.append(
+            Ended(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good)
+        )
+
+    def _push(self, worker: Worker) -> None:
+        if worker.wake != math.inf:
+            heapq.heappush(self._heap, (worker.wake, next(self._order), worker.index, worker.version, None))
+
+    # ----------------------------------------------------------------------------------------------------------- roles
+
+    def _pool(self) -> None:
+        """Who answers and who computes prompts for others; those that change their role get nothing new."""
+        there = [worker for worker in self.workers if worker.index not in self._until]
+        self._answering = [worker for worker in there if worker.role != "prefill"]
+        self._computing = [worker for worker in there if worker.role == "prefill"]
+        if not self._answering:  # as many as there are: somebody has to
+            self._answering = [worker for worker in self.workers if worker.role != "prefill"] or list(self.workers)
+        self._bits = {
+            role: sum(1 << worker.index for worker in pool)
+            for role, pool in ((True, self._computing), (False, self._answering))
+        }
+
+    def _choose(self) -> None:
+        """Roles by what has come lately; what is under way ends where it is."""
+        setting = self._setting
+        while self._recent and self._recent[0][0] < self.now - RECENT_S:
+            self._recent.popleft()
+        rested = self.now >= self.periods[-1].at_s + REST_S
+        if self._until or not rested or len(self._recent) < LEAST_REQUESTS:
+            return
+        seconds = min(RECENT_S, self.now)
+        traffic = Traffic(len(self._recent) / seconds, [asked for _, asked in self._recent])
+        counts = Counter(worker.role for worker in self.workers)
+        now = Roles(counts["prefill"], counts["decode"], counts["both"])
+        fleet = Chosen(len(self.workers), self._model, now, setting.flip_s, setting.horizon_s)
+        choice = choose_roles(traffic, fleet, setting.targets)
+        way = (choice.roles.prefill > now.prefill) - (choice.roles.prefill < now.prefill)
+        self._said = (way, self._said[1] + 1 if self._said[0] == way else 1)
+        if way and self._said[1] >= CONFIRM:
+            self._said = 0, 0
+            self._flip(now, choice)
+
+    def _flip(self, now: Roles, choice: Choice) -> None:
+        wanted = _each(Roles(*(max(0, wants - has) for has, wants in zip(now, choice.roles, strict=True))))
+        surplus = Counter(_each(Roles(*(max(0, has - wants) for has, wants in zip(now, choice.roles, strict=True)))))
+        for worker in sorted(self.workers, key=lambda each: each.queue + each.jobs):  # the least busy first
+            if not surplus[worker.role]:
+                continue
+            surplus[worker.role] -= 1
+            role = wanted.pop()
+            if role != "prefill" and worker.role != "prefill":
+                worker.role = role  # it goes on as it is
+                continue
+            self._until[worker.index] = role
+            event = (self.now + self._setting.flip_s, next(self._order), -worker.index - 1, 0, None)
+            heapq.heappush(self._heap, event)
+        self.periods.append(Period(self.now, choice.roles, choice.why))
+        self._pool()
+
+    def _changed(self, index: int) -> None:
+        self.workers[index].role = self._until.pop(index)
+        self._pool()
+
+
+def _each(roles: Roles) -> list[Role]:
+    """The role of each worker."""
+    named: tuple[Role, Role, Role] = ("prefill", "decode", "both")
+    return [role for role, count in zip(named, roles, strict=True) for _ in range(count)]

@@ -1,0 +1,275 @@
+"""A played worker: prompts in chunks, answers a token a step, by the planner's rules and the step model's times.
+
+No step is played by itself. Until something happens (a prompt is whole, an answer ends, a job comes) all steps hold the
+same, and each takes longer than the one before by the same: m of them take  m x first + growth x m (m - 1) / 2.  Who
+comes meanwhile waits for the step in flight, as in the worker's loop.
+
+As in `plan/planner.py` every step has a row of each running answer; of what is left of its budget half goes to prompts
+with less to compute than the oldest, who may not pass it by more than it has to compute itself, and the rest to the
+oldest first. A job begins where there is a slot and room. What is not played: pages that run out within an answer (room
+for all of it is taken at once, so nobody is thrown out), and drafts but for `tokens_per_step`.
+"""
+
+import math
+from collections import Counter, deque
+from heapq import heappop, heappush
+
+from redline.tune.roles import WorkerModel
+from redline.wire.news import Role
+
+GAPS = 50  # classes of gaps between two tokens, for each factor of e: 2 % wide
+
+
+class Played:
+    """One request on its way. Times are seconds of the simulation; -1: not yet."""
+
+    __slots__ = (
+        "answerer", "cached", "came", "computer", "first", "index", "of", "output", "passed", "placed", "prompt",
+        "remaining", "work",
+    )  # fmt: skip
+
+    def __init__(self, index: int, came: float, prompt: int, output: int, of: str) -> None:
+        self.index = index
+        self.came = came
+        self.prompt = prompt
+        self.output = output
+        self.of = of
+        self.cached = 0  # tokens of the prompt, where it is computed
+        self.work = prompt  # tokens of it that are to be computed
+        self.remaining = prompt  # of these
+        self.passed = 0  # tokens of others that were computed before it out of turn
+        self.placed = False  # it has a slot and room
+        self.computer: Worker | None = None  # who computes its prompt
+        self.answerer: Worker | None = None
+        self.first = -1.0
+
+    @property
+    def travels(self) -> bool:
+        """Whether its prompt is computed by another than who answers."""
+        return self.computer is not self.answerer
+
+
+class Worker:
+    """One worker. wake: when it is to be looked at again; infinite: once something comes. `version` changes with it."""
+
+    __slots__ = (
+        "_began", "_context", "_ends", "_first_ms", "_growth_ms", "_held", "_landed", "_parts", "_prompts",
+        "_quick", "_saved_ms", "_short", "_slots", "_steps", "_steps_done", "busy_s", "computed", "gaps", "given",
+        "index", "jobs", "model", "name", "outputs", "queue", "role", "rows", "version", "wake",
+    )  # fmt: skip
+
+    def __init__(self, index: int, model: WorkerModel, role: Role, gaps: Counter[int]) -> None:
+        """gaps: where milliseconds between tokens are counted, by class (`gap_ms`); of all workers."""
+        self.index = index
+        self.name = f"worker-{index}"
+        self.role: Role = role
+        self.wake: float = math.inf
+        self.version = 0
+        # What routing knows of it.
+        self.queue = 0  # prompt tokens that it has been sent and that are not computed
+        self.jobs = 0  # whose answers it gives
+        self.given = 0  # which of all jobs it was sent last
+        self.outputs = 0  # tokens that its answers will have come to
+        # For figures.
+        self.busy_s: float = 0.0
+        self.computed = 0  # prompt tokens
+        self.gaps = gaps
+        self.rows = 0  # that decode
+        self.model = model
+        self._slots = 0  # in use
+        self._held = 0  # tokens of those who have a slot, their answers included
+        self._context = 0.0  # tokens that all rows attend to
+        self._steps_done = 0
+        self._ends: list[tuple[int, int, Played, int]] = []  # (its last step, index, who, the step it began with)
+        self._landed: deque[Played] = deque()
+        self._prompts: deque[Played] = deque()  # in the order of arrival; those that are whole are skipped
+        self._short: list[tuple[int, int, Played]] = []  # the same, by what they have to compute
+        # What runs: `_steps` steps from `_began` on.
+        self._began = 0.0
+        self._steps = 0
+        self._first_ms = self._growth_ms = self._saved_ms = 0.0
+        self._parts: list[tuple[Played, int]] = []  # prompts, and tokens of each in every step
+        self._quick: list[Played] = []  # of these, those that were taken out of `_short`
+
+    def compute(self, job: Played, now: float) -> None:
+        """A prompt has come."""
+        self._prompts.append(job)
+        heappush(self._short, (job.work, job.index, job))
+        self._interrupt(now)
+
+    def land(self, job: Played, now: float) -> None:
+        """A prompt that was computed elsewhere has come, with its first token."""
+        self._landed.append(job)
+        self._interrupt(now)
+
+    def advance(self) -> tuple[list[Played], list[Played]]:
+        """What ran until `wake` is done: (prompts that are whole, answers that have ended). The next steps begin."""
+        now, steps, rows = self.wake, self._steps, self.rows
+        took_s = now - self._began
+        self.busy_s += took_s
+        self._steps_done += steps
+        if rows:
+            self._context += rows * steps * self.model.tokens_per_step
+            self.gaps[int(math.log(1e3 * took_s / steps) * GAPS)] += rows * steps
+        whole: list[Played] = []
+        for job, chunk in self._parts:
+            took = min(job.remaining, chunk * steps)
+            job.remaining -= took
+            self.computed += took
+            if not job.remaining:
+                whole.append(job)
+        for job in self._quick:
+            if job.remaining:
+                heappush(self._short, (job.remaining, job.index, job))
+        ended: list[Played] = []
+        ends, done = self._ends, self._steps_done
+        while ends and ends[0][0] <= done:
+            last, _, job, begun = heappop(ends)
+            self._context -= job.prompt + 1 + (last - begun) * self.model.tokens_per_step
+            self.rows -= 1
+            self._leave(job, job.prompt + job.output)
+            ended.append(job)
+        for job in whole:
+            if job.travels:
+                self._leave(job, job.prompt)
+            elif job.output == 1:
+                self._leave(job, job.prompt + job.output)
+                ended.append(job)
+            else:
+                self._decode(job)
+        self._plan(now)
+        return whole, ended
+
+    def check(self) -> None:
+        """Raises AssertionError unless slots and room are those of who is here; and, where nobody is, all of them."""
+        assert 0 <= self._slots <= self.model.slots, f"{self._slots} of {self.model.slots} slots are in use"
+        assert len(self._ends) == self.rows, "answers and rows differ"
+        waiting = any(job.remaining for job in self._prompts)
+        if self.wake == math.inf and not self._landed and not waiting:
+            left = self._slots, self._held, self.rows
+            assert left == (0, 0, 0), f"slots, tokens and rows are left: {left}"
+            assert abs(self._context) < 1, f"{self._context} tokens of context are left"
+
+    def _decode(self, job: Played) -> None:
+        last = self._steps_done + math.ceil((job.output - 1) / self.model.tokens_per_step)
+        heappush(self._ends, (last, job.index, job, self._steps_done))
+        self.rows += 1
+        self._context += job.prompt + 1
+
+    def _place(self, job: Played, tokens: int) -> bool:
+        if self._slots >= self.model.slots or (self._held + tokens > self.model.kv_tokens and self._slots):
+            return False
+        self._slots += 1
+        self._held += tokens
+        job.placed = True
+        return True
+
+    def _leave(self, job: Played, tokens: int) -> None:
+        self._slots -= 1
+        self._held -= tokens
+        job.placed = False
+
+    def _interrupt(self, now: float) -> None:
+        """What has come is looked at after the step in flight."""
+        if self.wake == math.inf:
+            self._plan(now)
+            return
+        passed_ms = 1e3 * (now - self._began)
+        half = self._first_ms - self._growth_ms / 2
+        if self._growth_ms > 1e-9 * self._first_ms:
+            steps = (math.sqrt(half * half + 2 * self._growth_ms * passed_ms) - half) / self._growth_ms
+        else:
+            steps = passed_ms / self._first_ms
+        steps = max(1, math.ceil(steps - 1e-9))
+        if steps < self._steps:
+            self._steps, self._saved_ms = steps, 0.0
+            self._wake()
+
+    def _plan(self, now: float) -> None:
+        """The next steps, all alike."""
+        model, steps = self.model, self.model.steps
+        landed = self._landed
+        while landed and self._place(landed[0], landed[0].prompt + landed[0].output):
+            self._decode(landed.popleft())
+        rows, chunk_ms, growth = self.rows, 0.0, 0.0
+        count = self._ends[0][0] - self._steps_done if self._ends else 1 << 60
+        self._parts, self._quick = [], []
+        tokens = 0
+        if self._prompts:
+            self._share(max(1, model.step_tokens - rows))
+            for job, chunk in self._parts:
+                count = min(count, -(-job.remaining // chunk))
+            for job, chunk in self._parts:
+                tokens += chunk
+                before = job.prompt - job.remaining
+                chunk_ms += steps.pair * chunk * (before + (chunk + 1) / 2) + steps.expand * (before + chunk)
+                growth += steps.pair * chunk * chunk + steps.expand * chunk
+        if not rows and not self._parts:
+            self.wake = math.inf
+            self.version += 1
+            return
+        self._saved_ms = 0.0
+        for job, chunk in self._parts:
+            missing = chunk * count - job.remaining  # its last chunk is shorter
+            if missing > 0:
+                self._saved_ms += missing * (steps.prompt + steps.pair * job.prompt + steps.expand)
+        self._first_ms = (
+            steps.base
+            + steps.experts * steps.share(rows + tokens)
+            + steps.row * rows
+            + steps.context * self._context
+            + steps.prompt * tokens
+            + chunk_ms
+        )
+        self._growth_ms = growth + steps.context * rows * model.tokens_per_step
+        self._began, self._steps = now, count
+        self._wake()
+
+    def _wake(self) -> None:
+        steps = self._steps
+        took_ms = steps * self._first_ms + self._growth_ms * steps * (steps - 1) / 2 - self._saved_ms
+        self.wake = self._began + took_ms / 1e3
+        self.version += 1
+
+    def _share(self, budget: int) -> None:
+        """Who of the prompts gets how much of each step."""
+        prompts, short, parts = self._prompts, self._short, self._parts
+        while prompts and not prompts[0].remaining:
+            prompts.popleft()
+        if not prompts:
+            return
+        oldest = prompts[0]
+        half, left = budget // 2, budget
+        while half:
+            while short and (not short[0][2].remaining or short[0][0] != short[0][2].remaining):
+                heappop(short)  # it is whole, or was pushed anew
+            if not short or short[0][2] is oldest:
+                break
+            job = short[0][2]
+            if job.remaining >= oldest.remaining or oldest.passed + job.remaining > oldest.work:
+                break
+            if not job.placed:
+                if not self._place(job, job.prompt if job.travels else job.prompt + job.output):
+                    break
+                oldest.passed += job.work
+            heappop(short)
+            self._quick.append(job)
+            chunk = min(half, job.remaining)
+            parts.append((job, chunk))
+            half -= chunk
+            left -= chunk
+        for job in prompts:
+            if not left:
+                break
+            if not job.remaining or job in self._quick:
+                continue
+            if not job.placed and not self._place(job, job.prompt if job.travels else job.prompt + job.output):
+                break
+            chunk = min(left, job.remaining)
+            parts.append((job, chunk))
+            left -= chunk
+
+
+def gap_ms(kind: int) -> float:
+    """Milliseconds of a class of gaps."""
+    return math.exp((kind + 0.5) / GAPS)

@@ -1,0 +1,194 @@
+"""What a worker's step takes, by what is in it, and what a prompt takes; fitted from steps that happened.
+
+    ms = base + experts x share of them that are read + row x rows + context x their contexts
+              + prompt x prompt tokens + pair x (prompt tokens x positions that each attends to)
+              + expand x positions whose keys and values are expanded for these tokens
+
+`StepModel` is the sum, `StepFit` finds its coefficients: none negative, relative errors counted, outliers nearly not. A
+window of each kind of step is kept, so hours of decoding do not forget what prompts cost.
+"""
+
+import math
+from collections import OrderedDict, deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from redline.wire.base import Record
+from redline.wire.job import PAGE_TOKENS
+
+KEPT = 24  # newest steps of a kind
+KINDS = 512  # that are kept; beyond, the one that was met longest ago is forgotten
+PRIOR_STEPS = 4  # as many steps as a prior counts for
+TURNS = 8  # of weighing steps anew by how far they are off
+OUTLIER = 2.5  # times the typical error: what is further off counts in inverse proportion to it
+LEAST_ERROR = 0.01  # a typical error below it is luck
+
+_Array = NDArray[np.float64]
+
+
+class Work(NamedTuple):
+    """What a step computes. Counts of tokens, but for rows."""
+
+    prompt: int = 0  # of prompts, in this step
+    pairs: float = 0.0  # prompt tokens x positions that each attends to, see `pairs_of`
+    rows: int = 0  # that decode
+    context: float = 0.0  # of all these rows together
+    expanded: int = 0  # positions whose keys and values are made anew for these tokens, see `expanded_of`
+
+
+def pairs_of(before: float, tokens: float) -> float:
+    """Prompt tokens times positions that each attends to, of `tokens` behind `before` others of their prompt."""
+    return tokens * (before + (tokens + 1) / 2)
+
+
+def expanded_of(before: int, tokens: int) -> int:
+    """Positions whose keys and values are expanded for `tokens` behind `before` others: all pages up to the last."""
+    return -(-(before + tokens) // PAGE_TOKENS) * PAGE_TOKENS
+
+
+class StepModel(Record, frozen=True):
+    """Milliseconds of a step: one coefficient for each term, none negative.
+
+    experts_of, experts_chosen: of a layer, how many there are and how many a token chooses; 0: all weights are read
+    by every step, and `experts` counts for nothing.
+    """
+
+    base: float
+    experts: float = 0.0
+    row: float = 0.0
+    context: float = 0.0
+    prompt: float = 0.0
+    pair: float = 0.0
+    expand: float = 0.0
+    experts_of: int = 0
+    experts_chosen: int = 0
+
+    def share(self, positions: float) -> float:
+        """Of a layer's experts, those that so many positions choose, each on its own: 1 - (1 - k / E)^T."""
+        if not self.experts_of or positions <= 0:
+            return 0.0
+        return 1.0 - (1.0 - self.experts_chosen / self.experts_of) ** positions
+
+    def step_ms(self, work: Work) -> float:
+        """Milliseconds of one step."""
+        return (
+            self.base
+            + self.experts * self.share(work.prompt + work.rows)
+            + self.row * work.rows
+            + self.context * work.context
+            + self.prompt * work.prompt
+            + self.pair * work.pairs
+            + self.expand * work.expanded
+        )
+
+    def decode_ms(self, rows: float, context: float) -> float:
+        """Milliseconds of a step of `rows` rows alone, of so many tokens of context each. Rows may be a mean."""
+        return self.base + self.experts * self.share(rows) + rows * (self.row + self.context * context)
+
+    def prompt_ms(self, cached: int, uncached: int, chunk: int, rows: float = 0.0, context: float = 0.0) -> float:
+        """Milliseconds of all steps that a prompt takes, `chunk` of its tokens in each but the last.
+
+        rows, context: that decode in each of these steps, and the tokens of context of each.
+        """
+        if uncached <= 0:
+            return 0.0
+        whole, rest = divmod(uncached, chunk)
+        steps = whole + (rest > 0)
+        shares = whole * self.share(chunk + rows) + (self.share(rest + rows) if rest else 0.0)
+        beside = rows * (self.row + self.context * context)
+        expanded = whole * (cached + chunk * (whole + 1) / 2) + (expanded_of(cached, uncached) if rest else 0)
+        own = self.prompt * uncached + self.pair * pairs_of(cached, uncached) + self.expand * expanded
+        return steps * (self.base + beside) + self.experts * shares + own
+
+
+class StepFit:
+    """Coefficients from (work, milliseconds) of steps, kept up to date. Adding is cheap; `model` takes milliseconds.
+
+    prior: what is believed before anything was measured, and stays of what is never measured.
+    """
+
+    def __init__(self, prior: StepModel | None = None, *, experts_of: int = 0, experts_chosen: int = 0) -> None:
+        """experts_of, experts_chosen: as in `StepModel`; where there is a prior its own count."""
+        self._prior = prior or StepModel(base=0.0, experts_of=experts_of, experts_chosen=experts_chosen)
+        self._kinds: OrderedDict[tuple[int, ...], deque[tuple[Work, float]]] = OrderedDict()
+        self._has_prior = prior is not None
+
+    def __len__(self) -> int:
+        """Steps that are kept."""
+        return sum(map(len, self._kinds.values()))
+
+    def add(self, work: Work, ms: float) -> None:
+        """A step has taken so many milliseconds. What is no time (0, or not finite) is left out."""
+        if not 0 < ms < math.inf:
+            return
+        kind = tuple(int(each).bit_length() for each in work)
+        self._kinds.setdefault(kind, deque(maxlen=KEPT)).append((work, ms))
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > KINDS:
+            self._kinds.popitem(last=False)
+
+    def model(self) -> StepModel:
+        """The coefficients that err least on what is kept; the prior's where nothing is."""
+        if not self._kinds:
+            return self._prior
+        # A kind counts as the root of how often it was met: neither do the many drown the few, nor one step all others.
+        kept = [(work, ms, len(kind) ** -0.5) for kind in self._kinds.values() for work, ms in kind]
+        took = np.array([ms for _, ms, _ in kept])
+        terms = np.array([self._terms(work) for work, _, _ in kept]) / took[:, None]  # to be mixed so that all give 1
+        kinds = np.array([weight for _, _, weight in kept])
+        mixed, weights = self._before(), kinds
+        for _ in range(TURNS):
+            mixed = self._solve(terms, weights)
+            off = np.abs(terms @ mixed - 1.0)
+            typical = max(LEAST_ERROR, 1.4826 * float(np.median(off)))  # of a normal error, its deviation
+            weights = kinds * np.minimum(1.0, OUTLIER * typical / np.maximum(off, 1e-12))
+        base, experts, row, context, prompt, pair, expand = (float(each) for each in mixed)
+        return StepModel(
+            base=base, experts=experts, row=row, context=context, prompt=prompt, pair=pair, expand=expand,
+            experts_of=self._prior.experts_of, experts_chosen=self._prior.experts_chosen,
+        )  # fmt: skip
+
+    def _terms(self, work: Work) -> tuple[float, ...]:
+        share = self._prior.share(work.prompt + work.rows)
+        return 1.0, share, work.rows, work.context, work.prompt, work.pairs, work.expanded
+
+    def _before(self) -> _Array:
+        prior = self._prior
+        return np.array([prior.base, prior.experts, prior.row, prior.context, prior.prompt, prior.pair, prior.expand])
+
+    def _solve(self, terms: _Array, weights: _Array) -> _Array:
+        scale = np.sqrt((weights[:, None] * terms**2).sum(axis=0))  # so that each term weighs alike
+        scale[scale == 0] = 1.0
+        scaled = terms / scale
+        a = scaled.T @ (weights[:, None] * scaled)
+        b = scaled.T @ weights
+        pull = PRIOR_STEPS / len(terms) if self._has_prior else 1e-9
+        a += pull * np.eye(len(a))
+        b += pull * self._before() * scale if self._has_prior else 0.0
+        return _not_negative(a, b) / scale
+
+
+def _not_negative(a: _Array, b: _Array) -> _Array:
+    """The x >= 0 that makes x'ax / 2 - b'x least (Lawson and Hanson's active sets, over normal equations)."""
+    x = np.zeros(len(b))
+    free = np.zeros(len(b), dtype=bool)
+    for _ in range(3 * len(b)):
+        slope = np.where(free, -np.inf, b - a @ x)
+        best = int(np.argmax(slope))
+        if slope[best] <= 1e-10:
+            break
+        free[best] = True
+        while True:
+            tried = np.zeros(len(b))
+            tried[free] = np.linalg.solve(a[np.ix_(free, free)], b[free])
+            if (tried[free] > 0).all():
+                x = tried
+                break
+            low = free & (tried <= 0)
+            step = float(np.min(x[low] / np.maximum(x[low] - tried[low], 1e-300)))
+            x = x + step * (tried - x)
+            free &= x > 1e-14
+            x[~free] = 0.0
+    return x

@@ -1,0 +1,106 @@
+"""Fleets on traces: everybody ends, the books are right at the end, targets are held, roles follow the traffic."""
+
+import math
+
+import msgspec
+import pytest
+
+from redline.simulate.figures import figures
+from redline.simulate.fleet import EVERYBODY, Setting, Simulation
+from redline.simulate.models import KIMI_8_H200
+from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
+from redline.tune.roles import Roles, Targets
+
+TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.05)}
+SHIFTING = [Phase(CHAT, 60, 15.0), Phase(DOCUMENTS, 60, 3.0), Phase(AGENTS, 60, 4.0)]
+
+
+def simulated(phases: list[Phase], roles: Roles, seed: int = 1, **setting: object) -> Simulation:
+    simulation = Simulation(Setting(KIMI_8_H200, roles, TARGETS, seed=seed)._replace(**setting))
+    simulation.run(made(phases, seed))
+    simulation.check()
+    return simulation
+
+
+@pytest.mark.parametrize("roles", [Roles(both=6), Roles(prefill=2, decode=4), Roles(prefill=20, decode=20)])
+def test_every_request_ends_and_the_books_are_right(roles: Roles):
+    assert Roles(prefill=20).prefill > EVERYBODY
+    simulation = simulated(SHIFTING, roles)
+    asked = list(made(SHIFTING, 1))
+    assert sorted((each.came_s, each.prompt) for each in simulation.ended) == sorted(
+        (each.at_s, each.prompt) for each in asked
+    )
+    assert all(0 < each.first_s < math.inf and 0 <= each.cached < each.prompt for each in simulation.ended)
+    computed = sum(worker.computed for worker in simulation.workers)
+    assert computed == sum(each.prompt - each.cached for each in simulation.ended)
+
+
+def test_the_same_seed_gives_the_same_run():
+    first, second = (simulated(SHIFTING, Roles(both=6), plan_s=20.0) for _ in range(2))
+    assert first.ended == second.ended
+    assert first.periods == second.periods
+
+
+def test_who_keeps_both_targets_is_good():
+    simulation = simulated([Phase(CHAT, 30, 60.0)], Roles(both=6))
+    kept = [each.first_s <= 2.0 and each.itl_s <= 0.05 for each in simulation.ended]
+    assert kept == [each.good for each in simulation.ended]
+    assert 0 < sum(kept) < len(kept), "a load at which some keep them"
+
+
+def test_a_class_is_held_to_its_own_targets():
+    targets = TARGETS | {"documents": Targets(ttft_s=1e-6, itl_s=1.0)}
+    simulation = simulated([Phase(CHAT, 60, 5.0), Phase(DOCUMENTS, 60, 2.0)], Roles(both=6), targets=targets)
+    classes = figures(simulation, "x", 120.0).classes
+    assert classes["documents"].good == 0
+    assert classes["chat"].good == classes["chat"].requests > 0
+
+
+def test_roles_follow_the_traffic():
+    """Long documents after chat: workers begin to compute prompts alone."""
+    simulation = simulated([Phase(CHAT, 100, 10.0), Phase(DOCUMENTS, 150, 4.0)], Roles(both=8), plan_s=10.0)
+    assert simulation.periods[-1].roles.prefill > 0
+    assert all(period.at_s >= 100 for period in simulation.periods if period.roles.prefill)
+    assert all(period.roles.workers == 8 for period in simulation.periods)
+    assert simulation.periods[-1].why
+
+
+def test_remote_local_and_predicted_send_prompts_where_they_say():
+    shares = {
+        way: figures(simulated([Phase(DOCUMENTS, 60, 3.0)], Roles(prefill=2, decode=4), way=way), way, 60.0).remote
+        for way in ("remote", "local", "predicted")
+    }
+    assert shares["remote"] == 1
+    assert shares["local"] == 0
+    assert 0 < shares["predicted"] <= 1
+
+
+def test_a_conversation_goes_back_to_where_it_is_cached():
+    blocks = tuple(range(40))
+    requests = [Request(1.0 * turn, 512 * (10 + turn), 20, blocks[: 10 + turn]) for turn in range(20)]
+    simulation = Simulation(Setting(KIMI_8_H200, Roles(both=40), TARGETS))
+    simulation.run(requests)
+    assert [each.cached for each in simulation.ended][1:] == [each.prompt - 512 for each in simulation.ended][1:]
+
+
+def test_the_figures_are_those_of_the_requests():
+    simulation = simulated(SHIFTING, Roles(prefill=2, decode=4))
+    told = figures(simulation, "2:4", 180.0, price=2.0)
+    assert told.requests == len(simulation.ended) == sum(share.requests for share in told.classes.values())
+    assert told.good == sum(each.good for each in simulation.ended)
+    assert told.goodput == pytest.approx(told.good / 180, abs=1e-4)
+    assert told.gpus == 48
+    assert told.cost == pytest.approx(48 * 0.05 * 2.0)
+    assert sum(each.requests_s for each in told.over_time) * 10 == pytest.approx(told.requests, abs=0.1)
+    assert all((each.prefill, each.decode, each.both) == (2, 4, 0) for each in told.over_time)
+    assert msgspec.json.decode(msgspec.json.encode(told), type=type(told)) == told
+
+
+def test_what_never_ends_is_counted_and_not_good():
+    slow = msgspec.structs.replace(KIMI_8_H200, steps=msgspec.structs.replace(KIMI_8_H200.steps, base=1e6))
+    simulation = Simulation(Setting(slow, Roles(both=1), TARGETS))
+    simulation.run([Request(0.0, 100, 100, ())])
+    told = figures(simulation, "slow", 1.0)
+    assert told.unfinished == told.requests == 1
+    assert told.good == 0
+    assert told.ttft_s_p50 is None

@@ -1,0 +1,92 @@
+"""Which roles workers get: by what comes, by what is promised, and only where a change pays."""
+
+import pytest
+
+from redline.tune.roles import Asked, Fleet, Roles, Targets, Traffic, WorkerModel, choose_roles, predict_roles
+from redline.tune.steps import StepModel
+
+STEPS = StepModel(base=5.0, row=0.2, context=1e-5, prompt=0.02)
+MODEL = WorkerModel(name="made", steps=STEPS, step_tokens=8192, slots=256, kv_tokens=4_000_000, gpus=8)
+TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.03)}
+LONG_PROMPTS = Traffic(24.0, [Asked(0, 20_000, 100), Asked(0, 30_000, 50)])
+LONG_ANSWERS = Traffic(24.0, [Asked(0, 1_000, 2_000), Asked(0, 500, 3_000)])
+
+
+def test_long_prompts_get_more_workers_than_long_answers():
+    fleet = Fleet(16, MODEL)
+    prompts, answers = (choose_roles(traffic, fleet, TARGETS).roles for traffic in (LONG_PROMPTS, LONG_ANSWERS))
+    assert prompts.workers == answers.workers == 16
+    assert prompts.prefill > answers.prefill + 4
+
+
+def test_a_change_has_to_pay_over_the_horizon():
+    old = choose_roles(LONG_ANSWERS, Fleet(16, MODEL), TARGETS).roles
+    new = choose_roles(LONG_PROMPTS, Fleet(16, MODEL), TARGETS).roles
+    assert new != old
+    assert choose_roles(LONG_PROMPTS, Fleet(16, MODEL, old, horizon_s=600), TARGETS).roles == new
+    kept = choose_roles(LONG_PROMPTS, Fleet(16, MODEL, old, horizon_s=1, flip_s=60), TARGETS)
+    assert kept.roles == old
+    assert "does not pay" in kept.why
+
+
+def test_what_is_within_the_error_of_the_estimate_is_no_reason_to_change():
+    best = choose_roles(LONG_PROMPTS, Fleet(16, MODEL), TARGETS)
+    near = Roles(best.roles.prefill + 1, best.roles.decode - 1, best.roles.both)
+    now = predict_roles(LONG_PROMPTS, Fleet(16, MODEL), TARGETS, near)
+    assert 0 <= best.expected.steady - now.steady < 0.02
+    assert choose_roles(LONG_PROMPTS, Fleet(16, MODEL, near, horizon_s=1e9), TARGETS).roles == near
+
+
+def test_more_workers_are_wanted_only_where_no_roles_do():
+    few, enough = (choose_roles(LONG_PROMPTS, Fleet(count, MODEL), TARGETS) for count in (6, 24))
+    assert few.wanted > 6
+    assert enough.wanted <= 24
+    assert choose_roles(LONG_PROMPTS, Fleet(enough.wanted, MODEL), TARGETS).expected.attainment >= 0.95
+
+
+def test_requests_of_a_class_are_held_to_its_targets():
+    strict = TARGETS | {"strict": Targets(ttft_s=0.01, itl_s=0.03)}
+    mixed = Traffic(4.0, [Asked(0, 20_000, 100), Asked(0, 20_000, 100, of="strict")])
+    assert choose_roles(mixed, Fleet(16, MODEL), strict).expected.attainment == pytest.approx(0.5, abs=0.01)
+
+
+def test_without_traffic_everything_stays():
+    now = Roles(prefill=3, decode=5)
+    assert choose_roles(Traffic(0.0, ()), Fleet(8, MODEL, now), TARGETS).roles == now
+    assert choose_roles(Traffic(0.0, ()), Fleet(8, MODEL), TARGETS).roles == Roles(both=8)
+
+
+def test_what_is_not_promised_is_kept():
+    """And no number on the way is one that numpy warns of."""
+    anything = {"": Targets(ttft_s=float("inf"), itl_s=float("inf"))}
+    for rate in (0.1, 24.0, 1000.0):
+        traffic = LONG_PROMPTS._replace(rate=rate)
+        for roles in (Roles(both=16), Roles(prefill=1, decode=15), Roles(prefill=15, decode=1)):
+            predicted = predict_roles(traffic, Fleet(16, MODEL), anything, roles)
+            assert 0 <= predicted.attainment <= 1
+    assert choose_roles(LONG_PROMPTS._replace(rate=1.0), Fleet(16, MODEL), anything).expected.attainment > 0.99
+
+
+def test_of_roles_that_are_as_good_the_nearest_are_chosen():
+    few = LONG_PROMPTS._replace(rate=2.0)
+    now = Roles(prefill=15, decode=1)
+    chosen = choose_roles(LONG_ANSWERS, Fleet(16, MODEL, now, horizon_s=1e6), TARGETS).roles
+    alone = choose_roles(LONG_ANSWERS, Fleet(16, MODEL), TARGETS)
+    assert now.flips(chosen) <= now.flips(alone.roles)
+    near = choose_roles(few, Fleet(16, MODEL, Roles(prefill=8, decode=8)), TARGETS)
+    assert near.roles == Roles(prefill=8, decode=8), near.why
+
+
+def test_short_prompts_beside_long_ones_are_computed_where_they_are_answered():
+    """Chat beside documents: few workers for prompts are enough, since chat does not wait there."""
+    mixed = Traffic(20.0, [Asked(0, 200, 300)] * 9 + [Asked(0, 30_000, 100)])
+    strict = {"": Targets(ttft_s=1.5, itl_s=0.03)}
+    predicted = predict_roles(mixed, Fleet(8, MODEL), strict, Roles(prefill=2, decode=6))
+    assert predicted.attainment > 0.9
+
+
+def test_what_cannot_be_asked_is_refused():
+    with pytest.raises(ValueError, match="8 workers"):
+        choose_roles(LONG_PROMPTS, Fleet(8, MODEL, Roles(both=7)), TARGETS)
+    with pytest.raises(ValueError, match="targets"):
+        choose_roles(LONG_PROMPTS, Fleet(8, MODEL), {"key": TARGETS[""]})

@@ -1,0 +1,112 @@
+"""The step model: what it finds again in steps that it is shown, and how far it is off on recorded ones."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from redline.bench.runs.step_times import errors, fitted, read
+from redline.tune.steps import StepFit, StepModel, Work, expanded_of, pairs_of
+
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "step-times-cpu.json"
+TRUE = StepModel(
+    base=4.0,
+    experts=18.0,
+    row=0.2,
+    context=3e-5,
+    prompt=0.02,
+    pair=1e-6,
+    expand=2e-4,
+    experts_of=384,
+    experts_chosen=8,
+)
+
+
+def some_steps(count: int, seed: int = 1) -> list[Work]:
+    draw = random.Random(seed)
+    found: list[Work] = []
+    for _ in range(count):
+        rows, prompt = draw.randrange(64), draw.choice((0, 0, draw.randrange(1, 8192)))
+        before = draw.randrange(20_000) if prompt else 0
+        if rows or prompt:
+            expanded = expanded_of(before, prompt) if prompt else 0
+            found.append(Work(prompt, pairs_of(before, prompt), rows, rows * draw.randrange(100, 30_000), expanded))
+    return found
+
+
+def test_runs_of_other_lengths_and_loads_are_predicted_within_a_tenth():
+    """Recorded on a CPU: fitted to four loads, held against three of other lengths and other numbers of jobs."""
+    runs, said = read(RECORDED)
+    model = fitted(runs, said["experts_of"], said["experts_chosen"])
+    held = {name: errors(model, steps) for name, steps in runs.items() if name.startswith("held")}
+    assert len(held) == 3
+    assert max(abs(each["of_all"]) for each in held.values()) <= 0.10, held
+    assert sum(each["of_a_step"] for each in held.values()) / 3 <= 0.15, held
+
+
+def test_what_made_the_steps_is_found_again():
+    fit = StepFit(experts_of=384, experts_chosen=8)
+    noise = random.Random(2)
+    for work in some_steps(600):
+        fit.add(work, TRUE.step_ms(work) * noise.uniform(0.97, 1.03))
+    model = fit.model()
+    for work in some_steps(100, seed=3):
+        assert model.step_ms(work) == pytest.approx(TRUE.step_ms(work), rel=0.05)
+
+
+def test_a_step_in_ten_that_took_five_times_as_long_changes_little():
+    fit = StepFit(experts_of=384, experts_chosen=8)
+    for number, work in enumerate(some_steps(600)):
+        fit.add(work, TRUE.step_ms(work) * (5 if number % 10 == 0 else 1))
+    model = fit.model()
+    for work in some_steps(100, seed=3):
+        assert model.step_ms(work) == pytest.approx(TRUE.step_ms(work), rel=0.10)
+
+
+def test_hours_of_decoding_do_not_forget_what_prompts_take():
+    fit = StepFit(experts_of=384, experts_chosen=8)
+    for work in some_steps(300):
+        fit.add(work, TRUE.step_ms(work))
+    for number in range(20_000):
+        work = Work(rows=20 + number % 3, context=100_000)
+        fit.add(work, TRUE.step_ms(work))
+    prompt = Work(4096, pairs_of(0, 4096), 0, 0, 4096)
+    assert fit.model().step_ms(prompt) == pytest.approx(TRUE.step_ms(prompt), rel=0.05)
+    assert len(fit) < 10_000
+
+
+def test_no_time_is_learnt_from_a_clock_that_stood_still():
+    fit = StepFit(TRUE)
+    for ms in (0.0, -1.0, float("nan"), float("inf")):
+        fit.add(Work(rows=1, context=100), ms)
+    assert len(fit) == 0
+    assert fit.model() == TRUE
+
+
+def test_what_was_never_measured_stays_as_it_was_believed():
+    fit = StepFit(TRUE)
+    for rows in range(1, 60):
+        work = Work(rows=rows, context=1000 * rows)
+        fit.add(work, 2 * TRUE.step_ms(work))
+    model = fit.model()
+    assert model.decode_ms(30, 1000) == pytest.approx(2 * TRUE.decode_ms(30, 1000), rel=0.05)
+    assert model.prompt == pytest.approx(TRUE.prompt)
+
+
+def test_no_coefficient_is_negative():
+    fit = StepFit()
+    for rows in range(1, 40):
+        fit.add(Work(rows=rows, context=100 * rows), 40.0 - rows)
+    model = fit.model()
+    assert min(model.base, model.row, model.context, model.prompt, model.pair, model.expand) >= 0
+
+
+def test_a_prompts_time_is_that_of_its_steps():
+    for cached, uncached, chunk in ((0, 1000, 256), (640, 2048, 512), (64, 100, 8192)):
+        took, done = 0.0, 0
+        while done < uncached:
+            size = min(chunk, uncached - done)
+            work = Work(size, pairs_of(cached + done, size), 3, 6000, expanded_of(cached + done, size))
+            took, done = took + TRUE.step_ms(work), done + size
+        assert TRUE.prompt_ms(cached, uncached, chunk, rows=3, context=2000) == pytest.approx(took)
+    assert TRUE.prompt_ms(100, 0, 256) == 0
