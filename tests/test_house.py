@@ -112,8 +112,8 @@ FLAGS = {
 PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
-    weights host port served_model_name keys_file responses_file cors_origins metrics_port page log_level access_log
-    drain_s
+    weights host port api_replicas served_model_name keys_file responses_file cors_origins metrics_port page log_level
+    access_log drain_s
     resume_s admin_port
     admin_keys_file unix_socket
     tls_cert tls_key
@@ -276,7 +276,7 @@ def test_commands_in_a_page_exist(page: Path):
 
 def test_every_flag_and_every_key_is_explained():
     commands, deployment = ((ROOT / "docs" / page).read_text() for page in ("cli.md", "fleet.md"))
-    commands += "".join(page.read_text() for page in sorted((ROOT / "docs").glob("bench_*.md")))
+    commands += "".join(page.read_text() for page in sorted((ROOT / "docs").glob("*bench*.md")))
     assert not [
         flag for options in flags().values() for flag in options if f"{flag} " not in commands.replace("]", " ")
     ]

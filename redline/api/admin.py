@@ -1,6 +1,7 @@
 """Routes for whoever runs the server, on a port and with keys of their own: its status, its end, its keys."""
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -12,7 +13,34 @@ from redline.api.app import Border, json_response
 from redline.api.config import ApiConfig
 from redline.api.edge import Edge
 from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
 from redline.api.stories import MOST_JOBS
+
+
+class Desk(Protocol):
+    """What the admin routes ask of whoever runs the server."""
+
+    drain_s: float  # for running answers to end
+
+    async def status(self) -> dict[str, Any]:
+        """The queue, the workers and the keys, as JSON."""
+        ...
+
+    async def request(self, id: str) -> list[dict[str, Any]]:
+        """What became of each job of a request, as JSON; none where it is not known."""
+        ...
+
+    async def reload(self) -> str:
+        """Read the file of keys again: what there is to say of it."""
+        ...
+
+    def drain(self) -> None:
+        """Begin the server's end."""
+        ...
+
+    def replace(self, name: str) -> str | None:
+        """Have a worker of that name leave and be started again; where there is none, the names that there are."""
+        ...
 
 
 def create_admin_app(
@@ -22,12 +50,17 @@ def create_admin_app(
     drain: Callable[[], None],
     replace: Callable[[str], bool] = lambda _: False,
 ) -> ASGIApp:
-    """The admin routes. edge: of the server that they are about. config: of these routes, with their own keys_file.
+    """The admin routes of a server whose API is this process. edge: of the server that they are about.
 
-    drain: begins the server's end. replace: a worker of that name; False where there is none. Raises ConfigError where
-    the keys' file cannot be read or is empty.
+    config: of these routes, with their own keys_file. drain: begins the server's end. replace: a worker of that name;
+    False where there is none. Raises ConfigError where the keys' file cannot be read or is empty.
     """
-    admin = _Admin(gateway, edge, drain, replace)
+    return create_desk_app(_OneProcess(gateway, edge, drain, replace), config, gateway.metrics)
+
+
+def create_desk_app(desk: Desk, config: ApiConfig, metrics: Metrics) -> ASGIApp:
+    """The admin routes. config, ConfigError: as in `create_admin_app`. metrics: where their requests count."""
+    admin = _Admin(desk)
     routes = [
         Route("/admin/status", admin.status),
         Route("/admin/requests/{id:path}", admin.request),
@@ -35,85 +68,111 @@ def create_admin_app(
         Route("/admin/reload", admin.reload, methods=["POST"]),
         Route("/admin/workers/{name}/replace", admin.replace, methods=["POST"]),
     ]
-    return Border(Router(routes, redirect_slashes=False), Edge(config), config, gateway.metrics)
+    return Border(Router(routes, redirect_slashes=False), Edge(config), config, metrics)
 
 
 class _Admin:
-    def __init__(self, gateway: Gateway, edge: Edge, drain: Callable[[], None], replace: Callable[[str], bool]) -> None:
-        self._gateway = gateway
-        self._edge = edge
-        self._drain = drain
-        self._replace = replace
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
 
     async def status(self, request: Request) -> Response:
         """The queue, each worker's rows and pages, and what each name has used and may still use."""
-        gateway, keyring = self._gateway, self._edge.keyring
-        jobs, tokens = gateway.waiting
-        links = gateway.links
-        accounts = {} if keyring is None else keyring.accounts
-        return json_response(
-            {
-                "ready": gateway.ready is not None and links.trouble is None and self._edge.draining is None,
-                "draining": self._edge.draining,
-                "trouble": links.lost or links.trouble,
-                "queue": {
-                    "jobs": jobs,
-                    "tokens": tokens,
-                    "tokens_per_s": round(gateway.served_per_s, 1),
-                    "retry_s": round(gateway.retry_s, 1),
-                },
-                "running": gateway.running,
-                "workers": {
-                    link.name: {
-                        "role": link.role,
-                        "epoch": link.epoch,
-                        "pid": link.pid,
-                        "at": link.at,
-                        "ready": link.ready is not None,
-                        "lost": link.lost,
-                        "lost_before": link.before,
-                        "draining": link.draining,
-                        "silent_s": round(links.silent_s(link), 1),
-                        "jobs": link.jobs,
-                        "load": None if link.load is None else msgspec.to_builtins(link.load),
-                    }
-                    for link in links
-                },
-                "keys": {
-                    name: {
-                        "running": account.running,
-                        "requests": account.requests,
-                        "tokens": account.tokens,
-                        "limits": msgspec.structs.asdict(account.limits),
-                        "left": account.left(),
-                    }
-                    for name, account in accounts.items()
-                },
-            }
-        )
+        return json_response(await self._desk.status())
 
     async def request(self, request: Request) -> Response:
         """Who got the jobs of a request, why, what was expected of it and what came."""
         id = request.path_params["id"]
-        stories = self._gateway.stories.of(id)
-        if not stories:
+        jobs = await self._desk.request(id)
+        if not jobs:
             known = f"the last {MOST_JOBS:,} jobs are kept, and none from before the start"
             return json_response({"error": f"nothing is known of request {id}: {known}"}, 404)
-        return json_response({"request": id, "jobs": [story.told() for story in stories]})
+        return json_response({"request": id, "jobs": jobs})
 
     async def drain(self, request: Request) -> Response:
         """Take no new requests, let running answers end within drain_s, and end the server."""
-        self._drain()
-        return json_response({"status": "draining", "drain_s": self._edge.drain_s})
+        self._desk.drain()
+        return json_response({"status": "draining", "drain_s": self._desk.drain_s})
 
     async def replace(self, request: Request) -> Response:
         """Let a worker end its answers within drain_s, have another go on with the rest, and start it again."""
         name = request.path_params["name"]
-        if not self._replace(name):
-            known = ", ".join(link.name for link in self._gateway.links)
+        if (known := self._desk.replace(name)) is not None:
             return json_response({"error": f"no worker is called {name}; there are {known}"}, 404)
-        return json_response({"status": "draining", "worker": name, "drain_s": self._edge.drain_s})
+        return json_response({"status": "draining", "worker": name, "drain_s": self._desk.drain_s})
 
     async def reload(self, request: Request) -> Response:
         """Read the file of keys again."""
-        return json_response({"message": self._edge.reload()})
+        return json_response({"message": await self._desk.reload()})
+
+
+class _OneProcess:
+    """The desk of a server whose API is this process."""
+
+    def __init__(self, gateway: Gateway, edge: Edge, drain: Callable[[], None], replace: Callable[[str], bool]) -> None:
+        self.drain = drain
+        self.drain_s = edge.drain_s
+        self._gateway = gateway
+        self._edge = edge
+        self._replace = replace
+
+    async def status(self) -> dict[str, Any]:
+        return status_of(self._gateway, self._edge)
+
+    async def request(self, id: str) -> list[dict[str, Any]]:
+        return jobs_of(self._gateway, id)
+
+    async def reload(self) -> str:
+        return self._edge.reload()
+
+    def replace(self, name: str) -> str | None:
+        return None if self._replace(name) else ", ".join(link.name for link in self._gateway.links)
+
+
+def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
+    """What became of each job of a request, as JSON; none where it is not known."""
+    return [story.told() for story in gateway.stories.of(id)]
+
+
+def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
+    """The queue, the workers and the keys as this process sees them, as JSON."""
+    keyring, links = edge.keyring, gateway.links
+    jobs, tokens = gateway.waiting
+    accounts = {} if keyring is None else keyring.accounts
+    return {
+        "ready": gateway.ready is not None and links.trouble is None and edge.draining is None,
+        "draining": edge.draining,
+        "trouble": links.lost or links.trouble,
+        "queue": {
+            "jobs": jobs,
+            "tokens": tokens,
+            "tokens_per_s": round(gateway.served_per_s, 1),
+            "retry_s": round(gateway.retry_s, 1),
+        },
+        "running": gateway.running,
+        "workers": {
+            link.name: {
+                "role": link.role,
+                "epoch": link.epoch,
+                "pid": link.pid,
+                "at": link.at,
+                "ready": link.ready is not None,
+                "lost": link.lost,
+                "lost_before": link.before,
+                "draining": link.draining,
+                "silent_s": round(links.silent_s(link), 1),
+                "jobs": link.jobs,
+                "load": None if link.load is None else msgspec.to_builtins(link.load),
+            }
+            for link in links
+        },
+        "keys": {
+            name: {
+                "running": account.running,
+                "requests": account.requests,
+                "tokens": account.tokens,
+                "limits": msgspec.structs.asdict(account.limits),
+                "left": account.left(),
+            }
+            for name, account in accounts.items()
+        },
+    }

@@ -73,16 +73,19 @@ Teller = Callable[[Exception, str], Answer]  # of an exception, with the request
 NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
-def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) -> ASGIApp:
-    """The API over a gateway. edge: where others share it, `Edge(config)`.
+def create_app(
+    gateway: Gateway, config: ApiConfig, edge: Edge | None = None, scrape: Callable[[], Awaitable[bytes]] | None = None
+) -> ASGIApp:
+    """The API over a gateway. edge: where others share it, `Edge(config)`. scrape: gives /metrics; None: the gateway's.
 
     Raises ConfigError where the keys' file cannot be read or is empty, or an origin is no origin.
     """
     edge = edge or Edge(config)
-    api = _Api(gateway, config, edge)
+    api = _Api(gateway, config, edge, scrape)
     gateway.metrics.health(lambda: api.unready is None)
     bodies = _Bodies(config.limits.bodies_bytes)
-    store = ResponseStore(Path(config.responses_file)) if config.responses_file else None
+    path = config.responses_file
+    store = ResponseStore(Path(path), shared=bool(gateway.replica)) if path else None
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,
@@ -403,9 +406,12 @@ class _Post:
 class _Api:
     """The routes."""
 
-    def __init__(self, gateway: Gateway, config: ApiConfig, edge: Edge) -> None:
+    def __init__(
+        self, gateway: Gateway, config: ApiConfig, edge: Edge, scrape: Callable[[], Awaitable[bytes]] | None
+    ) -> None:
         self._gateway = gateway
         self._edge = edge
+        self._scrape = scrape
         self._limits = config.limits
         self._defaults = config.defaults
         self._names = config.served_model_names
@@ -442,11 +448,12 @@ class _Api:
         return json_response({"status": "ready"} if why_not is None else why_not, 200 if why_not is None else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._gateway.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})
+        text = self._gateway.metrics.expose() if self._scrape is None else await self._scrape()
+        return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def load(self, request: Request) -> Response:
         """vLLM's: the requests that are being answered or wait."""
-        return json_response({"server_load": self._gateway.load})
+        return json_response({"server_load": self._gateway.load + self._gateway.others.load})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")

@@ -88,13 +88,13 @@ class EngineView:
 
     def now(self) -> dict[str, Any]:
         """The queue, what runs, and each worker's rows and pages. Names of keys and processes are not told."""
-        gateway, links = self._gateway, self._gateway.links
+        gateway, links, others = self._gateway, self._gateway.links, self._gateway.others
         jobs, tokens = gateway.waiting
         return {
             "ready": gateway.ready is not None and links.trouble is None,
             "trouble": links.lost or links.trouble,
-            "queue": {"jobs": jobs, "tokens": tokens},
-            "running": gateway.running,
+            "queue": {"jobs": jobs + others.waiting, "tokens": tokens + others.waiting_tokens},
+            "running": gateway.running + others.running,
             "workers": [
                 {
                     "name": link.name,

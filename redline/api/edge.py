@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from redline.api.config import ApiConfig
-from redline.api.keys import Keyring
+from redline.api.keys import SECRET, Keyring
 from redline.api.metrics import Metrics
 from redline.errors import ConfigError, Overloaded
 
@@ -22,9 +22,11 @@ class Edge:
     draining: why no new request is taken; None: they are.
     """
 
-    def __init__(self, config: ApiConfig) -> None:
-        """Raises ConfigError where the keys' file cannot be read, is empty, or says what nobody knows."""
-        self.keyring = Keyring(Path(config.keys_file), config.per_key) if config.keys_file else None
+    def __init__(self, config: ApiConfig, secret: bytes = SECRET) -> None:
+        """secret: as in `keys.read_keys`. Raises ConfigError where the keys' file cannot be read, is empty, or says
+        what nobody knows."""
+        path = config.keys_file
+        self.keyring = Keyring(Path(path), config.per_key, secret=secret) if path else None
         self.json_lines = config.json_lines
         self.drain_s = config.drain_s
         self.draining: str | None = None

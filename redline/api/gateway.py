@@ -26,6 +26,7 @@ from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
+from redline.api.others import Others
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
 from redline.api.stories import Stories, Story
@@ -53,6 +54,7 @@ from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role
+from redline.wire.replicas import Use
 from redline.wire.step import Proposer, TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
@@ -97,11 +99,15 @@ class Gateway:
         limits: Limits = Limits(),  # noqa: B008
         clock: Callable[[], float] = time.monotonic,
         resume_s: float = 0.0,
+        replica: str = "",
     ) -> None:
-        """resume_s: for so long jobs whose worker has ended wait for one that goes on with them."""
+        """resume_s: for so long jobs whose worker has ended wait for one that goes on with them. replica: what this one
+        is called, where there are others."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.links = Links(clock)
+        self.replica = replica
+        self.others = Others()
         self._clock = clock
         self._style = style
         self._limits = limits
@@ -170,10 +176,20 @@ class Gateway:
         self.metrics.joined(name)
         return link
 
+    def drain(self, link: Link) -> None:
+        """A worker is to be replaced: nothing new goes to it."""
+        link.draining = True
+
+    def hear(self, use: Use) -> None:
+        """Take in what another replica of the API has under way."""
+        self.others.heard(use)
+        for link in self.links:
+            self.others.tell(link)
+
     async def follow(self, link: Link, inbox: AsyncInbox) -> None:
         """Read a worker's messages until cancelled. However the reading ends, the worker is lost then."""
         try:
-            while True:
+            while link.lost is None:
                 self.take(link, await inbox.get())
         finally:
             self.lose(link, "the worker's messages are not read any more")
@@ -208,6 +224,8 @@ class Gateway:
             case Cached():
                 self.links.cached(link, message)
             case Ready():
+                if link.lost is not None:  # each replica is told it again when another comes or goes
+                    return
                 if (why_not := self.links.speaks(link, message)) is not None:
                     self.lose(link, why_not)
                     return
@@ -289,7 +307,8 @@ class Gateway:
         of them go on as new ones, wherever they run next, and no handoff of the worker does."""
         reason = f"{messages} messages were lost between it and others"
         if link.ready is None:
-            if link.lost is None:  # it may have said that it is ready
+            # It may have said that it is ready; a replica is told so again.
+            if link.lost is None and not self.replica:
                 self.lose(link, reason, asked=True)
             return
         lanes = [lane for lane in self._lanes.values() if lane.link is link]
@@ -313,7 +332,7 @@ class Gateway:
             return
         for link in self.links:
             if link.beat_at is not None and link.ready is not None and link.busy:
-                link.knock(now)
+                link.knock(now, self.replica)
         self._tell_gone(*self.links.newly_gone())
         for link in self.links.fallen_silent():
             for lane in [lane for lane in self._lanes.values() if lane.link is link]:
@@ -465,7 +484,7 @@ class Gateway:
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
                 job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, salt)
-                jobs += _copies(job, ask, caller)
+                jobs += _copies(job, ask, caller, self.replica)
             # While this one was encoded, the worker may have gone and other requests may have come.
             if self._engine().fingerprint != engine.fingerprint:
                 raise WorkerLost("the worker has changed")
@@ -594,8 +613,9 @@ class Gateway:
         return ready
 
     def _admit(self, ask: Ask) -> None:
-        if self._waiting + ask.choices > self._limits.waiting:
-            raise Overloaded(f"{self._waiting} jobs wait already; try again later", self.retry_s, "queue_jobs")
+        waiting = self._waiting + self.others.waiting
+        if waiting + ask.choices > self._limits.waiting:
+            raise Overloaded(f"{waiting} jobs wait already; try again later", self.retry_s, "queue_jobs")
 
     def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
         """Bound the products: prompts, their copies and their logprobs. Raises RequestError or Overloaded.
@@ -608,10 +628,9 @@ class Gateway:
                 f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
                 ask.param,
             )
-        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > self._limits.queue_tokens:
-            raise Overloaded(
-                f"{self._waiting_tokens} tokens wait already; try again later", self.retry_s, "queue_tokens"
-            )
+        waiting = self._waiting_tokens + self.others.waiting_tokens
+        if waiting > before and waiting + ask.n * tokens > self._limits.queue_tokens:
+            raise Overloaded(f"{waiting} tokens wait already; try again later", self.retry_s, "queue_tokens")
         scored = ask.sampling.prompt_logprobs
         if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
             raise RequestError(
@@ -725,7 +744,7 @@ def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: st
     return make_job(JobId(uuid.uuid4().hex), tokens, sampling, fingerprint, salt)
 
 
-def _copies(job: Job, ask: Ask, caller: Caller) -> list[Job]:
+def _copies(job: Job, ask: Ask, caller: Caller, replica: str) -> list[Job]:
     # The request's id stands in the job's, and so in what the worker says of it.
     id = f"{caller.request_id}.{job.id}" if caller.request_id else job.id
     tenant = "" if caller.account is None else caller.account.name
@@ -735,6 +754,7 @@ def _copies(job: Job, ask: Ask, caller: Caller) -> list[Job]:
             job,
             id=JobId(f"{id}-{k}"),
             tenant=tenant,
+            replica=replica,
             sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k), seeded=ask.seed is not None),
         )
         for k in range(ask.n)

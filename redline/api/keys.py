@@ -24,7 +24,7 @@ from redline.api.quota import Account
 from redline.errors import ConfigError
 
 NAME_CHARS = 64
-_SECRET = secrets.token_bytes(16)  # so that the name of a key alone, which is logged, tells nothing of the key
+SECRET = secrets.token_bytes(16)  # so that the name of a key alone, which is logged, tells nothing of the key
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -34,9 +34,10 @@ class Entry(msgspec.Struct, frozen=True):
     limits: KeyLimits
 
 
-def read_keys(path: Path, default: KeyLimits = KeyLimits()) -> dict[bytes, Entry]:  # noqa: B008
+def read_keys(path: Path, default: KeyLimits = KeyLimits(), secret: bytes = SECRET) -> dict[bytes, Entry]:  # noqa: B008
     """Entries by the SHA-256 of their keys, so that comparing takes the same time whatever their lengths.
 
+    secret: what the names of keys that have none are made with, in all processes of a server.
     Raises ConfigError, which names the line and never a key, where the file cannot be read, holds no key or says what
     nobody knows.
     """
@@ -53,7 +54,7 @@ def read_keys(path: Path, default: KeyLimits = KeyLimits()) -> dict[bytes, Entry
         if not words:
             continue
         place = f"{path}, line {number}"
-        entry, key = _entry(words, default, place)
+        entry, key = _entry(words, default, place, secret)
         digest = sha256(key.encode()).digest()
         if entries.setdefault(digest, entry).name != entry.name:
             raise ConfigError(f"{place}: this key has another name already: {entries[digest].name}")
@@ -72,9 +73,9 @@ def _words(line: str) -> list[str]:
     return words[:comment]
 
 
-def _entry(words: list[str], default: KeyLimits, place: str) -> tuple[Entry, str]:
+def _entry(words: list[str], default: KeyLimits, place: str, secret: bytes) -> tuple[Entry, str]:
     if len(words) == 1:
-        name = f"key-{blake2b(words[0].encode(), key=_SECRET, digest_size=4).hexdigest()}"
+        name = f"key-{blake2b(words[0].encode(), key=secret, digest_size=4).hexdigest()}"
         return Entry(name, default), words[0]
     name, key, *rest = words
     if len(name) > NAME_CHARS or not name.isprintable():
@@ -96,9 +97,12 @@ def _entry(words: list[str], default: KeyLimits, place: str) -> tuple[Entry, str
 class Keyring:
     """The keys that hold now, and an Account for each name, which outlives every reading of the file."""
 
-    def __init__(self, path: Path, default: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError as `read_keys` does."""
+    def __init__(
+        self, path: Path, default: KeyLimits, clock: Callable[[], float] = time.monotonic, secret: bytes = SECRET
+    ) -> None:
+        """secret, ConfigError: as `read_keys` has them."""
         self.path = path
+        self._secret = secret
         self._default = default
         self._clock = clock
         self.accounts: dict[str, Account] = {}
@@ -107,7 +111,7 @@ class Keyring:
     def reload(self) -> int:
         """Read the file again: -> how many keys it holds. Raises ConfigError; what held before holds on then."""
         self._seen = self._look()
-        self._entries = read_keys(self.path, self._default)
+        self._entries = read_keys(self.path, self._default, self._secret)
         limits = {entry.name: entry.limits for entry in self._entries.values()}
         for name, account in list(self.accounts.items()):
             if name not in limits and not account.running:

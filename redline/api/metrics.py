@@ -327,6 +327,19 @@ class Metrics:
         return self._exposed
 
 
+class OwnMetrics(Metrics):
+    """Of one replica of the API of several: what workers tell is counted by whoever has started them."""
+
+    def ready(self, ready: Ready, worker: str) -> None:
+        """Not counted here."""
+
+    def joined(self, worker: str) -> None:
+        """Not counted here."""
+
+    def load(self, load: Load, worker: str) -> None:
+        """Not counted here."""
+
+
 def _drafts(load: Load | None) -> list[tuple[Drafter, int, int]]:
     """Who has made drafts, how many were verified, and how many accepted."""
     if load is None:

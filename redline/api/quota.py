@@ -14,6 +14,7 @@ import msgspec
 
 from redline.api.config import KeyLimits
 from redline.api.errors import Refusal
+from redline.wire.replicas import OfKey
 
 BUSY_RETRY_S = 1.0  # where a place is free once another request ends, which nobody can foresee
 
@@ -61,6 +62,7 @@ class Account:
         self.tokens = 0  # of prompts and answers
         self._clock = clock
         self._buckets: dict[str, Bucket] = {}
+        self._elsewhere: dict[str, OfKey] = {}  # what other replicas of the API have said last
         self.limit(limits)
 
     def limit(self, limits: KeyLimits) -> None:
@@ -80,7 +82,7 @@ class Account:
     def request(self) -> Generator[None]:
         """While inside, a request runs. Raises LimitReached, before it costs anything."""
         most = self.limits.concurrency
-        if most is not None and self.running >= most:
+        if most is not None and self.running + sum(other.running for other in self._elsewhere.values()) >= most:
             raise LimitReached(self.name, "concurrency", most, BUSY_RETRY_S)
         self._check("requests_per_s", 1.0)
         if (rate := self._buckets.get("requests_per_s")) is not None:
@@ -104,6 +106,24 @@ class Account:
             if (bucket := self._buckets.get(name)) is not None:
                 bucket.level(self._clock())
                 bucket.take(tokens)
+
+    def heard(self, replica: str, use: OfKey) -> None:
+        """Take in what another replica of the API says of the same name. What was used there is missing here too; where
+        one is heard of for the first time, whoever has less left is right."""
+        before = self._elsewhere.get(replica)
+        self._elsewhere[replica] = use
+        now = self._clock()
+        for name, bucket in self._buckets.items():
+            if before is None:
+                bucket.take(max(0.0, bucket.level(now) - use.left.get(name, math.inf)))
+            elif name == "requests_per_s":
+                bucket.take(use.requests - before.requests)
+            else:
+                bucket.take(use.tokens - before.tokens)
+
+    def forget(self, replica: str) -> None:
+        """Another replica of the API has ended, with all that ran there."""
+        self._elsewhere.pop(replica, None)
 
     def left(self) -> dict[str, float]:
         """What can be taken now of each limit that fills with time, by its name."""

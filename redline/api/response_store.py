@@ -1,6 +1,7 @@
 """Responses that are kept for their clients, in a file of SQLite: bounded in number, bytes and age.
 
-All of it happens in one thread, so what was put is found by whoever asks after it.
+All of it happens in one thread, so what was put is found by whoever asks after it. Where other processes keep theirs in
+the same file, one that is not there is looked for a little longer: it may be about to be written.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ from redline.errors import ConfigError
 from redline.wire.base import Record
 
 MIB = 1 << 20
+LATE_S = 1.0  # for another process to write what it has told its client
+LOOK_S = 0.02  # between two looks whether it has
 T = TypeVar("T")
 
 log = logging.getLogger("redline.api")
@@ -46,8 +49,17 @@ class StoreLimits(Record, frozen=True):
 class ResponseStore:
     """Keeps responses, each for the name of the key that asked for it."""
 
-    def __init__(self, path: Path, limits: StoreLimits = StoreLimits(), clock: Callable[[], float] = time.time) -> None:  # noqa: B008
-        """Raises ConfigError where the file cannot be opened or is none of SQLite's."""
+    def __init__(
+        self,
+        path: Path,
+        limits: StoreLimits = StoreLimits(),  # noqa: B008
+        clock: Callable[[], float] = time.time,
+        *,
+        shared: bool = False,
+    ) -> None:
+        """shared: other processes have the file too. It is made by one of them alone: two that made it at once could
+        find it locked. Raises ConfigError where the file cannot be opened or is none of SQLite's."""
+        self._late_s = LATE_S if shared else 0.0
         self._limits = limits
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
@@ -67,23 +79,32 @@ class ResponseStore:
 
     async def body(self, id: str, owner: str) -> bytes:
         """The response as it was answered. Raises Refusal (404) where the owner has none of that id."""
-        return (await self._in_thread(lambda: self._row(id, owner)))[0]
+        return (await self._found(lambda: self._row(id, owner)))[0]
 
     async def messages(self, id: str, owner: str) -> tuple[Message, ...]:
         """The conversation that ends with the response. Raises Refusal (404) where the owner has none of that id."""
-        return await self._in_thread(lambda: _MESSAGES.decode(self._row(id, owner)[1]))
+        return await self._found(lambda: _MESSAGES.decode(self._row(id, owner)[1]))
 
     async def delete(self, id: str, owner: str) -> None:
         """Forget a response. Raises Refusal (404) where the owner has none of that id."""
-        await self._in_thread(lambda: self._delete(id, owner))
+        await self._found(lambda: self._delete(id, owner))
 
     def close(self) -> None:
         """Write what waits, and close the file."""
         self._thread.submit(self._file.close)
         self._thread.shutdown()
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _found(self, work: Callable[[], T]) -> T:
+        """What `work` gives, in the thread of the file. Raises Refusal where it does until _late_s seconds are over."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._late_s
+        while True:
+            try:
+                return await loop.run_in_executor(self._thread, work)
+            except Refusal:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(LOOK_S)
 
     def _put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> None:
         try:

@@ -1,5 +1,7 @@
 """/metrics on a port of its own, where no key is asked for: a scraper has none, and the network says who reaches it."""
 
+from collections.abc import Awaitable, Callable
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -8,14 +10,18 @@ from starlette.types import ASGIApp
 from redline.api.app import Border
 from redline.api.config import ApiConfig
 from redline.api.edge import Edge
-from redline.api.gateway import Gateway
-from redline.api.metrics import CONTENT_TYPE
+from redline.api.metrics import CONTENT_TYPE, Metrics
 
 
-def create_metrics_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
-    """GET /metrics and nothing else. config: of this port, without a keys_file."""
+def create_metrics_app(
+    metrics: Metrics, config: ApiConfig, scrape: Callable[[], Awaitable[bytes]] | None = None
+) -> ASGIApp:
+    """GET /metrics and nothing else. config: of this port, without a keys_file. metrics: where its requests count.
 
-    async def metrics(request: Request) -> Response:
-        return Response(gateway.metrics.expose(), headers={"content-type": CONTENT_TYPE})
+    scrape: gives the text; None: `metrics` does.
+    """
 
-    return Border(Router([Route("/metrics", metrics)], redirect_slashes=False), Edge(config), config, gateway.metrics)
+    async def text(request: Request) -> Response:
+        return Response(metrics.expose() if scrape is None else await scrape(), headers={"content-type": CONTENT_TYPE})
+
+    return Border(Router([Route("/metrics", text)], redirect_slashes=False), Edge(config), config, metrics)

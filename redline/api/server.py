@@ -313,6 +313,18 @@ class Server(uvicorn.Server):
         """Install no signal handlers, where uvicorn installs its own."""
         yield
 
+    async def take(self, connection: socket.socket) -> None:
+        """Serve a connection that another process has accepted; `serve` is running, with no sockets of its own.
+
+        Raises OSError where the client has left, or does not speak TLS.
+        """
+        config, protocol = self.config, self.config.http_protocol_class
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state),  # type: ignore[call-arg]
+            connection,
+            ssl=config.ssl,
+        )
+
     def abort(self) -> None:
         """End every connection now, with what its client has not taken yet, and cancel every request's task."""
         for connection in cast("list[Connection]", list(self.server_state.connections)):

@@ -33,7 +33,10 @@ def asked(request: str, url: str, key: str | None) -> dict[str, Any]:
 def show(told: dict[str, Any], console: Console) -> int:
     """Prints it: 0."""
     for job in told["jobs"]:
-        console.print(f"choice {job['choice']}: {job['prompt_tokens']:,} prompt tokens", style="bold", highlight=False)
+        at = f", at {one_line(str(job['replica']))}" if "replica" in job else ""
+        console.print(
+            f"choice {job['choice']}: {job['prompt_tokens']:,} prompt tokens{at}", style="bold", highlight=False
+        )
         for sent in job["sent"]:
             moved = f" ({one_line(sent['moved_because'])})" if sent["moved_because"] else ""
             console.print(

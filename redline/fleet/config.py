@@ -4,6 +4,7 @@ weights = "weights/kimi-k2.6"          # the one key that must be there
 
 host = "127.0.0.1"
 port = 8000
+api_replicas = 2                       # processes with the API that share the port; 1 where nothing is said
 served_model_name = ["kimi-k2.6"]      # absent: the folder's name
 keys_file = "keys.txt"                 # names and API keys, one per line; absent: everyone is served
 responses_file = "responses.sqlite"   # where /v1/responses keeps them; absent: nowhere
@@ -82,6 +83,7 @@ from redline.wire.news import Role
 from redline.worker.config import HEAD_BITS, SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
 
 MOST_DRAFTS = 15  # of one row in a step; more never pay
+MOST_REPLICAS = 16  # of the API; every worker tells each of them its news
 
 # The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
 _MOST = {
@@ -163,6 +165,7 @@ class ServeConfig(Record, frozen=True):
     weights: str  # the checkpoint's folder
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
+    api_replicas: Annotated[int, Meta(ge=1, le=MOST_REPLICAS)] = 1  # processes with the API that share the port
     served_model_name: tuple[str, ...] = ()  # none: the folder's name
     keys_file: str | None = None  # None: no key is asked for
     responses_file: str | None = None  # None: /v1/responses keeps nothing
@@ -390,6 +393,11 @@ def _check_machines(config: ServeConfig, source: Path) -> None:
     """Raise ConfigError for workers on machines that could not be reached, or not hand prompts to one another."""
     if config.cluster is not None:
         check_listen(config.cluster.listen, f"{source}: cluster.listen")
+        if config.api_replicas > 1:
+            raise ConfigError(
+                f"{source}: api_replicas is {config.api_replicas}, and [cluster] is set; replicas reach workers of "
+                "their own machine alone, so leave one of the two out"
+            )
     by_ray = config.cluster is not None and config.cluster.kind == "ray"
     for number, kind in enumerate(config.workers):
         place = f"{source}: workers[{number}]"

@@ -17,6 +17,7 @@ import msgspec
 from redline.errors import ConfigError
 from redline.worker.config import AREA_BYTES, WorkerConfig
 
+WORKER = sys.executable, "-m", "redline.worker.main"  # a worker's command
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
 
 
@@ -89,9 +90,7 @@ def start_worker(config: WorkerConfig, devices: tuple[int, ...]) -> "subprocess.
     # interrupted even while it imports, before it can say so itself.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE, env=environment
-        )
+        process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, env=environment)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdin is not None

@@ -18,47 +18,43 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import uvloop
 from rich.console import Console
 from rich.text import Text
 
 from redline.api.access import is_loopback
 from redline.api.admin import create_admin_app
-from redline.api.app import create_app
-from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import check_origins
-from redline.api.edge import Edge, measure_lag
-from redline.api.gateway import Gateway
+from redline.api.edge import measure_lag
 from redline.api.keys import read_keys
 from redline.api.metrics import Metrics
 from redline.api.scrape import create_metrics_app
-from redline.api.server import Server, uvicorn_config
+from redline.api.server import Server
 from redline.chat.conversation import Conversation, Message
-from redline.chat.generation import generation_config_of
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig
+from redline.fleet.front import ADMIN_HOST, Doors, end, open_front, serve_beside
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.machines import Machines, open_machines
 from redline.fleet.process import STOP_SIGNALS
+from redline.fleet.replicas import serve_replicas
+from redline.fleet.signals import Signals
 from redline.fleet.supervisor import Supervisor
 from redline.wire.news import Ready
 from redline.worker.config import SUFFIX, DraftConfig, Learned
 
 log = logging.getLogger("redline.fleet")
 
-ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
 KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
 GRACE_S = 3.0  # for clients to be told that it is over
 IDLE_S = 0.05  # between two looks whether answers still run
-TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
 SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
@@ -95,18 +91,10 @@ def serve(config: ServeConfig, console: Console) -> int:
         scrape = None
         if config.metrics_port is not None:
             scrape = listeners.enter_context(_listen(config.host, config.metrics_port))
-        return _serve_at(config, folder, _Doors(listener, admin, scrape), console)
+        return _serve_at(config, folder, Doors(listener, admin, scrape), console)
 
 
-class _Doors(NamedTuple):
-    """Where this process listens."""
-
-    api: socket.socket
-    admin: socket.socket | None  # None: there are no admin routes
-    metrics: socket.socket | None  # None: /metrics is with the API alone
-
-
-def _serve_at(config: ServeConfig, folder: Path, doors: _Doors, console: Console) -> int:
+def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console) -> int:
     speculation = config.engine.speculation
     if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
         console.print(
@@ -205,36 +193,8 @@ def _listen_at(path: str) -> socket.socket:
     return listener
 
 
-class _Signals:
-    """What the process was asked. stop: end, once running answers have ended. now: asked again, so end at once."""
-
-    def __init__(self) -> None:
-        self.stop = asyncio.Event()
-        self.now = asyncio.Event()
-        self.reload: Callable[[], object] | None = None
-
-    def end(self) -> None:
-        """Asked to end."""
-        (self.now if self.stop.is_set() else self.stop).set()
-
-    def hang_up(self) -> None:
-        """SIGHUP: for a service it means to read its files again; for a program in a terminal, that this has closed."""
-        if self.reload is not None and not _has_terminal():
-            self.reload()
-        else:
-            self.end()
-
-
-def _has_terminal() -> bool:
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
-
-
-async def _serve(config: ServeConfig, folder: Path, doors: _Doors, console: Console) -> int:
-    signals = _Signals()
+async def _serve(config: ServeConfig, folder: Path, doors: Doors, console: Console) -> int:
+    signals = Signals()
     for number in STOP_SIGNALS:  # before there is anything to leave behind
         if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
             handler = signals.hang_up if number is signal.SIGHUP else signals.end
@@ -266,55 +226,41 @@ async def _serve_through(
     machines: Machines | None,
     config: ServeConfig,
     folder: Path,
-    doors: _Doors,
-    signals: _Signals,
+    doors: Doors,
+    signals: Signals,
     console: Console,
 ) -> int:
     stop = signals.stop
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
-    api = ApiConfig(
-        served_model_names=config.names,
-        keys_file=config.keys_file,
-        per_key=config.per_key,
-        cors_origins=config.cors_origins,
-        page=config.page,
-        responses_file=config.responses_file,
-        json_lines=config.access_log == "json",
-        drain_s=config.drain_s,
-        local=config.unix_socket is None and is_loopback(config.host),
-        defaults=Defaults(**msgspec.structs.asdict(generation_config_of(folder))),
-        limits=Limits(**msgspec.structs.asdict(config.requests)),
-    )
-    edge = Edge(api)
+
+    def announce(ready: Ready) -> None:
+        _check_length(ready.max_model_len, tokenizer, style)
+        _announce(config, doors.api, doors.admin, ready, console)
+
+    if config.api_replicas > 1:
+        return await serve_replicas(sockets, config, doors, signals, announce)
+    front = open_front(config, tokenizer, style, Metrics(config.names[0]))
+    gateway, edge, server = front
     if edge.keyring is not None:
         signals.reload = edge.reload
-    gateway = Gateway(tokenizer, style, Metrics(config.names[0]), api.limits, resume_s=config.resume_s)
     supervisor = Supervisor(config, gateway, sockets, machines)
-    tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
-    app = create_app(gateway, api, edge)
-    server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
     beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
-    others: list[Server] = []
-    if doors.admin is not None:
-        own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
-        routes = create_admin_app(gateway, edge, own, signals.end, supervisor.replace)
-        others.append(Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls)))
-        beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.admin])))
-    if doors.metrics is not None:
-        own = ApiConfig(served_model_names=config.names, local=is_loopback(config.host))
-        others.append(Server(uvicorn_config(create_metrics_app(gateway, own), own.limits, config.host, 0)))
-        beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.metrics])))
+    others = serve_beside(
+        config,
+        doors,
+        lambda own: create_admin_app(gateway, edge, own, signals.end, supervisor.replace),
+        lambda own: create_metrics_app(gateway.metrics, own),
+    )
     serving = asyncio.create_task(server.serve(sockets=[doors.api]))
     try:
         ready = await supervisor.start(stop, serving)
         if ready is None:
             return 0
-        _check_length(ready.max_model_len, tokenizer, style)
         gc.collect()
         gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
-        _announce(config, doors.api, doors.admin, ready, console)
+        announce(ready)
         stopping, given_up = asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.given_up())
         await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
         lost = not stopping.done()
@@ -335,17 +281,15 @@ async def _serve_through(
             await asyncio.wait({serving}, timeout=GRACE_S)
         supervisor.end()
         gateway.lose_all("the server is stopping")
-        await _end(server, serving)
+        await end(server, serving)
         serving.result()
         gateway.close()
         return int(lost)
     finally:
         gateway.close()
-        await _end(server, serving)
+        await end(server, serving)
         for other in others:
-            other.should_exit = True
-            other.abort()
-            await asyncio.wait(beside[-1:], timeout=TELL_S)
+            await end(*other)
         for task in beside:
             task.cancel()
         supervisor.end()
@@ -361,14 +305,6 @@ async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"],
             return
         with suppress(TimeoutError):
             await asyncio.wait_for(now.wait(), IDLE_S)
-
-
-async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
-    """End the server; a client that has not read its last answer within TELL_S seconds is not waited for."""
-    server.should_exit = True
-    await asyncio.wait({serving}, timeout=TELL_S)
-    server.abort()
-    await asyncio.wait({serving})
 
 
 def _ourselves() -> str:

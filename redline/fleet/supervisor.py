@@ -8,24 +8,25 @@ next one has ended too (`Link.before`).
 import asyncio
 import logging
 import shutil
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from redline.api.gateway import LOOK_S, Gateway
+from redline.api.gateway import LOOK_S
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
-from redline.route.links import Link
-from redline.wire.channel import IPC, AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.route.links import Link, Links
+from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.machines import Listening, Order
-from redline.wire.news import Ready, Stop
+from redline.wire.news import Ready, Role, Stop
 from redline.worker.config import WorkerConfig
 
 STOP_S = 10.0  # for a worker to abort what runs, prove its pages and leave
@@ -54,37 +55,52 @@ class End(NamedTuple):
         return self.ready and self.seconds >= WELL_S
 
 
-class Supervised:
-    """One worker through all its starts. `given_up` is why there will be no other."""
+class Follower(Protocol):
+    """Who is told of the workers: the gateway, where the API is this process, else `fleet.Fleet`."""
 
-    def __init__(
-        self,
-        place: Place,
-        weights: str,
-        gateway: Gateway,
-        sockets: Path,
-        parcels: Path | None,
-        *,
-        again: bool,
-        drain_s: float,
-        machines: Machines | None = None,
-    ) -> None:
-        """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again.
+    links: Links
 
-        drain_s: for its answers to end, where it is replaced. machines: beside this one; None: there are none.
-        """
-        self.place = place
-        self._machines = machines
+    @property
+    def ready(self) -> Ready | None:
+        """What jobs may be like; None while no worker can answer."""
+        ...
+
+    def join(
+        self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
+    ) -> Link:
+        """A worker has been started. outbox: leads to it. inbox: the address that it reads. at: its machine; None: this
+        one."""
+        ...
+
+    def take(self, link: Link, messages: Sequence[Wire]) -> None:
+        """Take in what a worker says."""
+        ...
+
+    def drain(self, link: Link) -> None:
+        """A worker is to be replaced."""
+        ...
+
+    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
+        """A worker has ended; idempotent. asked: it was to end."""
+        ...
+
+    def look(self) -> None:
+        """To be called every LOOK_S: who has fallen silent?"""
+        ...
+
+
+class Kept(ABC):
+    """One process of a deployment through all its starts. `given_up` is why there will be no other."""
+
+    def __init__(self, name: str, *, again: bool, at_first: bool = False) -> None:
+        """again: whether it is started again. at_first: also where it has never been ready, since what ends it then is
+        none of the deployment's mistakes, which have been looked for before."""
+        self.name = name
         self.given_up: str | None = None
         self.ready = asyncio.Event()  # set when it is ready for the first time
-        self._weights = weights
-        self._gateway = gateway
-        self._sockets = sockets
-        self._parcels = parcels
         self._again = again
-        self._drain_s = drain_s
+        self._at_first = at_first
         self._stopping = asyncio.Event()
-        self._replacing = asyncio.Event()
         self._in_a_row = 0
 
     async def live(self) -> None:
@@ -98,32 +114,69 @@ class Supervised:
                 self.given_up = str(error)
                 return
             except Exception as error:  # no process, no socket: as good a reason as any to try again
-                log.exception("%s could not be started", self.place.name)
-                end = End(f"the worker could not be started: {error}", ready=False, seconds=0.0)
+                log.exception("%s could not be started", self.name)
+                end = End(f"{self.name} could not be started: {error}", ready=False, seconds=0.0)
             if self._stopping.is_set():
                 return
             if end.excused:
                 continue
             self._in_a_row = 1 if end.well else self._in_a_row + 1
-            if not self._again or not self.ready.is_set() or self._in_a_row >= MOST_ENDS:
+            again = self._again and (self._at_first or self.ready.is_set())
+            if not again or self._in_a_row >= MOST_ENDS:
+                if again or self._at_first:  # else the server ends, and says it
+                    log.error("%s: %s; it is given up", self.name, end.why)
                 self.given_up = end.why
                 return
             pause = 0.0 if self._in_a_row == 1 else min(AGAIN_S * 2 ** (self._in_a_row - 2), LONGEST_S)
             after = f" in {pause:g} s" if pause else ""
-            log.error("%s: %s; it is started again%s", self.place.name, end.why, after)
+            log.error("%s: %s; it is started again%s", self.name, end.why, after)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def stop(self) -> None:
+        """Have it end what it runs and leave; `live` returns once it has."""
+        self._stopping.set()
+
+    @abstractmethod
+    async def _start(self, epoch: int) -> End:
+        """One start, to its end."""
+        ...
+
+
+class Supervised(Kept):
+    """One worker through all its starts."""
+
+    def __init__(
+        self,
+        place: Place,
+        weights: str,
+        gateway: Follower,
+        sockets: Path,
+        parcels: Path | None,
+        *,
+        again: bool,
+        drain_s: float,
+        machines: Machines | None = None,
+    ) -> None:
+        """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again.
+
+        drain_s: for its answers to end, where it is replaced. machines: beside this one; None: there are none.
+        """
+        super().__init__(place.name, again=again)
+        self.place = place
+        self._machines = machines
+        self._weights = weights
+        self._gateway = gateway
+        self._sockets = sockets
+        self._parcels = parcels
+        self._drain_s = drain_s
+        self._replacing = asyncio.Event()
 
     def replace(self) -> None:
         """Have it answer nothing new, leave once its answers have ended, and be started again."""
         self._replacing.set()
 
-    def stop(self) -> None:
-        """Have it abort what it runs and leave; `live` returns once it has."""
-        self._stopping.set()
-
     async def _start(self, epoch: int) -> End:
-        """One start, to its end."""
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
         if not await self._place_is_there():
             return End("the server is stopping", ready=False, seconds=0.0)
@@ -240,7 +293,7 @@ class Supervised:
         finally:
             replacing.cancel()
         log.info("%s is replaced", link.name)
-        link.draining = True
+        self._gateway.drain(link)
         until = asyncio.get_running_loop().time() + self._drain_s
         while link.jobs and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
@@ -321,7 +374,7 @@ class _Later:
 class Supervisor:
     """All workers of a deployment: `start`, then `given_up` while they serve, then `end` and `ended`."""
 
-    def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path, machines: Machines | None = None) -> None:
+    def __init__(self, config: ServeConfig, gateway: Follower, sockets: Path, machines: Machines | None = None) -> None:
         again, places = config.resume_s > 0, config.places
         here = [place for place in places if place.at is None]
         lenders = sum(place.role == "prefill" and place.transport == "shared" for place in here)
@@ -397,7 +450,18 @@ class Supervisor:
             shutil.rmtree(self._parcels, ignore_errors=True)
 
 
-async def until_silent(link: Link) -> None:
+class Beating(Protocol):
+    """What has a heart."""
+
+    beats: int
+
+    @property
+    def ready(self) -> object:
+        """None until it is to be heard of."""
+        ...
+
+
+async def until_silent(link: Beating) -> None:
     """Returns once no heartbeat has come for SILENCE_S. Seconds are counted by waking up in each: where this process is
     stopped together with its worker, none pass."""
     silent, beats = 0, link.beats

@@ -51,6 +51,8 @@ class Link:
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
         self.given = 0  # which of all jobs it has been sent last; 0: none
+        self.jobs_of_others = 0  # `jobs` of other replicas of the API
+        self.tokens_of_others = 0  # of the prompts in their `coming`
         self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
@@ -78,11 +80,11 @@ class Link:
         of_its_own = self.load is not None and bool(self.load.running or self.load.waiting)
         return bool(self.jobs or self._unanswered or of_its_own)
 
-    def knock(self, now: float) -> None:
-        """Have it say with a beat that it hears."""
+    def knock(self, now: float, replica: str = "") -> None:
+        """Have it say with a beat that it hears. replica: of the API, that knocks."""
         self._knocks += 1
         self._unanswered.append((self._knocks, now))
-        self.outbox.put(Knock(number=self._knocks))
+        self.outbox.put(Knock(number=self._knocks, replica=replica))
 
     def silent_s(self, now: float) -> float:
         """For how long nothing has been heard of it, or nothing of what it was told; a step that runs is no silence."""
@@ -99,6 +101,11 @@ class Link:
     def about_to_have(self, pages: Sequence[PageHash]) -> int:
         """How many of a prompt's first pages it is computing, or will, for jobs that it has been sent."""
         return max((_shared(pages, each.pages) for each in islice(reversed(self.coming.values()), COMING)), default=0)
+
+    @property
+    def coming_tokens(self) -> int:
+        """Of the prompts that it computes, or will, for jobs that it has been sent."""
+        return sum(each.tokens for each in self.coming.values())
 
     @property
     def as_other(self) -> PagesFrom:
@@ -255,8 +262,8 @@ class Links:
     def candidate(self, link: Link, job: Job, pages: Mapping[str, int]) -> Candidate:
         """What is known of a worker. pages: that each has cached of the prompt, by name."""
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
-        queue = sum(each.tokens for each in link.coming.values())
-        answers = 0 if link.role == "prefill" else link.jobs
+        queue = link.coming_tokens + link.tokens_of_others
+        answers = 0 if link.role == "prefill" else link.jobs + link.jobs_of_others
         room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
         free = max(0, room * PAGE_TOKENS - queue)
         return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free)

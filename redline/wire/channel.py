@@ -36,7 +36,8 @@ MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they s
 IPC = "ipc://"  # of a local socket's address, before its path
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
-_HEAD = struct.Struct("<8sQ")  # before each message: its writer, drawn at random, and how many it has sent before
+WRITER_BYTES = 8  # of a writer's name
+_HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")  # before each message: its writer, and how many it has sent before
 
 
 class Inbox(Protocol):
@@ -177,13 +178,14 @@ class _Socket:
 class SocketOutbox(_Socket):
     """The writing end. One thread uses it. Messages wait here, in any number, until a reader has bound the address.
 
-    address: ipc://PATH or tcp://HOST:PORT. key: the secret that both ends share, for TCP. Raises ConfigError where the
-    address cannot be used.
+    address: ipc://PATH or tcp://HOST:PORT. key: the secret that both ends share, for TCP. writer: the name that its
+    messages are numbered under, which no other writer of the address has; None: one drawn at random. Raises ConfigError
+    where the address cannot be used.
     """
 
-    def __init__(self, address: str, key: bytes | None = None) -> None:
+    def __init__(self, address: str, key: bytes | None = None, writer: bytes | None = None) -> None:
         super().__init__(zmq.PUSH, address, key)
-        self._writer = os.urandom(8)
+        self._writer = writer or os.urandom(WRITER_BYTES)
         self._sent = 0
 
     def put(self, message: Wire) -> None:
@@ -270,7 +272,7 @@ def _receive(socket: zmq.Socket[bytes], heard: dict[bytes, int], most: float = m
             break
         writer, number = _HEAD.unpack_from(data)
         if missed := number - heard.get(writer, 0):
-            messages.append(Missed(messages=missed))
+            messages.append(Missed(messages=missed, writer=writer))
         heard[writer] = number + 1
         messages.append(decode(memoryview(data)[_HEAD.size :]))
     return messages

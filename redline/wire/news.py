@@ -39,6 +39,7 @@ class Knock(Message, frozen=True):
     it again among all else that it says, so that what was lost before it is missed."""
 
     number: int
+    replica: str = ""  # of the API, that knocks; empty: there is but one
 
 
 class Missed(Message, frozen=True):
@@ -46,6 +47,7 @@ class Missed(Message, frozen=True):
     finds it among what it reads (`wire.channel`); a worker says it of what it was told."""
 
     messages: int
+    writer: bytes = b""  # whose: as `wire.channel` names it
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # positions of a step, upper bounds

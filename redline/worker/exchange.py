@@ -260,6 +260,10 @@ class Exchange:
             self._fence(incoming)
             incoming.outbox.put(Abort(job=id))
 
+    def computes_for(self, replica: str) -> list[JobId]:
+        """The jobs of one replica of the API whose prompts are computed here for other workers."""
+        return [id for id, out in self._out.items() if out.job.replica == replica]
+
     def abort_all(self) -> None:
         """Nothing that is under way goes on, on this side or the other. The planner has to be told behind it."""
         for id in [*self._out, *self._in]:

@@ -22,8 +22,10 @@ from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
 from redline.wire.news import Knock, Load, Missed, Recall, Stop
+from redline.wire.replicas import Replicas
 from redline.wire.step import Recorded, RowResult, Step, StepResult
 from redline.worker.exchange import Exchange
+from redline.worker.hearers import Hearers
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
@@ -132,7 +134,7 @@ def lead(
 ) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
-    exchange: the worker's handoffs; None: it has none.
+    outbox: where several replicas of the API may send jobs, a `Hearers`. exchange: the worker's handoffs; None: none.
     record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
     one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it.
 
@@ -141,6 +143,7 @@ def lead(
     job has been told.
     """
     pulse, failures = pulse or Pulse(), Failures()
+    hearers = outbox = outbox if isinstance(outbox, Hearers) else Hearers(outbox)
     if trace is not None:
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
@@ -162,9 +165,11 @@ def lead(
         for message in messages:
             match message:
                 case Job():
-                    if trace is not None:
-                        trace.submit(message)
-                    deltas = _submit(planner, message, exchange)
+                    deltas = []
+                    if hearers.takes(message):
+                        if trace is not None:
+                            trace.submit(message)
+                        deltas = _submit(planner, message, exchange)
                 case Abort():
                     if exchange is not None:
                         exchange.abort(message.job)
@@ -174,18 +179,29 @@ def lead(
                 ):
                     deltas = []
                     if isinstance(message, Prefill):
-                        deltas = exchange.prefill(message)
+                        deltas = exchange.prefill(message) if message.job.replica in hearers else []
                     else:
                         exchange.hear(message)
                 case Knock():
-                    deltas, pulse.knock = [], message.number
-                    outbox.put(message)
+                    deltas, pulse.knocks[message.replica] = [], message.number
+                    hearers.put_to(message.replica, message)
+                case Missed() if (replica := hearers.whose(message.writer)) is not None:  # its jobs and aborts alone
+                    hearers.put_to(replica, message)
+                    _forget(replica, planner, exchange, hearers)
+                    deltas = []
                 case Missed():  # an abort may be among them, a job, or a word of another worker
                     outbox.put(message)
                     if exchange is not None:
                         exchange.abort_all()
-                    planner.abort_all()
+                    for delta in planner.abort_all():
+                        hearers.forget(delta.job)
                     deltas = []
+                case Replicas():
+                    come, gone = hearers.follow(message.replicas)
+                    for replica in gone:
+                        _forget(replica, planner, exchange, hearers)
+                    pulse.replicas = message.replicas
+                    whole, deltas = whole or bool(come), []
                 case Recall():
                     whole, deltas = True, []
                 case Stop():
@@ -207,6 +223,15 @@ def lead(
             whole = False
         if loads.due_in() == 0:
             loads.send()
+
+
+def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers) -> None:
+    """Ends the jobs of one replica of the API, of which nobody is told: it goes on with them, or has gone."""
+    for id in hearers.jobs_of(replica) + (exchange.computes_for(replica) if exchange is not None else []):
+        if exchange is not None:
+            exchange.abort(id)
+        planner.abort(id)
+        hearers.forget(id)
 
 
 class _Traced(NamedTuple):

@@ -32,6 +32,7 @@ from redline.wire.machines import Listening
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore
+from redline.worker.hearers import Hearers
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
@@ -105,6 +106,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
         pulse = Pulse()
         exchange, ready = None, engine.ready
+        hearers = opened.enter_context(Hearers(outbox))
         if config.transport is not None:
             transport = open_transport(config.transport, Path(config.parcels) if config.parcels is not None else None)
             connect = functools.partial(SocketOutbox, key=key)
@@ -118,11 +120,11 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             os._exit(1)  # nothing else ends a thread that is inside a kernel
 
         with Heart(pulse, beats, engine.step_tokens, hung):
-            outbox.put(ready)
-            outbox.put(Beat())
+            hearers.put(ready)
+            hearers.put(Beat())
             engine.serve(
                 inbox,
-                outbox,
+                hearers,
                 pulse,
                 exchange,
                 tells_cache=config.tells_cache,

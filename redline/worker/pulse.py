@@ -9,12 +9,15 @@ turn for an hour.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 from redline.wire.channel import Outbox
 from redline.wire.news import Beat
+from redline.wire.replicas import Replica
+from redline.worker.hearers import Hearers
 
 BEAT_S = 0.25  # between two beats; a worker that misses four is taken for silent (route.links.MOVE_S)
 # A turn is one step. The first of a shape compiles kernels, for up to some minutes, and no machine that is of use
@@ -28,11 +31,12 @@ class Pulse:
     def __init__(self) -> None:
         self.turns = 0
         self.waits = True  # for messages, as there is nothing to do
-        self.knock = 0  # the newest that it has heard
+        self.knocks = Counter[str]()  # the newest that it has heard, of each that knocks (`hearers`)
+        self.replicas: tuple[Replica, ...] = ()  # of the API, that hear the worker
 
 
 class Heart:
-    """Sends a Beat every BEAT_S seconds while inside, from its own thread and through an outbox that nobody else uses.
+    """Sends a Beat every BEAT_S seconds while inside, from its own thread and through outboxes that nobody else uses.
 
     step_tokens: the most positions of a step; the limit `most_s`, in seconds, grows with it. hung: called, in that
     thread, with one line once the loop has been in one turn for longer than that.
@@ -41,7 +45,7 @@ class Heart:
     def __init__(self, pulse: Pulse, outbox: Outbox, step_tokens: int, hung: Callable[[str], object]) -> None:
         self.most_s = TURN_S + TURN_S_PER_TOKEN * step_tokens
         self._pulse = pulse
-        self._outbox = outbox
+        self._hearers = Hearers(outbox)
         self._hung = hung
         self._turn = pulse.turns
         self._turn_s = 0.0
@@ -52,7 +56,9 @@ class Heart:
         """Sends a Beat, and calls `hung` past the limit; called each time that another BEAT_S seconds have passed."""
         same = self._pulse.turns == self._turn and not self._pulse.waits
         self._turn, self._turn_s = self._pulse.turns, self._turn_s + BEAT_S if same else 0.0
-        self._outbox.put(Beat(turn_s=self._turn_s, knock=self._pulse.knock))
+        self._hearers.follow(self._pulse.replicas)
+        for name, outbox in self._hearers:
+            outbox.put(Beat(turn_s=self._turn_s, knock=self._pulse.knocks[name]))
         if self._turn_s > self.most_s:
             self._hung(f"a step has not ended in {self._turn_s:.0f} s: a kernel, or the device, hangs")
 
@@ -65,6 +71,7 @@ class Heart:
     ) -> None:
         self._end.set()
         self._thread.join()
+        self._hearers.close()
 
     def _beat_on(self) -> None:
         while not self._end.wait(BEAT_S):

@@ -140,7 +140,7 @@ async def test_metrics_have_a_port_without_keys(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     async with World(answer("a"), keys_file=str(tmp_path / "keys")) as world:
         assert (await world.http.get("/metrics")).status_code == 401
-        app = create_metrics_app(world.gateway, ApiConfig(served_model_names=(MODEL,)))
+        app = create_metrics_app(world.gateway.metrics, ApiConfig(served_model_names=(MODEL,)))
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline") as scraper:
             told = await scraper.get("/metrics")
             assert told.status_code == 200

@@ -264,6 +264,22 @@ def test_what_is_kept_is_bounded_in_number_bytes_and_age(tmp_path: Path, caplog:
     again.close()
 
 
+async def test_what_another_process_is_about_to_keep_is_waited_for(tmp_path: Path) -> None:
+    ResponseStore(tmp_path / "kept").close()
+    one, other = (ResponseStore(tmp_path / "kept", shared=True) for _ in range(2))
+    asking = asyncio.create_task(one.body("1", "alice"))
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    other.put("1", "alice", b"{}", ())
+    assert await asking == b"{}"
+    await one.delete("1", "alice")
+    alone = ResponseStore(tmp_path / "kept")
+    with pytest.raises(RequestError, match="no response 1"):
+        await alone.body("1", "alice")
+    for store in (one, other, alone):
+        store.close()
+
+
 def test_a_file_that_is_no_store_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("this is no database" * 100)
     with pytest.raises(ConfigError, match="kept"):

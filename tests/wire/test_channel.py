@@ -49,12 +49,12 @@ def test_what_is_lost_when_a_connection_is_cut_is_told_in_its_place(tmp_path: Pa
         assert inbox.drain(wait=True, timeout=5) == [delta(0)]
         first._sent += 2  # what was on the way
         first.put(delta(3))
-        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=2), delta(3)]
+        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=2, writer=first._writer), delta(3)]
         first.put(delta(4))
         assert inbox.drain(wait=True, timeout=5) == [delta(4)]
         other._sent += 1  # its first
         other.put(delta(6))
-        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=1), delta(6)]
+        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=1, writer=other._writer), delta(6)]
 
 
 # Memory

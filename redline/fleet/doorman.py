@@ -1,0 +1,131 @@
+"""Accepts connections, and hands each to the replica of the API that has the fewest.
+
+The kernel could share them out. With a socket for each replica (SO_REUSEPORT) it goes by a hash: of eight streams two
+replicas may get six and two, one that is stopped gets as many as the others, two servers could take the same port
+without a word, and there is no such thing for a socket in the file system. With one socket that all listen at, whoever
+wakes first takes all that wait. Here whoever hands them out knows how many each has, and who is heard of. A connection
+costs that process an accept and a message; a token never passes it.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+from redline.wire.replicas import Use
+
+AT_ONCE = 64  # connections that are handed out in one turn of the event loop
+HEARD_S = 1.0  # a replica of which nothing has been heard for so long is handed nothing, where another is heard of
+PAUSE_S = 1.0  # where the system has no room for a connection
+
+log = logging.getLogger("redline.fleet")
+
+
+class Taker:
+    """One start of a replica, as the doorman knows it."""
+
+    def __init__(self, name: str, door: socket.socket) -> None:
+        """door: leads to it, which takes what is handed through at its other end (`take`)."""
+        door.setblocking(False)
+        self.name = name
+        self.use: Use | None = None  # the newest; None: it does not serve yet
+        self.heard_at = 0.0
+        self._door = door
+        self._given = 0
+
+    @property
+    def open(self) -> int:
+        """Connections that it has, with those that it has been handed and has not told of yet."""
+        return 0 if self.use is None else self.use.connections + self._given - self.use.taken
+
+    def give(self, connection: socket.socket) -> bool:
+        """Hand it a connection, which the caller closes; False where it takes none."""
+        try:
+            socket.send_fds(self._door, [b"c"], [connection.fileno()])
+        except OSError:  # it has ended, or has not looked for long
+            return False
+        self._given += 1
+        return True
+
+
+class Doorman:
+    """Listens for all replicas of a server. `look` has to be called when one begins to serve."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        takers: Callable[[], Iterable[Taker]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """listener: does not block, and is its caller's. takers: those that there are now."""
+        self._listener = listener
+        self._takers = takers
+        self._clock = clock
+        self._listens = False
+
+    def look(self) -> None:
+        """Listen where there is a replica that serves. Where there is none, clients wait in the listener's queue."""
+        wanted = any(taker.use is not None for taker in self._takers())
+        if wanted != self._listens:
+            self._listens = wanted
+            loop = asyncio.get_running_loop()
+            if wanted:
+                loop.add_reader(self._listener, self._accept)
+            else:
+                loop.remove_reader(self._listener)
+
+    def close(self) -> None:
+        """Hand out nothing more; idempotent."""
+        if self._listens:
+            self._listens = False
+            asyncio.get_running_loop().remove_reader(self._listener)
+
+    def order(self) -> list[Taker]:
+        """Who serves, whoever should be handed the next connection first."""
+        serving = [taker for taker in self._takers() if taker.use is not None]
+        heard = [taker for taker in serving if self._clock() - taker.heard_at <= HEARD_S]
+        ready = [taker for taker in heard if taker.use is not None and taker.use.ready]  # others would answer with 503
+        return sorted(ready or heard or serving, key=lambda taker: taker.open)
+
+    def _accept(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # no descriptor is left: clients go on waiting
+                log.error("connections cannot be accepted: %s", error)
+                self.close()
+                asyncio.get_running_loop().call_later(PAUSE_S, self.look)
+                return
+            with connection:
+                for taker in self.order():
+                    if taker.give(connection):
+                        break
+
+
+def take(door: socket.socket) -> list[socket.socket]:
+    """The connections that have been handed through a replica's end of its door. Raises EOFError once nobody is at the
+    other end."""
+    found: list[socket.socket] = []
+    while len(found) < AT_ONCE:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(door, 1, 1)
+        except BlockingIOError:
+            break
+        except OSError:
+            data, descriptors = b"", []
+        if not data:
+            if not found:
+                raise EOFError
+            break
+        for descriptor in descriptors:
+            with suppress(OSError):
+                connection = socket.socket(fileno=descriptor)
+                connection.setblocking(False)
+                found.append(connection)
+    return found

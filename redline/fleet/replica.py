@@ -1,0 +1,326 @@
+"""The process of one replica of the API: reads its config, serves the connections that it is handed, until told to end.
+
+Its standard input is a pipe from the process that started it, which writes one line and keeps it open. When that
+process dies, however it dies, the pipe ends and so does the replica. What it has to know of workers and of other
+replicas it is told by that process (`wire.replicas`); jobs and what comes of them go between it and the workers.
+"""
+
+import asyncio
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from redline.api.admin import jobs_of, status_of
+from redline.api.edge import measure_lag
+from redline.api.gateway import LOOK_S
+from redline.api.metrics import OwnMetrics
+from redline.api.summed import packed
+from redline.chat.template import style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.fleet.config import ServeConfig
+from redline.fleet.doorman import take
+from redline.fleet.front import Front, end, open_front
+from redline.fleet.lines import lines_on_stderr
+from redline.fleet.process import STOP_SIGNALS
+from redline.fleet.questions import Questions
+from redline.route.links import Link
+from redline.wire.base import Record
+from redline.wire.channel import AsyncSocketInbox, SocketOutbox
+from redline.wire.news import Missed, Stop
+from redline.wire.replicas import Ask, AtWorker, Drain, OfKey, Roster, Start, Told, Use
+
+SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+
+log = logging.getLogger("redline.fleet")
+
+
+class ReplicaConfig(Record, frozen=True):
+    """One line of JSON on the replica's standard input."""
+
+    name: str  # of this start
+    config: ServeConfig
+    inbox: str  # the address where it hears its supervisor
+    outbox: str  # and where it speaks to it
+    writer: bytes  # what it numbers its messages to workers under
+    door: int  # the descriptor through which it is handed connections
+    secret: bytes  # what names of keys that have none are made with
+
+
+class _Worker:
+    """One start of a worker, and what this replica and it speak through."""
+
+    def __init__(self, start: Start, writer: bytes) -> None:
+        self.start = start
+        self.inbox = AsyncSocketInbox(start.outbox)
+        self.outbox = SocketOutbox(start.inbox, writer=writer)
+        self.link: Link | None = None
+        self.following: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        if self.following is not None:
+            self.following.cancel()
+            await asyncio.wait({self.following})
+            if not self.following.cancelled() and (error := self.following.exception()) is not None:
+                log.error("what %s said could not be taken in", self.start.worker, exc_info=error)
+        self.inbox.close()
+        self.outbox.close()
+
+
+class _Replica:
+    """Everything runs in one event loop."""
+
+    def __init__(self, told: ReplicaConfig, outbox: SocketOutbox) -> None:
+        config = told.config
+        folder = Path(config.weights)
+        self._name = told.name
+        self._writer = told.writer
+        self._outbox = outbox
+        self._questions = Questions()
+        self._front: Front = open_front(
+            config,
+            Tokenizer.open(folder),
+            style_of(folder),
+            OwnMetrics(config.names[0]),
+            replica=told.name,
+            secret=told.secret,
+            scrape=self._scrape,
+        )
+        self._workers: dict[str, _Worker] = {}
+        self._door = socket.socket(fileno=told.door)
+        self._door.setblocking(False)
+        self._taken = 0
+        self._coming = 0  # of those, that the server has not got yet
+        self._roster = 0
+        self._frozen = False
+        self._stop = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def live(self, inbox: AsyncSocketInbox) -> None:
+        """Serve until told to stop."""
+        gateway, edge, server = self._front
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        asyncio.get_running_loop().add_reader(self._door, self._take)
+        beside = [asyncio.create_task(work) for work in (self._hear(inbox), self._beat(), measure_lag(gateway.metrics))]
+        beside.append(asyncio.create_task(edge.follow_keys()))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({stopping, serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            asyncio.get_running_loop().remove_reader(self._door)
+            stopping.cancel()
+            gateway.lose_all("the server is stopping")
+            await end(server, serving)
+            gateway.close()
+            for task in beside:
+                task.cancel()
+            for worker in self._workers.values():
+                await worker.close()
+            await gateway.ended()
+        for task in (serving, *beside):
+            if task.done() and not task.cancelled():
+                task.result()  # what has ended it, where nobody has told it to
+
+    # -- from the supervisor
+
+    async def _hear(self, inbox: AsyncSocketInbox) -> None:
+        while True:
+            for message in await inbox.get():
+                match message:
+                    case Roster():
+                        self._follow(message)
+                    case Use():
+                        self._other(message)
+                    case Ask():
+                        self._outbox.put(Told(number=message.number, body=self._answer(message)))
+                    case Told():
+                        self._questions.told(message)
+                    case Drain():
+                        self._front.edge.draining = message.reason
+                    case Stop():
+                        self._stop.set()
+                    case Missed():
+                        pass  # of a roster it learns by its number, of all else again
+                    case _:
+                        raise AssertionError(f"a replica is not told {type(message).__name__}")
+
+    def _follow(self, roster: Roster) -> None:
+        """Take in which workers and which replicas there are."""
+        self._roster = roster.number
+        gateway, keyring = self._front.gateway, self._front.edge.keyring
+        for gone in gateway.others.keep(roster.replicas):
+            for account in () if keyring is None else keyring.accounts.values():
+                account.forget(gone)
+        for start in roster.starts:
+            worker = self._workers.get(start.worker)
+            if worker is None or worker.start.epoch != start.epoch:
+                if worker is not None:
+                    self._part(worker, "another start of it has begun")
+                worker = self._join(start)
+            link = worker.link
+            assert link is not None
+            if start.draining and not link.draining:
+                gateway.drain(link)
+            if start.lost is not None:
+                self._part(worker, start.lost, asked=start.asked)
+        for link in gateway.links:
+            gateway.others.tell(link)
+
+    def _join(self, start: Start) -> _Worker:
+        worker = self._workers[start.worker] = _Worker(start, self._writer)
+        gateway = self._front.gateway
+        worker.link = gateway.join(start.worker, worker.outbox, start.role, start.epoch, start.inbox)
+        worker.following = asyncio.create_task(gateway.follow(worker.link, worker.inbox))
+        return worker
+
+    def _part(self, worker: _Worker, reason: str, *, asked: bool = False) -> None:
+        """A worker's start has ended; idempotent."""
+        assert worker.link is not None
+        if worker.link.lost is None:
+            if worker.following is not None:
+                worker.following.cancel()  # what it still says is about nobody's jobs
+            self._front.gateway.lose(worker.link, reason, asked=asked)
+            self._keep(asyncio.create_task(worker.close()))
+
+    def _other(self, use: Use) -> None:
+        """Take in what another replica has under way."""
+        self._front.gateway.hear(use)
+        if (keyring := self._front.edge.keyring) is not None:
+            for of_key in use.keys:
+                if (account := keyring.accounts.get(of_key.name)) is not None:
+                    account.heard(use.replica, of_key)
+
+    def _answer(self, ask: Ask) -> bytes:
+        gateway, edge, _ = self._front
+        match ask.what:
+            case "metrics":
+                return packed(gateway.metrics.registry)
+            case "status":
+                return msgspec.json.encode(status_of(gateway, edge))
+            case "request":
+                return msgspec.json.encode(jobs_of(gateway, ask.about))
+            case "reload":
+                return edge.reload().encode()
+
+    # -- to the supervisor
+
+    async def _beat(self) -> None:
+        while True:
+            self._front.gateway.look()
+            self._outbox.put(self._use())
+            if not self._frozen and self._front.gateway.ready is not None:
+                self._frozen = True
+                gc.collect()
+                gc.freeze()  # what stands now stays; a full collection that walked through it holds up every stream
+            await asyncio.sleep(LOOK_S)
+
+    def _use(self) -> Use:
+        gateway, edge, server = self._front
+        waiting, tokens = gateway.waiting
+        accounts = () if edge.keyring is None else edge.keyring.accounts.values()
+        return Use(
+            replica=self._name,
+            roster=self._roster,
+            ready=gateway.ready is not None,
+            draining=edge.draining is not None,
+            taken=self._taken,
+            connections=len(server.server_state.connections) + self._coming,
+            busy=len(server.server_state.tasks),
+            waiting=waiting,
+            waiting_tokens=tokens,
+            running=gateway.running,
+            load=gateway.load,
+            workers=tuple(
+                AtWorker(worker=link.name, epoch=link.epoch, jobs=link.jobs, tokens=link.coming_tokens)
+                for link in gateway.links
+                if link.ready is not None
+            ),
+            keys=tuple(
+                OfKey(
+                    name=account.name,
+                    running=account.running,
+                    requests=account.requests,
+                    tokens=account.tokens,
+                    left=account.left(),
+                )
+                for account in accounts
+                if account.requests
+            ),
+        )
+
+    async def _scrape(self) -> bytes:
+        """/metrics of the whole server; where the supervisor does not answer, of this replica."""
+        told = await self._questions.ask(self._outbox, "metrics")
+        return self._front.gateway.metrics.expose() if told is None else told
+
+    # -- connections
+
+    def _take(self) -> None:
+        try:
+            connections = take(self._door)
+        except EOFError:  # the supervisor has ended; the pipe says so too
+            asyncio.get_running_loop().remove_reader(self._door)
+            return
+        self._taken += len(connections)
+        self._coming += len(connections)
+        for connection in connections:
+            self._keep(asyncio.create_task(self._serve(connection)))
+
+    async def _serve(self, connection: socket.socket) -> None:
+        try:
+            await self._front.server.take(connection)
+        except OSError as error:  # the client has left, or does not speak TLS
+            log.debug("a connection could not be taken: %s", error)
+            connection.close()
+        finally:
+            self._coming -= 1
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def main() -> int:
+    """Serve until told to stop: 0. What nobody foresaw is logged, and the process ends with code 1."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if sys.platform == "linux":  # once the parent has died: a replica that is stopped could not leave
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+    told = msgspec.json.decode(sys.stdin.buffer.readline(), type=ReplicaConfig)
+    threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
+    sys.setswitchinterval(SWITCH_S)
+    with lines_on_stderr(told.config.log_level, as_json=told.config.access_log == "json"):
+        return uvloop.run(_run(told))
+
+
+async def _run(told: ReplicaConfig) -> int:
+    with AsyncSocketInbox(told.inbox) as inbox, SocketOutbox(told.outbox) as outbox:
+        try:
+            await _Replica(told, outbox).live(inbox)
+        except Exception:  # the last place
+            log.exception("%s met an error that nobody foresaw", told.name)
+            return 1
+    return 0
+
+
+def _leave_with_parent(leave: Callable[[int], object] = os._exit) -> None:
+    while os.read(0, 4096):
+        pass
+    leave(1)  # nobody is left to tell
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""`redline serve` with several replicas of the API: this process listens, starts workers and replicas, and starts each
+again that ends. It carries no stream, so what ends a replica ends the streams of that one alone."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from redline.api.admin import create_desk_app
+from redline.api.keys import SECRET
+from redline.api.metrics import Metrics
+from redline.api.response_store import ResponseStore
+from redline.api.scrape import create_metrics_app
+from redline.errors import WorkerLost
+from redline.fleet.config import ServeConfig
+from redline.fleet.desk import FleetDesk
+from redline.fleet.doorman import Doorman
+from redline.fleet.fleet import Fleet, ReplicaStart
+from redline.fleet.front import Doors, end, serve_beside
+from redline.fleet.process import STOP_SIGNALS
+from redline.fleet.replica import ReplicaConfig
+from redline.fleet.signals import Signals
+from redline.fleet.supervisor import SILENCE_S, End, Kept, Supervisor, until_silent
+from redline.wire.channel import WRITER_BYTES, AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.wire.news import Ready, Stop
+
+LEAVE_S = 5.0  # for a replica to tell its clients that it is over, and leave
+IDLE_S = 0.05  # between two looks whether answers still run
+
+log = logging.getLogger("redline.fleet")
+
+
+class SupervisedReplica(Kept):
+    """One replica of the API through all its starts."""
+
+    def __init__(
+        self, name: str, config: ServeConfig, fleet: Fleet, sockets: Path, changed: Callable[[str], None]
+    ) -> None:
+        """sockets: the folder for its sockets. changed: called with its name when it begins to serve, and when it has
+        ended."""
+        super().__init__(name, again=config.resume_s > 0, at_first=True)
+        self._config = config
+        self._fleet = fleet
+        self._sockets = sockets
+        self._changed = changed
+
+    async def _start(self, epoch: int) -> End:
+        name, clock = f"{self.name}.{epoch}", asyncio.get_running_loop().time
+        says, told = (ipc_address(self._sockets, f"{name}.{kind}") for kind in ("says", "told"))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs, AsyncSocketInbox(says) as inbox, SocketOutbox(told) as outbox:
+            writer = os.urandom(WRITER_BYTES)
+            config = ReplicaConfig(
+                name=name,
+                config=self._config,
+                inbox=told,
+                outbox=says,
+                writer=writer,
+                door=theirs.fileno(),
+                secret=SECRET,
+            )
+            process = _start_process(config)
+            theirs.close()
+            start = ReplicaStart(self.name, epoch, outbox, writer, ours, process.pid)
+            self._fleet.enter(start)
+            waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")  # its own: the loop's have other work
+            ended = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(waiter, process.wait))
+            following = asyncio.create_task(self._follow(start, inbox))
+            silence = asyncio.create_task(until_silent(start))
+            stopping = asyncio.create_task(self._stopping.wait())
+            began, why = clock(), "it was told to"
+            try:
+                await asyncio.wait({ended, following, stopping, silence}, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    why = f"it has ended with code {process.returncode}"
+                elif silence.done():
+                    why = f"it has not been heard of for {SILENCE_S} s"
+                elif following.done():
+                    why = "its messages are not read any more"
+            finally:
+                for task in (silence, stopping):
+                    task.cancel()
+                if self._stopping.is_set() and not ended.done():
+                    outbox.put(Stop())
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(asyncio.shield(ended), LEAVE_S)
+                if process.poll() is None:
+                    process.kill()
+                await ended
+                self._fleet.leave(start, why)
+                self._changed(self.name)
+                following.cancel()
+                await asyncio.wait({following})
+                if not following.cancelled() and (error := following.exception()) is not None:
+                    log.error("what %s said could not be taken in", name, exc_info=error)
+                waiter.shutdown(wait=False)
+                if process.stdin is not None:
+                    with suppress(BrokenPipeError):
+                        process.stdin.close()
+                for left in self._sockets.glob(f"{name}.*"):
+                    left.unlink(missing_ok=True)
+            return End(why, start.use is not None, clock() - began)
+
+    async def _follow(self, start: ReplicaStart, inbox: AsyncSocketInbox) -> None:
+        while True:
+            serves = start.use is not None
+            self._fleet.hear(start, await inbox.get())
+            if start.use is not None and not serves:
+                self.ready.set()
+                self._changed(self.name)
+
+
+def _start_process(config: ReplicaConfig) -> "subprocess.Popen[bytes]":
+    """A replica's process, which reads its config from a pipe that ends with this process."""
+    # As a worker's: signals reach the whole group, and it is not interrupted before it can say that it ignores them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    command = [sys.executable, "-m", "redline.fleet.replica"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[config.door])
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+        process.stdin.write(msgspec.json.encode(config) + b"\n")
+        process.stdin.flush()
+    return process
+
+
+async def serve_replicas(
+    sockets: Path, config: ServeConfig, doors: Doors, signals: Signals, announce: Callable[[Ready], None]
+) -> int:
+    """Serve until asked to end (0), or until all workers or all replicas have been given up (1).
+
+    announce: called once every replica answers. Raises as `serve.serve`.
+    """
+    if config.responses_file is not None:
+        ResponseStore(Path(config.responses_file)).close()  # replicas that made it at once could find it locked
+    desk: FleetDesk
+    fleet = Fleet(Metrics(config.names[0]), sockets, lambda start, ask: desk.answer(start, ask))
+    supervisor = Supervisor(config, fleet, sockets)
+    desk = FleetDesk(fleet, config.drain_s, signals.end, supervisor.replace)
+    doorman = Doorman(doors.api, fleet.replicas.values)
+
+    def changed(of: str) -> None:
+        if not any(start.of == of for start in fleet.replicas.values()):
+            desk.ended(of)
+        doorman.look()
+
+    replicas = [
+        SupervisedReplica(f"replica-{number}", config, fleet, sockets, changed) for number in range(config.api_replicas)
+    ]
+    if config.keys_file is not None:
+        signals.reload = desk.reload_soon
+    beside = serve_beside(
+        config,
+        doors,
+        lambda own: create_desk_app(desk, own, fleet.metrics),
+        lambda own: create_metrics_app(fleet.metrics, own, desk.scrape),
+    )
+    lives = [asyncio.create_task(replica.live()) for replica in replicas]
+    serving = asyncio.create_task(_until_none_is_left(replicas, lives))
+    try:
+        ready = await supervisor.start(signals.stop, serving)
+        if ready is None or not await _until_known(fleet, signals.stop, serving):
+            return 0
+        announce(ready)
+        stopping, given_up = asyncio.create_task(signals.stop.wait()), asyncio.create_task(supervisor.given_up())
+        await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
+        lost = not stopping.done()
+        if lost:
+            log.error("%s; stopping", given_up.result() if given_up.done() else serving.exception())
+        else:
+            log.info("stopping")
+            fleet.begin_drain("the server is stopping")
+            await _drain(fleet, config.drain_s, {given_up, serving}, signals.now)
+        stopping.cancel()
+        given_up.cancel()
+        return int(lost)
+    finally:
+        for replica in replicas:
+            replica.stop()
+        await asyncio.wait(lives)
+        doorman.close()
+        serving.cancel()
+        for server in beside:
+            await end(*server)
+        supervisor.end()
+        await supervisor.ended()
+
+
+async def _until_none_is_left(replicas: Sequence[SupervisedReplica], lives: "Sequence[asyncio.Task[None]]") -> None:
+    """Raises WorkerLost once no replica is left, nor will be: why."""
+    await asyncio.gather(*lives)
+    reasons = (f"{replica.name}: {replica.given_up}" for replica in replicas if replica.given_up is not None)
+    raise WorkerLost(next(reasons, "all replicas of the API have ended"))
+
+
+async def _until_known(fleet: Fleet, stop: asyncio.Event, serving: "asyncio.Task[None]") -> bool:
+    """Returns once every replica knows a worker that answers; False where `stop` is set before. Raises as `serving`."""
+    while not fleet.known and not stop.is_set():
+        if serving.done():
+            serving.result()
+        await asyncio.sleep(0.01)
+    return not stop.is_set()
+
+
+async def _drain(
+    fleet: Fleet, seconds: float, ends: "set[asyncio.Task[str] | asyncio.Task[None]]", now: asyncio.Event
+) -> None:
+    """Wait until no replica reads or answers a request; no longer than so many seconds, until one of `ends` ends, or
+    `now`."""
+    until = asyncio.get_running_loop().time() + seconds
+    while not fleet.drained and asyncio.get_running_loop().time() < until:
+        if now.is_set() or any(task.done() for task in ends):
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(now.wait(), IDLE_S)

@@ -1,0 +1,192 @@
+"""Several replicas of the API over one worker: what each of them is told, and what becomes of the jobs of one that
+ends."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+from zlib import crc32
+
+import msgspec
+import pytest
+
+from redline.plan.planner import PlanConfig, Planner
+from redline.wire.channel import MemoryChannel
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.handoff import Prefill
+from redline.wire.job import Job, JobId, PagesFrom
+from redline.wire.news import Beat, Cached, Knock, Load, Missed, Ready, Stop
+from redline.wire.replicas import Replica, Replicas
+from redline.worker.hearers import Hearers
+from redline.worker.loop import lead
+from redline.worker.pulse import Heart, Pulse
+from tests.fakes import FakeRunner, hash_page, make_job, whole_answer
+
+CONFIG = PlanConfig(max_running=4)
+MAX_MODEL_LEN = 400
+PROMPT = tuple(range(70))
+READY = Ready(max_model_len=MAX_MODEL_LEN, pages=32, fingerprint="tiny", summary="a fake")
+
+
+def replicas(*names: str) -> Replicas:
+    return Replicas(replicas=tuple(Replica(name=name, writer=name.encode(), inbox=name) for name in names))
+
+
+def job_of(replica: str, id: str, tokens: int = 20) -> Job:
+    return msgspec.structs.replace(make_job(id, PROMPT, max_tokens=tokens, seed=crc32(id.encode())), replica=replica)
+
+
+class Worker:
+    """A loop in its own thread; what each hearer has been told, by its name."""
+
+    def __init__(self, exchange: Any = None) -> None:
+        self.inbox = MemoryChannel()
+        self.channels: defaultdict[str, MemoryChannel] = defaultdict(MemoryChannel)
+        self.told: defaultdict[str, list[Wire]] = defaultdict(list)
+        self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+        self.pulse = Pulse()
+        hearers = Hearers(self.channels[""], lambda address: self.channels[address])
+        hearers.put(READY)
+        arguments = [self.planner, FakeRunner(32, CONFIG), self.inbox, hearers, None, self.pulse, exchange]
+        self.thread = threading.Thread(target=lead, args=arguments, kwargs={"tells_cache": True, "record": False})
+        self.thread.start()
+
+    def of(self, name: str, kind: type[Any]) -> list[Any]:
+        """What a hearer has been told so far, of one kind."""
+        self.told[name] += self.channels[name].drain(wait=False)
+        return [message for message in self.told[name] if isinstance(message, kind)]
+
+    def answer(self, name: str, id: str) -> tuple[int, ...]:
+        """The whole answer, in the deltas that a hearer is told."""
+        self.until(lambda: any(delta.job == id and delta.finish for delta in self.of(name, Delta)))
+        return tuple(token for delta in self.of(name, Delta) if delta.job == id for token in delta.tokens)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline, dict(self.told)
+            time.sleep(0.005)
+
+
+@contextmanager
+def worker(exchange: Any = None) -> Iterator[Worker]:
+    it = Worker(exchange)
+    try:
+        yield it
+    finally:
+        it.inbox.put(Stop())
+        it.thread.join(10)
+        assert not it.thread.is_alive(), "the loop did not end"
+
+
+def test_what_comes_of_a_job_is_told_to_whoever_sent_it_and_all_else_to_everybody() -> None:
+    with worker() as it:
+        it.inbox.put(replicas("a", "b"))
+        jobs = {name: job_of(name, "job" + name * place) for place, name in enumerate(("", "a", "b"))}
+        for job in jobs.values():
+            it.inbox.put(job)
+        for name, job in jobs.items():
+            assert it.answer(name, job.id) == whole_answer(job, MAX_MODEL_LEN)
+        for name, job in jobs.items():
+            assert {delta.job for delta in it.of(name, Delta)} == {job.id}
+            assert it.of(name, Load)
+            assert it.of(name, Cached)
+        assert it.of("a", Ready) == it.of("b", Ready) == [READY]
+
+
+def test_a_replica_that_comes_later_is_told_what_the_others_know() -> None:
+    with worker() as it:
+        it.inbox.put(replicas("a"))
+        it.inbox.put(job_of("a", "first"))
+        it.answer("a", "first")
+        it.until(lambda: it.of("a", Load))
+        it.inbox.put(replicas("a", "b"))
+        it.until(lambda: it.of("b", Cached))
+        assert it.of("b", Ready) == [READY]
+        (whole,) = it.of("b", Cached)
+        assert whole.whole
+        assert whole.stored, "the first job's page"
+        it.until(lambda: it.of("a", Cached)[-1] == whole)
+
+
+def test_the_jobs_of_a_replica_that_has_ended_end_without_a_word_and_no_others() -> None:
+    with worker() as it:
+        it.inbox.put(replicas("a", "b"))
+        it.inbox.put(job_of("a", "loses", 300))
+        it.inbox.put(kept := job_of("b", "kept", 200))
+        it.until(lambda: it.of("a", Delta) and it.of("b", Delta))
+        it.inbox.put(replicas("b"))
+        it.inbox.put(job_of("a", "under way still", 300))  # it was written before its replica ended
+        assert it.answer("b", "kept") == whole_answer(kept, MAX_MODEL_LEN)
+        it.until(lambda: it.planner.idle)
+        assert not [delta for delta in it.of("a", Delta) if delta.finish]
+        load = it.planner.load()
+        assert (load.running, load.waiting, load.pages_used) == (0, 0, 0)
+        it.planner.check()
+
+
+def test_what_is_lost_of_one_replica_s_messages_costs_the_others_nothing() -> None:
+    with worker() as it:
+        it.inbox.put(replicas("a", "b"))
+        it.inbox.put(job_of("a", "of a", 300))
+        it.inbox.put(kept := job_of("b", "kept", 200))
+        it.until(lambda: it.of("a", Delta) and it.of("b", Delta))
+        it.inbox.put(lost := Missed(messages=2, writer=b"a"))
+        assert it.answer("b", "kept") == whole_answer(kept, MAX_MODEL_LEN)
+        assert it.of("a", Missed) == [lost]
+        assert it.of("b", Missed) == it.of("", Missed) == []
+        assert not [delta for delta in it.of("a", Delta) if delta.finish]
+        it.until(lambda: it.planner.idle)
+
+
+def test_where_it_is_another_worker_s_words_that_were_lost_all_are_told() -> None:
+    with worker() as it:
+        it.inbox.put(replicas("a", "b"))
+        it.inbox.put(job_of("a", "of a", 300))
+        it.until(lambda: it.of("a", Delta))
+        it.inbox.put(lost := Missed(messages=1, writer=b"another"))
+        it.until(lambda: it.of("a", Missed) == it.of("b", Missed) == it.of("", Missed) == [lost])
+        it.until(lambda: it.planner.idle)
+
+
+def test_knocks_are_counted_by_who_knocks() -> None:
+    with worker() as it:
+        it.inbox.put(replicas("a", "b"))
+        for number, replica in ((1, "a"), (1, "b"), (2, "a"), (7, "")):
+            it.inbox.put(Knock(number=number, replica=replica))
+        it.until(lambda: it.of("", Knock))
+        assert [knock.number for knock in it.of("a", Knock)] == [1, 2]
+        assert [knock.number for knock in it.of("b", Knock)] == [1]
+        heart = Heart(it.pulse, it.channels[""], 64, pytest.fail)
+        heart._hearers = Hearers(it.channels[""], lambda address: it.channels[address])
+        heart.beat()
+        assert [it.of(name, Beat)[-1].knock for name in ("a", "b", "")] == [2, 1, 7]
+        it.inbox.put(replicas("b"))
+        it.until(lambda: len(it.pulse.replicas) == 1)
+        heart.beat()
+        assert [len(it.of(name, Beat)) for name in ("a", "b", "")] == [1, 2, 2]
+
+
+def test_prompts_that_are_computed_for_the_jobs_of_a_replica_that_has_ended_are_given_up() -> None:
+    asked: list[str] = []
+    given_up: list[str] = []
+    out = {JobId("out"): job_of("a", "out")}
+    exchange = SimpleNamespace(
+        idle=True, changes=0, counts={}, due_in=lambda: None, work=list, keep=lambda deltas: deltas,
+        abort=given_up.append, prefill=lambda message: asked.append(message.job.id) or [],
+        computes_for=lambda replica: [id for id, job in out.items() if job.replica == replica],
+    )  # fmt: skip
+    other = PagesFrom(worker="decode", epoch=1, inbox="")
+    with worker(cast("Any", exchange)) as it:
+        it.inbox.put(replicas("a", "b"))
+        it.inbox.put(Prefill(job=job_of("a", "out"), to=other))
+        it.inbox.put(replicas("b"))
+        it.inbox.put(Prefill(job=job_of("a", "too late"), to=other))
+        it.inbox.put(job_of("b", "next", 3))
+        it.answer("b", "next")
+        assert asked == ["out"]
+        assert given_up == ["out"]
