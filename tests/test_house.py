@@ -55,6 +55,7 @@ FLAGS = {
     "manifests": "--image --kind --name --claim --secret",
     "agent": "--join --key-file --name --listen",
     "explain": "--url --key",
+    "profile": "--url --key --out",
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
@@ -299,8 +300,8 @@ RUN_TIME = {
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
     "llguidance": "llguidance",
 }  # fmt: skip
-# Plots, foreign vocabularies, training, RDMA, YAML and Ray (`bench`, `draft`, `train`, `nixl`, `manifests`, `ray`); the
-# peer of `bench.peers`, which `test` brings.
+# Plots, foreign vocabularies, training, RDMA, YAML, Ray and spans (`bench`, `draft`, `train`, `nixl`, `manifests`,
+# `ray`, `otel`); the peer of `bench.peers`, which `test` brings.
 EXTRAS = {
     "matplotlib",
     "tokenizers",
@@ -312,6 +313,7 @@ EXTRAS = {
     "yaml",
     "ray",
     "huggingface_hub",
+    "opentelemetry",
 }
 TRITON = (
     ROOT / "redline" / "kernels" / "hopper" / "triton"

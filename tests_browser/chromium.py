@@ -81,8 +81,9 @@ class Tab:
 
 
 @contextmanager
-def chromium(profile: Path) -> Iterator[Tab]:
-    """A browser with a tab. profile: an empty folder. Raises AssertionError where there is no Chromium."""
+def chromium(profile: Path, *, alone: bool = False) -> Iterator[Tab]:
+    """A browser with a tab. profile: an empty folder. alone: it resolves no name, so a page that asks elsewhere gets
+    nothing. Raises AssertionError where there is no Chromium."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     assert program is not None, f"none of {', '.join(NAMES)} is on the PATH: apt-get install chromium"
     theirs_in, write = os.pipe()
@@ -94,6 +95,7 @@ def chromium(profile: Path) -> Iterator[Tab]:
         os.dup2(high, 4)
 
     words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
+    words += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"] if alone else []
     process = subprocess.Popen(
         [program, *words, "about:blank"], preexec_fn=pipes, close_fds=False, stderr=subprocess.DEVNULL
     )

@@ -1,5 +1,6 @@
 """Routes for whoever runs the server, on a port and with keys of their own: its status, its end, its keys."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from redline.api.config import ApiConfig
 from redline.api.edge import Edge
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
+from redline.api.profile import Profiler
 from redline.api.stories import MOST_JOBS
 
 
@@ -42,6 +44,10 @@ class Desk(Protocol):
         """Have a worker of that name leave and be started again; where there is none, the names that there are."""
         ...
 
+    async def profile(self, seconds: float) -> bytes:
+        """A trace of the next seconds, gzipped. Raises Refusal."""
+        ...
+
 
 def create_admin_app(
     gateway: Gateway,
@@ -66,6 +72,7 @@ def create_desk_app(desk: Desk, config: ApiConfig, metrics: Metrics) -> ASGIApp:
         Route("/admin/requests/{id:path}", admin.request),
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/reload", admin.reload, methods=["POST"]),
+        Route("/admin/profile", admin.profile, methods=["POST"]),
         Route("/admin/workers/{name}/replace", admin.replace, methods=["POST"]),
     ]
     return Border(Router(routes, redirect_slashes=False), Edge(config), config, metrics)
@@ -100,6 +107,14 @@ class _Admin:
             return json_response({"error": f"no worker is called {name}; there are {known}"}, 404)
         return json_response({"status": "draining", "worker": name, "drain_s": self._desk.drain_s})
 
+    async def profile(self, request: Request) -> Response:
+        """A trace of the next ?seconds=, gzipped. Raises Refusal (400, 409)."""
+        try:
+            seconds = float(request.query_params.get("seconds", ""))
+        except ValueError:
+            seconds = math.nan
+        return Response(await self._desk.profile(seconds), media_type="application/gzip")
+
     async def reload(self, request: Request) -> Response:
         """Read the file of keys again."""
         return json_response({"message": await self._desk.reload()})
@@ -114,6 +129,7 @@ class _OneProcess:
         self._gateway = gateway
         self._edge = edge
         self._replace = replace
+        self._profiler = Profiler(gateway, edge.passages)
 
     async def status(self) -> dict[str, Any]:
         return status_of(self._gateway, self._edge)
@@ -126,6 +142,9 @@ class _OneProcess:
 
     def replace(self, name: str) -> str | None:
         return None if self._replace(name) else ", ".join(link.name for link in self._gateway.links)
+
+    async def profile(self, seconds: float) -> bytes:
+        return await self._profiler.take(seconds)
 
 
 def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:

@@ -46,6 +46,7 @@ from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
 from redline.api.openapi import openapi
 from redline.api.openapi_page import PAGE_HEADERS, page
 from redline.api.operations import operations
+from redline.api.passage import Passage
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.response_store import ResponseStore
@@ -162,6 +163,15 @@ class Border:
         request_id = header(headers, b"x-request-id")
         if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
             request_id = uuid.uuid4().hex.encode()
+        traced = header(headers, b"traceparent"), header(headers, b"tracestate")
+        passage = Passage(
+            request_id.decode(),
+            scope["method"],
+            scope["path"],
+            (traced[0].decode("latin-1"), traced[1].decode("latin-1")),
+        )
+        scope["passage"] = passage
+        self._edge.passages.begin(passage)
 
         tell = self._tellers.get(scope["path"], openai_error)
         # Anthropic's SDK reads the id under a name of its own.
@@ -185,7 +195,7 @@ class Border:
             elif scope["path"] not in self._open:
                 scope["account"] = account = self._edge.keyring.account(headers)
             self._edge.check(scope["method"])
-            CALLER.set(Caller(request_id.decode(), account, time.monotonic(), _timeout_s(headers)))
+            CALLER.set(Caller(request_id.decode(), account, time.monotonic(), _timeout_s(headers), passage))
             if account is not None and scope["method"] == "POST":
                 with account.request():
                     await self._app(scope, receive, send_on)
@@ -202,6 +212,7 @@ class Border:
             pass  # the server ends, and has closed the connection
         finally:
             self._counted.answered(scope, status)
+            self._edge.passages.end(passage, status)
             _tell(scope, status, complete, time.perf_counter() - began, request_id, json_lines=self._edge.json_lines)
 
 
@@ -384,7 +395,9 @@ class _Post:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as until_begun, _Departure(receive) as departure:
+            passage: Passage = scope["passage"]
             body = await self._read(until_begun.enter_context(_Body(self._bodies)), scope, receive)
+            passage.did("read", passage.began)
             if body is None:
                 return
             departure.watch()
@@ -479,8 +492,11 @@ class _Api:
 
     async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
         """Begin what a body asks for in a dialect."""
+        passage: Passage = scope["passage"]
+        began = time.perf_counter()
         asked = await self._read(body, dialect.read)
-        model = self._model(asked.model)
+        passage.did("parse", began)
+        passage.model = model = self._model(asked.model)
         if dialect.recall is not None:
             asked = await dialect.recall(asked)
         scope["generation"] = generation = await self._gateway.begin(asked.ask)  # for the access line

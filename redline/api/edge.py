@@ -8,6 +8,7 @@ from pathlib import Path
 from redline.api.config import ApiConfig
 from redline.api.keys import SECRET, Keyring
 from redline.api.metrics import Metrics
+from redline.api.passage import Passages
 from redline.errors import ConfigError, Overloaded
 
 LOOK_S = 1.0  # between two looks at the file of keys
@@ -30,6 +31,7 @@ class Edge:
         self.json_lines = config.json_lines
         self.drain_s = config.drain_s
         self.draining: str | None = None
+        self.passages = Passages()
 
     def check(self, method: str) -> None:
         """Raises Overloaded (503) for new work while the server drains; what only looks is answered."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -27,6 +27,7 @@ from redline.api.config import Limits
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.api.others import Others
+from redline.api.passage import Passage
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
 from redline.api.stories import Stories, Story
@@ -54,6 +55,7 @@ from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role
+from redline.wire.profile import Profiled
 from redline.wire.replicas import Use
 from redline.wire.step import Proposer, TokenLogprobs
 
@@ -70,6 +72,18 @@ T = TypeVar("T")
 
 class JobFailed(RedlineError):
     """The engine gave up on this job and on no other; a client sees status 500 and no reason."""
+
+
+class Profiling(Protocol):
+    """Who writes down what workers say, for a while (`api.profile`)."""
+
+    def took(self, link: Link, messages: Sequence[Wire], began: float) -> None:
+        """Messages of a worker were taken in, and what they gave was written. began: as time.perf_counter told."""
+        ...
+
+    def told(self, link: Link, message: Profiled) -> None:
+        """A worker says what it did."""
+        ...
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
@@ -115,6 +129,7 @@ class Gateway:
         self._looked_at: float | None = None
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
+        self.profiling: Profiling | None = None  # while one is being written
         self.stories = Stories()
         self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
@@ -196,9 +211,12 @@ class Gateway:
 
     def take(self, link: Link, messages: Sequence[Wire]) -> None:
         """Take in what has come of a worker together: what it gives a stream is one write. Raises as `deliver`."""
+        began = 0.0 if self.profiling is None else time.perf_counter()
         for message in messages:
             self._take(link, message)
         self.pours.flush()
+        if self.profiling is not None:
+            self.profiling.took(link, messages, began)
 
     def deliver(self, link: Link, message: Wire) -> None:
         """Take in one message of a worker; more may come in this turn of the loop. Raises AssertionError for one that
@@ -223,6 +241,9 @@ class Gateway:
                 self._missed(link, message.messages)
             case Cached():
                 self.links.cached(link, message)
+            case Profiled():
+                if self.profiling is not None:
+                    self.profiling.told(link, message)
             case Ready():
                 if link.lost is not None:  # each replica is told it again when another comes or goes
                     return
@@ -477,9 +498,12 @@ class Gateway:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
                 if ask.sampling.max_tokens:
+                    at = time.perf_counter()
                     sampling = msgspec.structs.replace(
                         sampling, grammar=await self._grammar(ask, prompt, tokens, sampling)
                     )
+                    if caller.passage is not None and sampling.grammar is not None:
+                        caller.passage.did("grammar", at)
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
@@ -496,7 +520,10 @@ class Gateway:
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
-        self.stories.begin(caller.request_id, [lane.story for lane in generation.lanes])
+        stories = [lane.story for lane in generation.lanes]
+        self.stories.begin(caller.request_id, stories)
+        if caller.passage is not None:
+            caller.passage.jobs, caller.passage.sampling = stories, generation.lanes[0].job.sampling
         self.metrics.asked(ask.n, generation.lanes[0].job.sampling.max_tokens)
         if not self._waiting:
             self._served.begins()
@@ -554,7 +581,8 @@ class Gateway:
                 return prompt
         left = threading.Event()
         try:
-            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt)
+            passage = CALLER.get().passage
+            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt, passage)
         except ContextTooLong as error:
             raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
         except asyncio.CancelledError:
@@ -650,17 +678,31 @@ class Gateway:
         self._waiting_tokens -= len(lane.job.tokens)
 
     def _encode(
-        self, prompt: Conversation | str, most: int, chars: int, left: threading.Event, salt: str | None
+        self,
+        prompt: Conversation | str,
+        most: int,
+        chars: int,
+        left: threading.Event,
+        salt: str | None,
+        passage: Passage | None,
     ) -> tuple[int, ...]:
         def check() -> None:
             if left.is_set():
                 raise asyncio.CancelledError  # nobody waits for this any more
 
+        began = time.perf_counter()
         if isinstance(prompt, str):  # a raw prompt is the client's own template
-            return tuple(self.tokenizer.encode_with_specials(prompt, most, check))
-        pieces = render(prompt, self._style, chars)
-        known = None if salt is None else self._known
-        return tuple(self.tokenizer.encode_pieces(pieces, most, check, known, salt or ""))
+            tokens = tuple(self.tokenizer.encode_with_specials(prompt, most, check))
+        else:
+            pieces = render(prompt, self._style, chars)
+            if passage is not None:
+                passage.did("template", began)
+                began = time.perf_counter()
+            known = None if salt is None else self._known
+            tokens = tuple(self.tokenizer.encode_pieces(pieces, most, check, known, salt or ""))
+        if passage is not None:
+            passage.did("tokenise", began)
+        return tokens
 
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")

@@ -14,6 +14,7 @@ import msgspec
 
 from redline.api.config import KeyLimits
 from redline.api.errors import Refusal
+from redline.api.passage import Passage
 from redline.wire.replicas import OfKey
 
 BUSY_RETRY_S = 1.0  # where a place is free once another request ends, which nobody can foresee
@@ -143,6 +144,7 @@ class Caller(msgspec.Struct, frozen=True):
     account: Account | None = None  # None: no keys are asked for
     began: float = 0.0  # as time.monotonic tells
     timeout_s: float | None = None  # from there to the last token
+    passage: Passage | None = None  # where it is noted what was done for it
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER", default=Caller())  # noqa: B039  (it is frozen)

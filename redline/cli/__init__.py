@@ -127,6 +127,21 @@ def explain(
     raise typer.Exit(show(asked(request, url, key), plain_console()))
 
 
+@app.command()
+def profile(
+    seconds: Annotated[float, typer.Argument(metavar="SECONDS", help="From now on, 60 at most.")],
+    url: Annotated[str, typer.Option(help="Where the admin routes are (`admin_port`).")] = "http://127.0.0.1:8001",
+    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key of `admin_keys_file`.")] = None,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("redline-trace.json.gz"),
+) -> None:
+    """What a running server does in the next seconds, request by request and step by step, as a trace for Perfetto."""
+    from redline.cli.profile import taken, write
+    from redline.disk import check_output
+
+    check_output(out)
+    raise typer.Exit(write(taken(seconds, url, key), out, plain_console()))
+
+
 @app.command(name="eval")
 def evaluate(
     folder: Folder,

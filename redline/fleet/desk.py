@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
 from redline.api.summed import Summed, packed
 from redline.fleet.fleet import Fleet, ReplicaStart
@@ -98,6 +99,10 @@ class FleetDesk:
     def replace(self, name: str) -> str | None:
         """Have a worker of that name leave and be started again; where there is none, the names that there are."""
         return None if self._replace(name) else ", ".join(link.name for link in self._fleet.links)
+
+    async def profile(self, seconds: float) -> bytes:
+        """Raises Refusal: a trace is taken by one process, which has the API and hears the workers."""
+        raise Refusal(409, "a trace is taken of a server with one process; set api_replicas = 1 for it", "replicas")
 
     async def scrape(self) -> bytes:
         """/metrics of the server, at most EXPOSED_S seconds old."""

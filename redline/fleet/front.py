@@ -20,6 +20,7 @@ from redline.api.gateway import Gateway
 from redline.api.keys import SECRET
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
+from redline.api.spans import Spans, open_spans
 from redline.chat.generation import generation_config_of
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
@@ -43,6 +44,7 @@ class Front(NamedTuple):
     gateway: Gateway
     edge: Edge
     server: Server
+    spans: Spans | None  # to be closed in a thread, where they are asked for
 
 
 def open_front(
@@ -58,7 +60,7 @@ def open_front(
     """The API of a deployment, which listens nowhere yet. replica: what it is called, where there are others.
 
     secret: as in `api.keys.read_keys`. scrape: gives /metrics; None: the gateway's own. Raises ConfigError where the
-    file of keys cannot be read.
+    file of keys cannot be read, or spans that the environment asks for cannot be had.
     """
     api = ApiConfig(
         served_model_names=config.names,
@@ -73,11 +75,13 @@ def open_front(
         defaults=Defaults(**msgspec.structs.asdict(generation_config_of(Path(config.weights)))),
         limits=Limits(**msgspec.structs.asdict(config.requests)),
     )
-    edge = Edge(api, secret)
+    edge, spans = Edge(api, secret), open_spans()
+    if spans is not None:
+        edge.passages.watchers.append(spans)
     gateway = Gateway(tokenizer, style, metrics, api.limits, resume_s=config.resume_s, replica=replica)
     app = create_app(gateway, api, edge, scrape)
     server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls_of(config)))
-    return Front(gateway, edge, server)
+    return Front(gateway, edge, server, spans)
 
 
 def tls_of(config: ServeConfig) -> tuple[str, str] | None:

@@ -108,7 +108,7 @@ class _Replica:
 
     async def live(self, inbox: AsyncSocketInbox) -> None:
         """Serve until told to stop."""
-        gateway, edge, server = self._front
+        gateway, edge, server, spans = self._front
         serving = asyncio.create_task(server.serve(sockets=[]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
@@ -129,6 +129,8 @@ class _Replica:
             for worker in self._workers.values():
                 await worker.close()
             await gateway.ended()
+            if spans is not None:
+                await asyncio.to_thread(spans.close)
         for task in (serving, *beside):
             if task.done() and not task.cancelled():
                 task.result()  # what has ended it, where nobody has told it to
@@ -203,7 +205,7 @@ class _Replica:
                     account.heard(use.replica, of_key)
 
     def _answer(self, ask: Ask) -> bytes:
-        gateway, edge, _ = self._front
+        gateway, edge = self._front.gateway, self._front.edge
         match ask.what:
             case "metrics":
                 return packed(gateway.metrics.registry)
@@ -227,7 +229,7 @@ class _Replica:
             await asyncio.sleep(LOOK_S)
 
     def _use(self) -> Use:
-        gateway, edge, server = self._front
+        gateway, edge, server = self._front[:3]
         waiting, tokens = gateway.waiting
         accounts = () if edge.keyring is None else edge.keyring.accounts.values()
         return Use(

@@ -35,6 +35,7 @@ from redline.api.keys import read_keys
 from redline.api.metrics import Metrics
 from redline.api.scrape import create_metrics_app
 from redline.api.server import Server
+from redline.api.spans import open_spans
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
@@ -240,9 +241,11 @@ async def _serve_through(
         _announce(config, doors.api, doors.admin, ready, console)
 
     if config.api_replicas > 1:
+        if (spans := open_spans()) is not None:  # each replica has its own: what cannot be had is said here
+            await asyncio.to_thread(spans.close)
         return await serve_replicas(sockets, config, doors, signals, announce)
     front = open_front(config, tokenizer, style, Metrics(config.names[0]))
-    gateway, edge, server = front
+    gateway, edge, server, spans = front
     if edge.keyring is not None:
         signals.reload = edge.reload
     supervisor = Supervisor(config, gateway, sockets, machines)
@@ -295,6 +298,8 @@ async def _serve_through(
         supervisor.end()
         await supervisor.ended()
         await gateway.ended()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:

@@ -104,6 +104,10 @@ WaitForStep = Callable[[], StepResult]
 """Waits for the device, where a step is still on its way."""
 
 
+def nobody(part: str) -> None:
+    """Who is told of the parts of steps where nobody wants to know."""
+
+
 class Runner:
     """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
 
@@ -151,6 +155,8 @@ class Runner:
         self.replays = 0
         self.led: Counter[str] = Counter()
         self.chunks = 0
+        # Told of each part of a step as it begins, by the thread that runs it; "" where the step's work ends.
+        self.begins: Callable[[str], object] = nobody
         self._captured: CapturedSteps | None = None
         self._chunks: PromptChunks | None = None
         if recorded:
@@ -269,6 +275,13 @@ class Runner:
 
     def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
         """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
+        self.begins("begin")
+        try:
+            return self._launch(step, captured)
+        finally:
+            self.begins("")
+
+    def _launch(self, step: Step, captured: CapturedSteps) -> WaitForStep:
         for begin in step.begins:
             self.slots.empty(begin.slot)
         try:
@@ -300,6 +313,7 @@ class Runner:
 
     def _replay(self, step: Step, wants: Wants, captured: CapturedSteps) -> WaitForStep:
         """Launches a step of decode rows that can be replayed."""
+        self.begins("replay")
         self.replays += 1
         assert step.shape is not None, "only a step that is recorded is replayed"
         return captured.launch(step, wants, captured.masks(step.rows, step.shape.positions)).result
@@ -307,6 +321,7 @@ class Runner:
     def _read(self, step: Step) -> WaitForStep:
         """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
         assert self._chunks is not None, "there are chunks where steps are recorded"
+        self.begins("prompts")
         if self._chunks.refused(step.rows):
             self.led["prompt"] += 1
             result = self.run(step)
@@ -344,6 +359,7 @@ class Runner:
         return short or isinstance(error, WorkerLost) or is_device_error(error)
 
     def _run(self, step: Step) -> StepResult:
+        self.begins("begin")
         if self._captured is not None:
             self._captured.catch_up()
         for begin in step.begins:
@@ -386,12 +402,18 @@ class Runner:
             drafts = drafts or row.drafting or row.propose > 0
             if row.drafting:
                 layers = self._layers
-        out = self.model.predict(self.slots.inputs(spans, self.model), self.kv.planes, layers, asked)
+        self.begins("inputs")
+        inputs = self.slots.inputs(spans, self.model)
+        self.begins("forward")
+        out = self.model.predict(inputs, self.kv.planes, layers, asked)
+        self.begins("choose")
         results = self._verify(sampling, out)
         if prompts:
             results = self._with_prompts(spans, results, out.hidden())
         if drafts:
+            self.begins("draft")
             self._draft(spans, results, out.features)
+        self.begins("")
         return results
 
     def _draft(self, spans: Sequence[Span], results: Sequence[RowResult], features: Tensor | None) -> None:

@@ -7,6 +7,7 @@ from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Ta
 from redline.wire.job import Abort, Job
 from redline.wire.machines import Listening, Machine, Orders, Refused
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Recall, Stop
+from redline.wire.profile import Profile, Profiled
 from redline.wire.replicas import Ask, Drain, Replicas, Roster, Told, Use
 from redline.wire.step import Hurry, Place, RecordMore, Step
 
@@ -15,6 +16,7 @@ Wire = (
     | Cached | Recall | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
     | Listening | Machine | Orders | Refused
     | Replicas | Roster | Use | Ask | Told | Drain
+    | Profile | Profiled
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,7 +8,7 @@ jobs are told so, and whoever started it can start another.
 import logging
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,10 +22,13 @@ from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
 from redline.wire.news import Knock, Load, Missed, Recall, Stop
+from redline.wire.profile import Profile
 from redline.wire.replicas import Replicas
-from redline.wire.step import Recorded, RowResult, Step, StepResult
+from redline.wire.step import RowResult, Step, StepResult
 from redline.worker.exchange import Exchange
 from redline.worker.hearers import Hearers
+from redline.worker.ports import Plans, Runner
+from redline.worker.profile import Profiling
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
@@ -33,23 +36,6 @@ LOAD_INTERVAL_S = 0.2  # between two Loads, at least
 MOST_FAILURES = 3  # steps that fail one after another, without one between them that succeeds
 
 _log = logging.getLogger(__name__)
-
-
-class Runner(Protocol):
-    """Runs steps, one after another, in the order of their launches."""
-
-    @property
-    def recorded(self) -> Recorded:
-        """The shapes of decode steps that it can replay now."""
-        ...
-
-    def record_more(self) -> bool:
-        """Records one more shape; false where none is left. Raises a device's own error."""
-        ...
-
-    def launch(self, step: Step) -> Pending:
-        """Starts a step and returns, on a GPU at once; `wait` gives what came of it. Raises where it cannot begin."""
-        ...
 
 
 class StepInFlight(NamedTuple):
@@ -98,7 +84,7 @@ def one_line(error: BaseException | None) -> str:
 
 
 def turn(
-    planner: Planner, runner: Runner, last: StepInFlight | None, failures: Failures | None = None
+    planner: Plans, runner: Runner, last: StepInFlight | None, failures: Failures | None = None
 ) -> tuple[StepInFlight | None, list[Delta]]:
     """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, it
     settles the step that it has just launched. Gives the step that is now in flight, and the deltas.
@@ -148,6 +134,7 @@ def lead(
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
     loads = _Loads(planner, exchange, outbox, time.monotonic)
+    profiling: Profiling | None = None
     whole = False  # whether all of the prefix cache is to be told
     proven, before = False, None  # what the planner had done, and been told, before the last turn
     while True:
@@ -157,10 +144,10 @@ def lead(
         proven = idle and not messages
         messages = messages or inbox.drain(wait=False)
         if idle and not messages and not (record and _record_more(runner, pulse)):
-            messages = inbox.drain(wait=True, timeout=loads.due_in())
+            messages = inbox.drain(wait=True, timeout=_sooner(loads.due_in(), profiling))
         elif exchange is not None and last is None and not messages and before == (planner.done, exchange.changes):
             pulse.waits = True  # for another worker: there is nothing to plan
-            messages = inbox.drain(wait=True, timeout=exchange.due_in())
+            messages = inbox.drain(wait=True, timeout=_sooner(exchange.due_in(), profiling))
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:
             match message:
@@ -204,7 +191,14 @@ def lead(
                     whole, deltas = whole or bool(come), []
                 case Recall():
                     whole, deltas = True, []
+                case Profile():
+                    deltas = []
+                    if profiling is not None:
+                        profiling.close()
+                    profiling = Profiling(message, planner, runner, outbox)
                 case Stop():
+                    if profiling is not None:
+                        profiling.close()
                     _stop(planner, last, outbox)
                     loads.send()
                     return
@@ -213,7 +207,10 @@ def lead(
             _put_all(planner, outbox, deltas)
         before = None if exchange is None else (planner.done, exchange.changes)
         try:
-            last, deltas = turn(planner, runner, last, failures)
+            if profiling is None:
+                last, deltas = turn(planner, runner, last, failures)
+            else:
+                last, deltas = turn(profiling.planner, profiling.runner, last, failures)
         except WorkerLost as error:
             _put_all(planner, outbox, planner.lose_all(str(error)))
             raise
@@ -223,6 +220,15 @@ def lead(
             whole = False
         if loads.due_in() == 0:
             loads.send()
+        if profiling is not None and not profiling.work():
+            profiling = None
+
+
+def _sooner(seconds: float | None, profiling: Profiling | None) -> float | None:
+    """How long an idle loop may wait for messages; None: for ever."""
+    if profiling is None:
+        return seconds
+    return profiling.due_in() if seconds is None else min(seconds, profiling.due_in())
 
 
 def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers) -> None:

@@ -101,8 +101,8 @@ class FreeEngine:
             await asyncio.sleep(0)
 
 
-def front_end() -> ASGIApp:
-    """The app that serves, over a FreeEngine and a tiny tokenizer."""
+def free_gateway() -> Gateway:
+    """A gateway over a FreeEngine, its only worker, and a tiny tokenizer."""
     with TemporaryDirectory() as folder:
         tokenizer = Tokenizer.open(write_tiny_tokenizer(Path(folder)))
     (token,) = tokenizer.encode(WORD)
@@ -110,7 +110,12 @@ def front_end() -> ASGIApp:
     gateway = engine.gateway = Gateway(tokenizer, K2_6, Metrics(MODEL))
     engine.link = gateway.join("worker", engine)
     gateway.deliver(engine.link, Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake"))
-    return create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
+    return gateway
+
+
+def front_end() -> ASGIApp:
+    """The app that serves, over `free_gateway`."""
+    return create_app(free_gateway(), ApiConfig(served_model_names=(MODEL,)))
 
 
 def bare() -> ASGIApp:
@@ -224,6 +229,10 @@ class Server:
     def _counts(self) -> tuple[float, int]:
         self._control.send(True)
         return self._control.recv()
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that the server has taken so far."""
+        return self._counts()[0]
 
     def measure(self, streams: int, tokens: int) -> dict[str, float]:
         """Runs `streams` streams of `tokens` tokens each at once; returns seconds, tokens/s, and tokens of one write.

@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +65,7 @@ class Timed:
 
     def __init__(self, runner: Runner) -> None:
         self.steps: list[tuple[Work, float]] = []
+        self.begins: Callable[[str], object] = lambda _: None
         self._runner = runner
         self._lengths: dict[int, int] = {}  # of slots: tokens that they have
 

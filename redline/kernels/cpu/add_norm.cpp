@@ -2,8 +2,10 @@
 #include "core/kernels.h"
 #include "core/norm.h"
 #include "core/pool.h"
+#include "core/watch.h"
 
 extern "C" void redline_add_norm(const AddNormCall& call) {
+    OpSpan span("add_norm");
     const int T = call.T, D = call.D;
     int tasks = T <= 4 ? 1 : Pool::get().threads() * 2;
     parallel(tasks, [&](int task) {

@@ -4,8 +4,10 @@
 #include "core/kernels.h"
 #include "core/pool.h"
 #include "core/vec.h"
+#include "core/watch.h"
 
 extern "C" void redline_best(const BestCall& call) {
+    OpSpan span("best");
     const int R = call.R, V = call.V;
     int tasks = R <= 4 ? 1 : Pool::get().threads() * 2;
     parallel(tasks, [&](int task) {

@@ -1,8 +1,10 @@
 // y = x W^T, W in bf16 panels. See core/gemm.h for the order of summation.
 #include "core/gemm.h"
 #include "core/kernels.h"
+#include "core/watch.h"
 
 extern "C" void redline_linear(const LinearCall& call) {
+    OpSpan span("linear");
     const int K = call.K;
     Grid grid(call.T, (call.N + PANEL - 1) / PANEL);
     parallel(grid.tasks(), [&](int task) {

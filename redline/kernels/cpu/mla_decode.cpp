@@ -7,6 +7,7 @@
 #include "core/gemm.h"
 #include "core/kernels.h"
 #include "core/pages.h"
+#include "core/watch.h"
 
 namespace {
 
@@ -406,5 +407,6 @@ template <class KV> void decode(const MlaDecodeCall& call, const KV* plane) {
 }  // namespace
 
 extern "C" void redline_mla_decode(const MlaDecodeCall& call) {
+    OpSpan span("mla_decode");
     with_pages(call.plane, call.kv_type, [&](const auto* plane) { decode(call, plane); });
 }

@@ -8,6 +8,7 @@
 #include "core/gemm.h"
 #include "core/kernels.h"
 #include "core/pages.h"
+#include "core/watch.h"
 
 namespace {
 
@@ -265,5 +266,6 @@ template <class KV> void prefill(const MlaPrefillCall& call, const KV* plane) {
 }  // namespace
 
 extern "C" void redline_mla_prefill(const MlaPrefillCall& call) {
+    OpSpan span("mla_prefill");
     with_pages(call.plane, call.kv_type, [&](const auto* plane) { prefill(call, plane); });
 }

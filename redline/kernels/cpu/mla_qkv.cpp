@@ -3,6 +3,7 @@
 #include "core/kernels.h"
 #include "core/norm.h"
 #include "core/pages.h"
+#include "core/watch.h"
 
 namespace {
 
@@ -22,6 +23,7 @@ template <class KV> void write_row(const float* x, KV* y, int n) {
 }  // namespace
 
 extern "C" void redline_mla_qkv(const MlaQkvCall& call) {
+    OpSpan span("mla_qkv");
     static thread_local std::vector<float> buffer;
     const int T = call.T, D = call.D, Rq = call.Rq, R = call.R, P = call.P, H = call.H, Nn = call.Nn;
     const bool rounded = rounds(call.kv_type);

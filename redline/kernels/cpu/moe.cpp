@@ -4,6 +4,7 @@
 // runs over its own choices in their own order: a row's bits do not depend on its company.
 #include "core/gemm.h"
 #include "core/kernels.h"
+#include "core/watch.h"
 
 namespace {
 
@@ -64,6 +65,7 @@ template <class F> void run(const std::vector<Work>& work, F&& f) {
 }  // namespace
 
 extern "C" void redline_moe(const MoeCall& call) {
+    OpSpan span("moe");
     const int T = call.T, D = call.D, E = call.E, k = call.k, I = call.I, Is = call.Is;
     const int32_t* ids = call.ids;
     // The caller's scratch, named so that tasks on other threads see this one and not their own.

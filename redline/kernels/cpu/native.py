@@ -29,7 +29,7 @@ SOURCES = tuple(sorted(str(path.relative_to(HERE)) for path in HERE.rglob("*.cpp
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
 # Where kernels and what they take are declared, and Python reads them.
-HEADERS = ("core/kernels.h", "blocks/blocks.h", "blocks/draft_pass.h")
+HEADERS = ("core/kernels.h", "core/watch.h", "blocks/blocks.h", "blocks/draft_pass.h")
 
 _reason: str | None = None
 _sharing = 1

@@ -3,8 +3,10 @@
 
 #include "core/gemm.h"
 #include "core/kernels.h"
+#include "core/watch.h"
 
 extern "C" void redline_route_experts(const RouteExpertsCall& call) {
+    OpSpan span("route_experts");
     const int T = call.T, D = call.D, E = call.E, k = call.k;
     int panels = (E + PANEL - 1) / PANEL, width = panels * PANEL;
     int tasks = T <= 8 ? 1 : std::min(T / 4, Pool::get().threads() * 2);

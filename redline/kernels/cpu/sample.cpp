@@ -10,6 +10,7 @@
 #include "core/kernels.h"
 #include "core/pool.h"
 #include "core/vec.h"
+#include "core/watch.h"
 
 namespace {
 
@@ -192,6 +193,7 @@ struct Row {
 }  // namespace
 
 extern "C" void redline_sample(const SampleCall& call) {
+    OpSpan span("sample");
     const int R = call.R;
     int tasks = R < Pool::get().threads() * 4 ? R : Pool::get().threads() * 4;
     parallel(tasks, [&](int task) {

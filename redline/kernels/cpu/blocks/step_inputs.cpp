@@ -2,8 +2,10 @@
 #include <cstring>
 
 #include "blocks/blocks.h"
+#include "core/watch.h"
 
 extern "C" void redline_step_inputs(const StepInputsCall& call) {
+    OpSpan span("step_inputs");
     const StepMemory& m = *call.memory;
     int64_t t = 0;
     for (int s = 0; s < call.S; s++) {

@@ -1,0 +1,71 @@
+"""The stages of a request, from what its passage and its jobs have noted: what a profile draws and a span tells."""
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from redline.api.passage import Passage
+from redline.api.stories import Sent, Story
+
+
+class Stage(NamedTuple):
+    """A slice of a request's lane. Seconds, as time.perf_counter tells."""
+
+    name: str
+    began: float
+    ended: float
+    facts: dict[str, Any]
+
+
+class Stages(NamedTuple):
+    """A whole request, and what it was made of."""
+
+    whole: Stage
+    stages: list[Stage]  # within it, one behind another
+    jobs: list[list[Stage]]  # of further choices: each is drawn in a lane of its own
+
+
+def stages_of(passage: Passage) -> Stages:
+    """A request as it is now, whether it has ended or not."""
+    now = time.perf_counter()
+    end = now if passage.ended is None else passage.ended
+    facts: dict[str, Any] = {"id": passage.id, "status": passage.status or None, "ended": passage.ended is not None}
+    jobs = [_of_job(job, end) for job in passage.jobs]
+    facts["prompt_tokens"] = sum(job.prompt_tokens for job in passage.jobs)
+    facts["tokens"] = sum(job.tokens for job in passage.jobs)
+    first = jobs[0] if jobs else []
+    parts = [Stage(part.name, part.began, part.ended, {}) for part in sorted(passage.parts, key=lambda p: p.began)]
+    whole = Stage(f"{passage.method} {passage.path}", passage.began, end, facts)
+    return Stages(whole, [*parts, *first], jobs[1:])
+
+
+def _of_job(job: Story, end: float) -> list[Stage]:
+    """From where a job was sent: its time in the queue, to its first token, and its stream."""
+    if not job.sent:
+        return []
+    sent = Sent(*job.sent[0])
+    at = job.began + sent.at_s
+    ended = end if job.ended_s is None else min(end, job.began + job.ended_s)
+    facts = {"choice": job.choice, "worker": job.worker, "moves": len(job.sent) - 1, "cached_tokens": job.cached_tokens}
+    if job.first_token_s is None:
+        return [Stage("waits for its first token", at, ended, facts)]
+    first = min(ended, job.began + job.first_token_s)
+    queued = min(first, at + (job.queued_s or 0.0))
+    drafts = {"steps_with_drafts": job.rounds, "drafts": job.drafts, "drafts_accepted": job.accepted}
+    return [
+        Stage("queue", at, queued, facts),
+        Stage("first token", queued, first, {"prompt_tokens": job.prompt_tokens, **facts}),
+        Stage("stream", first, ended, {"tokens": job.tokens, "finish": job.finish, **drafts}),
+    ]
+
+
+def one_behind_another(stages: Sequence[Stage], within: Stage) -> list[Stage]:
+    """The stages, cut where they would overlap or leave the request: a prompt of several is encoded beside others."""
+    kept: list[Stage] = []
+    at = within.began
+    for stage in sorted(stages, key=lambda one: one.began):
+        began, ended = max(at, stage.began), min(within.ended, stage.ended)
+        if ended >= began:
+            kept.append(stage._replace(began=began, ended=ended))
+            at = ended
+    return kept

@@ -1,0 +1,6 @@
+// Whether the ops of a thread are watched.
+#include "core/watch.h"
+
+__thread WatchCall redline_watching = {};
+
+extern "C" void redline_watch(const WatchCall& call) { redline_watching = call; }

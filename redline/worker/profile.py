@@ -1,0 +1,236 @@
+"""What a worker does in a few seconds, written down while it is asked for and not otherwise: a `Profile`.
+
+Planner and runner are stood in for by ones that look at the clock around each call, so a loop that nobody asks pays
+nothing. What is inside of a step is told by the runner (its parts), and by the chip: on a CPU the kernels write down
+each op, on a GPU torch.profiler tells of each kernel.
+"""
+
+import time
+from collections.abc import Callable
+
+from redline.kernels.cpu import native
+from redline.kernels.cpu.watch import OpTimes
+from redline.run.runner import Pending, nobody
+from redline.run.runner import Runner as StepRunner
+from redline.wire.channel import Outbox
+from redline.wire.delta import Delta
+from redline.wire.profile import Profile, Profiled, Span, packed
+from redline.wire.step import Recorded, Step, StepResult
+from redline.worker.kernel_trace import KernelTrace
+from redline.worker.ports import Plans, Runner
+
+PIECE = 2000  # spans of one message: half a millisecond of the loop's time
+_NS = 1_000_000_000
+
+
+class Spans:
+    """A list that is bounded. `left_out` counts what found no room."""
+
+    def __init__(self, most: int) -> None:
+        self._room = most
+        self._spans: list[Span] = []
+        self.left_out = 0
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def add(self, lane: str, name: str, began_ns: int, ended_ns: int, **facts: int | float | str) -> None:
+        """Write one down. Any thread may."""
+        self.put(Span(lane, name, began_ns, ended_ns, facts))
+
+    def put(self, span: Span) -> None:
+        """As `add`."""
+        if self._room <= 0:
+            self.left_out += 1
+            return
+        self._room -= 1
+        self._spans.append(span)
+
+    def take(self, count: int) -> list[Span]:
+        """The first so many, which are gone from here then."""
+        taken, self._spans[:count] = self._spans[:count], []
+        return taken
+
+
+class Profiling:
+    """One Profile, from its beginning to its last message. The loop turns with `planner` and `runner` meanwhile."""
+
+    def __init__(
+        self,
+        asked: Profile,
+        planner: Plans,
+        runner: Runner,
+        outbox: Outbox,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """clock: in nanoseconds, the monotonic one of the host. Called in the loop's thread, as all else here."""
+        self._asked, self._outbox, self._clock = asked, outbox, clock
+        self._until = clock() + round(asked.seconds * _NS)
+        self._spans = Spans(asked.most)
+        self._real = runner
+        self._notes: list[str] = []
+        self._ops: OpTimes | None = None
+        self._kernels: KernelTrace | None = None
+        on_gpu = isinstance(runner, StepRunner) and runner.model.device.type == "cuda"
+        if on_gpu:
+            self._kernels = KernelTrace(asked.seconds)
+        elif isinstance(runner, StepRunner) and native.library() is not None and not runner.overlaps:
+            self._ops = OpTimes()
+        self._parts = _Parts(self._spans, clock)
+        runner.begins = self._parts.begins
+        self._watching = True
+        self.planner: Plans = _WatchedPlanner(planner, self._spans, clock)
+        self.runner: Runner = _WatchedRunner(runner, self._spans, clock, self._step_ended)
+
+    def due_in(self) -> float:
+        """Seconds until `work` has something to do, at most; for a loop that has nothing else to do."""
+        return max(0.0, min(0.1, (self._until - self._clock()) / _NS))
+
+    def work(self) -> bool:
+        """To be called in each turn: sends what has come, and ends in time. False once all of it is sent."""
+        over = self._clock() >= self._until
+        if over and self._watching:
+            self._stop()
+        if len(self._spans) >= PIECE:
+            self._outbox.put(Profiled(number=self._asked.number, data=packed(self._spans.take(PIECE))))
+            return True
+        if not over or (self._kernels is not None and not self._kernels.done):
+            return True
+        if self._kernels is not None:
+            for span in self._kernels.spans:
+                self._spans.put(span)
+            self._notes += self._kernels.notes
+            self._kernels = None
+            return True
+        self._outbox.put(
+            Profiled(
+                number=self._asked.number,
+                data=packed(self._spans.take(PIECE)),
+                left_out=self._spans.left_out,
+                notes=tuple(self._notes),
+                last=True,
+            )
+        )
+        return False
+
+    def close(self) -> None:
+        """Watch no more; nothing more is sent. Safe to call twice."""
+        if self._watching:
+            self._stop()
+
+    def _stop(self) -> None:
+        self._watching = False
+        self._real.begins = nobody
+        if self._ops is not None:
+            self._ops.close()
+        if self._kernels is not None:
+            self._kernels.stop()
+
+    def _step_ended(self) -> None:
+        """On a CPU, in the thread that ran it."""
+        self._parts.begins("")
+        if self._ops is not None and self._watching:
+            times, missed = self._ops.taken()
+            self._spans.left_out += missed
+            for op in times:
+                self._spans.add("kernels", op.name, op.began_ns, op.ended_ns)
+
+
+class _Parts:
+    """The parts of steps, each from its beginning to the next one's."""
+
+    def __init__(self, spans: Spans, clock: Callable[[], int]) -> None:
+        self._spans, self._clock = spans, clock
+        self._name, self._began = "", 0
+
+    def begins(self, name: str) -> None:
+        now = self._clock()
+        if self._name:
+            self._spans.add("runner", self._name, self._began, now)
+        self._name, self._began = name, now
+
+
+class _WatchedPlanner:
+    def __init__(self, planner: Plans, spans: Spans, clock: Callable[[], int]) -> None:
+        self._planner, self._spans, self._clock = planner, spans, clock
+
+    @property
+    def ahead(self) -> bool:
+        return self._planner.ahead
+
+    def report(self, recorded: Recorded) -> None:
+        self._planner.report(recorded)
+
+    def next_step(self) -> Step | None:
+        began = self._clock()
+        step = self._planner.next_step()
+        if step is not None:
+            self._spans.add("planner", "next_step", began, self._clock(), step=step.number)
+        return step
+
+    def settle(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
+        began = self._clock()
+        deltas = self._planner.settle(step, result, seconds)
+        self._spans.add("planner", "settle", began, self._clock(), step=step.number, deltas=len(deltas))
+        return deltas
+
+
+class _WatchedRunner:
+    def __init__(
+        self, runner: Runner, spans: Spans, clock: Callable[[], int], step_ended: Callable[[], object]
+    ) -> None:
+        self._runner, self._spans, self._clock, self._step_ended = runner, spans, clock, step_ended
+        self._last_ended = 0
+        self.begins = runner.begins
+
+    @property
+    def recorded(self) -> Recorded:
+        return self._runner.recorded
+
+    def record_more(self) -> bool:
+        return self._runner.record_more()
+
+    def launch(self, step: Step) -> Pending:
+        began = self._clock()
+        pending = self._runner.launch(step)
+        ended = self._clock()
+        self._spans.add("loop", "launch", began, ended, step=step.number)
+        return _WatchedStep(step, pending, began, self)
+
+    def wait(self, step: Step, pending: Pending, launched: int) -> StepResult:
+        began = self._clock()
+        try:
+            return pending.wait()
+        finally:
+            ended = self._clock()
+            self._step_ended()
+            self._spans.add("loop", "wait", began, ended, step=step.number)
+            # A device does one step after another, however early they are launched.
+            self._spans.add(
+                "steps", f"step {step.number}", max(launched, self._last_ended), ended, **_facts(step),
+                launched_before_ms=round(max(0, self._last_ended - launched) / 1e6, 3),
+                waited_ms=round((ended - began) / 1e6, 3),
+            )  # fmt: skip
+            self._last_ended = ended
+
+
+class _WatchedStep:
+    def __init__(self, step: Step, pending: Pending, launched: int, runner: _WatchedRunner) -> None:
+        self._step, self._pending, self._launched, self._runner = step, pending, launched, runner
+
+    def wait(self) -> StepResult:
+        return self._runner.wait(self._step, self._pending, self._launched)
+
+
+def _facts(step: Step) -> dict[str, int | str]:
+    prompts = [row for row in step.rows if row.start is not None]
+    shape = step.shape
+    return {
+        "rows": len(step.rows),
+        "positions": sum(row.count for row in step.rows),
+        "drafts": sum(row.drafts for row in step.rows),
+        "begins": len(step.begins),
+        "prompts": len(prompts),
+        "prompt_positions": sum(row.count for row in prompts),
+        "shape": "none" if shape is None else f"{shape.rows} x {shape.positions}, to {shape.longest:,}",
+    }

@@ -1,0 +1,51 @@
+"""A profile, taken in the API's process: one at a time, within its bounds."""
+
+import asyncio
+import gzip
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from redline.api.errors import Refusal
+from redline.api.passage import Passage, Passages
+from redline.api.profile import Profiler
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def refused(profiler: Profiler, seconds: float) -> int:
+    with pytest.raises(Refusal) as refusal:
+        await profiler.take(seconds)
+    return refusal.value.status
+
+
+async def test_one_is_taken_at_a_time_and_leaves_nothing_behind():
+    gateway, passages = SimpleNamespace(profiling=None, links=[]), Passages()
+    profiler = Profiler(cast(Any, gateway), passages)
+    assert [await refused(profiler, seconds) for seconds in (0.0, 60.5, float("nan"))] == [400] * 3
+    first = asyncio.create_task(profiler.take(0.05))
+    await asyncio.sleep(0)
+    assert await refused(profiler, 0.05) == 409
+    ended, open_one = Passage("a", "GET", "/live"), Passage("b", "GET", "/health")
+    passages.begin(ended)
+    passages.begin(open_one)
+    ended.did("read", ended.began)
+    passages.end(ended, 200)
+    trace = json.loads(gzip.decompress(await first))
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    told = [(e["name"], e["args"].get("status"), e["args"].get("ended")) for e in slices]
+    assert told == [("GET /live", 200, True), ("read", None, None), ("GET /health", None, False)]
+    assert (passages.watchers, gateway.profiling) == ([], None)
+    cut = asyncio.create_task(profiler.take(30))
+    await asyncio.sleep(0)
+    cut.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cut
+    assert (passages.watchers, gateway.profiling) == ([], None)

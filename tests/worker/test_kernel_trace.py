@@ -1,0 +1,49 @@
+"""A GPU's kernels out of what torch.profiler writes: which events, in which lanes, on which clock. Without a GPU."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from redline.worker.kernel_trace import MOST_S, KernelTrace
+
+
+class Recorded(KernelTrace):
+    """As one that has watched a GPU."""
+
+    events: Sequence[dict[str, object]] = ()
+    base_ns = 0
+
+    def _record(self) -> bytes:
+        return msgspec.json.encode({"traceEvents": self.events, "baseTimeNanoseconds": self.base_ns})
+
+
+def traced(events: list[dict[str, object]], base_ns: int, seconds: float) -> KernelTrace:
+    made = type("One", (Recorded,), {"events": events, "base_ns": base_ns})(seconds)
+    deadline = time.monotonic() + 60
+    while not made.done:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return made
+
+
+def test_what_ran_on_the_device_is_a_lane_for_each_stream_on_the_monotonic_clock():
+    where = {"stream": 7, "grid": [1, 2, 3]}
+    kernel = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 20.5, "dur": 3.0, "args": where}
+    copy = {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 10.0, "dur": 1.0, "args": {"stream": 13}}
+    host = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1.0, "dur": 1.0, "args": {}}
+    base, now = time.time_ns(), time.monotonic_ns()
+    trace = traced([kernel, host, copy, {"ph": "M", "name": "process_name"}], base, 1.0)
+    assert [(span.lane, span.name) for span in trace.spans] == [("stream 13", "Memcpy HtoD"), ("stream 7", "gemm")]
+    first, second = trace.spans
+    assert (first.ended_ns - first.began_ns, second.ended_ns - second.began_ns) == (1_000, 3_000)
+    assert second.began_ns - first.began_ns == 10_500
+    assert abs(first.began_ns - now) < 60e9, "the profiler's wall clock has become the monotonic one"
+    assert trace.notes == []
+
+
+def test_what_is_not_seen_is_said():
+    (longer,) = traced([], 0, MOST_S + 1).notes
+    assert longer == "kernels are those of the first 2 s"
+    (broken,) = traced([{"ph": 3}], 0, 1.0).notes
+    assert broken.startswith("kernels could not be traced: ValidationError")

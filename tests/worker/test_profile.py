@@ -1,0 +1,169 @@
+"""A Profile: what a worker writes down while it is asked to, in how much room, and that it ends."""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.chat.hashing import make_job as hashed_job
+from redline.kernels.cpu import native
+from redline.kernels.cpu.best import best
+from redline.kernels.cpu.watch import ROOM, OpTimes
+from redline.model.k2.write import random_checkpoint
+from redline.plan.planner import PlanConfig, Planner
+from redline.run.runner import nobody
+from redline.wire.channel import MemoryChannel
+from redline.wire.delta import Delta
+from redline.wire.job import JobId, Sampling
+from redline.wire.news import Stop
+from redline.wire.profile import Profile, Profiled, Span, spans_of
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine
+from redline.worker.loop import lead
+from redline.worker.profile import Spans
+from tests.fakes import FakeRunner, hash_page, make_job
+from tests.tiny_model import kernel_config
+
+CONFIG = PlanConfig(max_running=4)
+
+
+def told(outbox: MemoryChannel, number: int) -> tuple[list[Span], Profiled]:
+    """All spans of a Profile, and its last message."""
+    deadline, spans = time.monotonic() + 10, list[Span]()
+    while time.monotonic() < deadline:
+        for message in outbox.drain(wait=True, timeout=1):
+            if isinstance(message, Profiled) and message.number == number:
+                spans += spans_of(message.data)
+                if message.last:
+                    return spans, message
+    raise AssertionError("it has not told all of it")
+
+
+@pytest.fixture
+def worker() -> Iterator[tuple[FakeRunner, MemoryChannel, MemoryChannel]]:
+    runner, inbox, outbox = FakeRunner(32, CONFIG), MemoryChannel(), MemoryChannel()
+    runner.begins = nobody
+    planner = Planner(32, CONFIG, 400, hash_page)
+    thread = threading.Thread(target=lead, args=[planner, runner, inbox, outbox])
+    thread.start()
+    yield runner, inbox, outbox
+    inbox.put(Stop())
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_an_idle_worker_tells_of_nothing_and_comes_to_the_end(worker):
+    _, inbox, outbox = worker
+    inbox.put(Profile(number=7, seconds=0.05, most=100))
+    spans, last = told(outbox, 7)
+    assert (spans, last.left_out, last.notes) == ([], 0, ())
+
+
+def test_each_step_is_planned_launched_awaited_and_settled(worker):
+    runner, inbox, outbox = worker
+    inbox.put(Profile(number=1, seconds=0.3, most=10_000))
+    inbox.put(make_job("a", tuple(range(70)), max_tokens=20))
+    spans, last = told(outbox, 1)
+    assert last.left_out == 0
+    steps = [span for span in spans if span.lane == "steps"]
+    assert [span.name for span in steps] == [f"step {n}" for n in range(1, len(steps) + 1)]
+    assert len(steps) == runner.steps
+    assert steps[0].facts["prompts"] == 1
+    assert steps[0].facts["prompt_positions"] == 70
+    assert {span.facts["rows"] for span in steps} == {1}
+    for name, lane in (("next_step", "planner"), ("settle", "planner"), ("launch", "loop"), ("wait", "loop")):
+        numbers = [span.facts["step"] for span in spans if span.name == name and span.lane == lane]
+        assert sorted(numbers) == list(range(1, len(steps) + 1)), name
+    for lane in ("steps", "planner", "loop"):
+        ordered = sorted((span for span in spans if span.lane == lane), key=lambda span: span.began_ns)
+        assert all(span.began_ns <= span.ended_ns for span in ordered)
+        if lane != "loop":  # on a fake device a step is launched within the wait for another
+            assert all(a.ended_ns <= b.began_ns for a, b in itertools.pairwise(ordered)), lane
+
+
+def test_what_has_no_room_is_counted_and_the_worker_goes_on(worker):
+    runner, inbox, outbox = worker
+    inbox.put(Profile(number=1, seconds=0.3, most=5))
+    inbox.put(make_job("a", tuple(range(70)), max_tokens=20))
+    spans, last = told(outbox, 1)
+    assert len(spans) == 5
+    assert last.left_out > 20
+    assert runner.begins is nobody
+    before = runner.steps
+    inbox.put(make_job("b", tuple(range(70)), max_tokens=5))
+    deadline = time.monotonic() + 10
+    while not any(isinstance(m, Delta) and m.job == "b" and m.finish for m in outbox.drain(wait=True, timeout=1)):
+        assert time.monotonic() < deadline
+    assert runner.steps > before
+
+
+def test_a_later_one_ends_an_earlier_one(worker):
+    runner, inbox, outbox = worker
+    inbox.put(Profile(number=1, seconds=30, most=100))
+    inbox.put(Profile(number=2, seconds=0.05, most=100))
+    told(outbox, 2)
+    assert runner.begins is nobody
+
+
+def test_spans_leave_in_the_order_in_which_they_came():
+    spans = Spans(3)
+    for number in range(5):
+        spans.add("lane", str(number), number, number)
+    assert [span.name for span in spans.take(2)] == ["0", "1"]
+    assert ([span.name for span in spans.take(9)], spans.left_out) == (["2"], 2)
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="the kernels write down their own times")
+def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path):
+    """Each op of a step lies within that step's part `forward` or its neighbours, on the same clock."""
+    random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
+    with Engine.open(write_tiny_tokenizer(tmp_path), EngineConfig(device="cpu", kv_memory=20 << 20)) as engine:
+        outbox = engine._outbox
+        heard: list[Profiled] = []
+        put = outbox.put
+        outbox.put = lambda message: heard.append(message) if isinstance(message, Profiled) else put(message)
+        engine._inbox.put(Profile(number=1, seconds=1.0, most=100_000))
+        began = time.monotonic_ns()
+        prompt = tuple(range(10, 40))
+        engine.generate([hashed_job(JobId("a"), prompt, Sampling(max_tokens=8, temperature=0), engine.fingerprint)])
+        ended = time.monotonic_ns()
+        deadline = time.monotonic() + 10
+        while not (heard and heard[-1].last):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    spans = [span for message in heard for span in spans_of(message.data)]
+    ops = [span for span in spans if span.lane == "kernels"]
+    steps = [span for span in spans if span.lane == "steps"]
+    layers = engine.engine.model.config.num_hidden_layers
+    assert len(steps) == 8
+    for name in ("mla_qkv", "moe"):
+        assert sum(op.name == name for op in ops) == layers * len(steps), name
+    assert sum(op.name == "mla_prefill" for op in ops) == layers, "one step has the prompt"
+    assert sum(op.name == "best" for op in ops) == len(steps)
+    for op in ops:
+        assert began <= op.began_ns <= op.ended_ns <= ended
+        assert any(step.began_ns <= op.began_ns and op.ended_ns <= step.ended_ns for step in steps)
+    parts = [span.name for span in spans if span.lane == "runner"]
+    assert set(parts) == {"begin", "inputs", "forward", "choose"}
+
+
+@pytest.mark.skipif(native.library() is None, reason="the kernels write down their own times")
+def test_ops_that_find_no_room_are_counted_and_nobody_else_is_watched():
+    logits = torch.randn(1, 64)
+    watched = OpTimes()
+    for _ in range(ROOM + 3):
+        best(logits)
+    other = threading.Thread(target=best, args=[logits])
+    other.start()
+    other.join()
+    times, missed = watched.taken()
+    assert ({op.name for op in times}, len(times), missed) == ({"best"}, ROOM, 3)
+    assert watched.taken() == ([], 0)
+    watched.close()
+    best(logits)
+    assert watched.taken() == ([], 0)
