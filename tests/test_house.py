@@ -55,6 +55,7 @@ FLAGS = {
     "manifests": "--image --kind --name --claim --secret",
     "agent": "--join --key-file --name --listen",
     "explain": "--url --key",
+    "role": "--url --key",
     "profile": "--url --key --out",
     "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
@@ -124,6 +125,7 @@ KEYS = """
     cluster.listen cluster.key_file cluster.kind
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device engine.ranks engine.random_weights
+    sla.ttft_ms sla.itl_ms steer.every_s steer.window_s steer.rest_s steer.horizon_s
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
     engine.speculation.head_bits

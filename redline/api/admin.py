@@ -1,7 +1,7 @@
 """Routes for whoever runs the server, on a port and with keys of their own: its status, its end, its keys."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -17,6 +17,20 @@ from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.profile import Profiler
 from redline.api.stories import MOST_JOBS
+from redline.wire.base import Record
+from redline.wire.news import Role
+
+MOST_BODY_BYTES = 1024  # of what an admin route is told
+
+
+class _Role(Record, frozen=True):
+    """The body of /admin/workers/NAME/role."""
+
+    role: Role
+
+
+def _nobody(name: str, role: Role) -> str | None:
+    raise KeyError(name)
 
 
 class Desk(Protocol):
@@ -48,6 +62,11 @@ class Desk(Protocol):
         """A trace of the next seconds, gzipped. Raises Refusal."""
         ...
 
+    def turn(self, name: str, role: Role) -> str | None:
+        """Have a worker of that name take another role: None, or why it cannot. Raises KeyError with the names that
+        there are where there is none of that name."""
+        ...
+
 
 def create_admin_app(
     gateway: Gateway,
@@ -55,13 +74,17 @@ def create_admin_app(
     config: ApiConfig,
     drain: Callable[[], None],
     replace: Callable[[str], bool] = lambda _: False,
+    turn: Callable[[str, Role], str | None] = _nobody,
+    steering: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> ASGIApp:
     """The admin routes of a server whose API is this process. edge: of the server that they are about.
 
     config: of these routes, with their own keys_file. drain: begins the server's end. replace: a worker of that name;
-    False where there is none. Raises ConfigError where the keys' file cannot be read or is empty.
+    False where there is none. turn: a worker of that name to another role; why it cannot, KeyError where there is none.
+    steering: what is told of who changes roles by itself; None: nobody does. Raises ConfigError where the keys' file
+    cannot be read or is empty.
     """
-    return create_desk_app(_OneProcess(gateway, edge, drain, replace), config, gateway.metrics)
+    return create_desk_app(_OneProcess(gateway, edge, drain, replace, turn, steering), config, gateway.metrics)
 
 
 def create_desk_app(desk: Desk, config: ApiConfig, metrics: Metrics) -> ASGIApp:
@@ -74,6 +97,7 @@ def create_desk_app(desk: Desk, config: ApiConfig, metrics: Metrics) -> ASGIApp:
         Route("/admin/reload", admin.reload, methods=["POST"]),
         Route("/admin/profile", admin.profile, methods=["POST"]),
         Route("/admin/workers/{name}/replace", admin.replace, methods=["POST"]),
+        Route("/admin/workers/{name}/role", admin.role, methods=["POST"]),
     ]
     return Border(Router(routes, redirect_slashes=False), Edge(config), config, metrics)
 
@@ -104,7 +128,7 @@ class _Admin:
         """Let a worker end its answers within drain_s, have another go on with the rest, and start it again."""
         name = request.path_params["name"]
         if (known := self._desk.replace(name)) is not None:
-            return json_response({"error": f"no worker is called {name}; there are {known}"}, 404)
+            return _unknown(name, known)
         return json_response({"status": "draining", "worker": name, "drain_s": self._desk.drain_s})
 
     async def profile(self, request: Request) -> Response:
@@ -115,6 +139,26 @@ class _Admin:
             seconds = math.nan
         return Response(await self._desk.profile(seconds), media_type="application/gzip")
 
+    async def role(self, request: Request) -> Response:
+        """Have a worker take another role: new jobs go by it at once, and `turning_s` of its status says until when it
+        ends what it has begun. 409 with the reason where it cannot."""
+        name, body = request.path_params["name"], bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BODY_BYTES:
+                return json_response({"error": f"the body is more than {MOST_BODY_BYTES} bytes"}, 413)
+        try:
+            role = msgspec.json.decode(bytes(body), type=_Role).role
+        except msgspec.MsgspecError as error:
+            return json_response({"error": f'the body is not as {{"role": "decode"}}: {error}'}, 400)
+        try:
+            why_not = self._desk.turn(name, role)
+        except KeyError as known:
+            return _unknown(name, known.args[0])
+        if why_not is not None:
+            return json_response({"error": why_not}, 409)
+        return json_response({"worker": name, "role": role})
+
     async def reload(self, request: Request) -> Response:
         """Read the file of keys again."""
         return json_response({"message": await self._desk.reload()})
@@ -123,16 +167,26 @@ class _Admin:
 class _OneProcess:
     """The desk of a server whose API is this process."""
 
-    def __init__(self, gateway: Gateway, edge: Edge, drain: Callable[[], None], replace: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        edge: Edge,
+        drain: Callable[[], None],
+        replace: Callable[[str], bool],
+        turn: Callable[[str, Role], str | None],
+        steering: Callable[[], Mapping[str, Any] | None],
+    ) -> None:
         self.drain = drain
         self.drain_s = edge.drain_s
         self._gateway = gateway
         self._edge = edge
         self._replace = replace
         self._profiler = Profiler(gateway, edge.passages)
+        self._turn = turn
+        self._steering = steering
 
     async def status(self) -> dict[str, Any]:
-        return status_of(self._gateway, self._edge)
+        return {**status_of(self._gateway, self._edge), "steer": self._steering()}
 
     async def request(self, id: str) -> list[dict[str, Any]]:
         return jobs_of(self._gateway, id)
@@ -141,10 +195,24 @@ class _OneProcess:
         return self._edge.reload()
 
     def replace(self, name: str) -> str | None:
-        return None if self._replace(name) else ", ".join(link.name for link in self._gateway.links)
+        return None if self._replace(name) else self._known
+
+    def turn(self, name: str, role: Role) -> str | None:
+        try:
+            return self._turn(name, role)
+        except KeyError:
+            raise KeyError(self._known) from None
 
     async def profile(self, seconds: float) -> bytes:
         return await self._profiler.take(seconds)
+
+    @property
+    def _known(self) -> str:
+        return ", ".join(link.name for link in self._gateway.links)
+
+
+def _unknown(name: str, known: str) -> Response:
+    return json_response({"error": f"no worker is called {name}; there are {known}"}, 404)
 
 
 def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
@@ -171,6 +239,7 @@ def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
         "workers": {
             link.name: {
                 "role": link.role,
+                "turning_s": None if (turning_s := links.turning_s(link)) is None else round(turning_s, 1),
                 "epoch": link.epoch,
                 "pid": link.pid,
                 "at": link.at,
@@ -184,8 +253,10 @@ def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
             }
             for link in links
         },
+        "sla": gateway.attainment.told(),
         "keys": {
             name: {
+                "sla": account.sla,
                 "running": account.running,
                 "requests": account.requests,
                 "tokens": account.tokens,

@@ -5,6 +5,7 @@ Every size and count that a client sends has its bound here or in the types of `
 
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from redline.wire.base import Record
@@ -59,6 +60,16 @@ class KeyLimits(Record, frozen=True):
     tokens_per_day: Count | None = None
 
 
+class Sla(Record, frozen=True):
+    """What the requests of a class are promised; None: nothing. A request keeps it, or does not (`redline.api.sla`)."""
+
+    ttft_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # from its arrival to its first token
+    itl_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # between two tokens of its answer, on the mean
+
+
+DEFAULT_SLA = "default"  # the class of keys that name none, and of whoever needs no key
+
+
 class Defaults(Record, frozen=True):
     """Sampling where a request is silent (what a checkpoint's generation_config states, if it has one)."""
 
@@ -76,6 +87,9 @@ class ApiConfig(Record, frozen=True):
     served_model_names: tuple[str, ...]  # the first is what answers carry; requests may use any
     keys_file: str | None = None  # `redline.api.keys` says what it looks like
     per_key: KeyLimits = KeyLimits()  # of a name whose line says nothing of it
+    sla: dict[str, Sla] = msgspec.field(
+        default_factory=dict[str, Sla]
+    )  # by the name of the class, which keys of the file may name
     cors_origins: tuple[str, ...] = ()  # of pages elsewhere that may ask here, as https://chat.example
     responses_file: str | None = None  # where /v1/responses keeps them (SQLite); None: nowhere
     json_lines: bool = False  # access lines are JSON objects

@@ -27,7 +27,7 @@ class Edge:
         """secret: as in `keys.read_keys`. Raises ConfigError where the keys' file cannot be read, is empty, or says
         what nobody knows."""
         path = config.keys_file
-        self.keyring = Keyring(Path(path), config.per_key, secret=secret) if path else None
+        self.keyring = Keyring(Path(path), config.per_key, classes=config.sla, secret=secret) if path else None
         self.json_lines = config.json_lines
         self.drain_s = config.drain_s
         self.draining: str | None = None

@@ -14,22 +14,23 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
-from redline.api.config import Limits
+from redline.api.config import Limits, Sla
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.api.others import Others
 from redline.api.passage import Passage
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
+from redline.api.sla import Attainment, Took
 from redline.api.stories import Stories, Story
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
@@ -48,13 +49,15 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
+from redline.route.lately import Came, Lately
 from redline.route.links import Link, Links, Route
+from redline.route.roles import STAY_S, is_done
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role
+from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role, RoleTaken, TakeRole
 from redline.wire.profile import Profiled
 from redline.wire.replicas import Use
 from redline.wire.step import Proposer, TokenLogprobs
@@ -63,6 +66,8 @@ INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in whic
 SEED_MASK = (1 << 63) - 1
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
 MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
+
+NO_TARGETS: Mapping[str, Sla] = MappingProxyType({})
 
 log = logging.getLogger("redline.api")
 
@@ -113,10 +118,12 @@ class Gateway:
         limits: Limits = Limits(),  # noqa: B008
         clock: Callable[[], float] = time.monotonic,
         resume_s: float = 0.0,
+        targets: Mapping[str, Sla] = NO_TARGETS,
         replica: str = "",
     ) -> None:
-        """resume_s: for so long jobs whose worker has ended wait for one that goes on with them. replica: what this one
-        is called, where there are others."""
+        """resume_s: for so long jobs whose worker has ended wait for one that goes on with them. targets: what the
+        requests of a class are promised, by its name. replica: what this one is called, where there are others.
+        """
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.links = Links(clock)
@@ -131,6 +138,9 @@ class Gateway:
         self.pours = Pours()
         self.profiling: Profiling | None = None  # while one is being written
         self.stories = Stories()
+        self.attainment = Attainment(targets, metrics, clock)
+        self.lately = Lately(clock)
+        self.loads: Callable[[str, Load], object] = lambda _worker, _load: None  # told of each that comes
         self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
@@ -189,6 +199,7 @@ class Gateway:
         link = Link(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
         self.metrics.joined(name)
+        self.metrics.role(name, role)
         return link
 
     def drain(self, link: Link) -> None:
@@ -233,6 +244,7 @@ class Gateway:
             case Load():
                 link.load = message
                 self.metrics.load(message, link.name)
+                self.loads(link.name, message)
             case Beat():
                 link.heard(message, self._clock())
             case Knock():
@@ -253,6 +265,8 @@ class Gateway:
                 self.metrics.ready(message, link.name)
                 for lane in list(self._stranded):
                     self._send_on(lane)
+            case RoleTaken():
+                link.told = message.role
             case Failed():
                 self.lose(link, message.reason)
             case _:
@@ -266,7 +280,7 @@ class Gateway:
         now = time.perf_counter()
         if not lane.heard:
             lane.heard = True
-            lane.cached_tokens = delta.cached_tokens
+            lane.cached_tokens = lane.came.cached = delta.cached_tokens
             if lane.route is not None and delta.tokens:
                 work_s = max(0.0, now - lane.sent_at - (delta.queued_s or 0.0))
                 self.links.pace.computed(len(lane.job.tokens) - delta.cached_tokens, work_s)
@@ -286,6 +300,7 @@ class Gateway:
                 self.metrics.tokens.generated(tokens, None)
             lane.last_at = now
             lane.answer += delta.tokens
+            lane.came.output = lane.tokens
             if (account := lane.generation.caller.account) is not None:
                 account.charge(tokens)
         lane.scored += len(delta.prompt_logprobs)
@@ -299,16 +314,20 @@ class Gateway:
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
         lane.story.ends(finish, lane.tokens, now)
+        lane.came.ended = finish in ("stop", "length")
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
+        first_token_s = lane.first_at - lane.began if lane.tokens else None
+        pace_s = (lane.last_at - lane.first_at) / (lane.tokens - 1) if lane.tokens > 1 else None
+        self.attainment.ended(lane.generation.caller.sla, Took(now - lane.began, first_token_s, pace_s), finish)
         self.metrics.job_ended(len(lane.job.tokens), lane.tokens)
         if lane.tokens:
             prefill_s = max(0.0, lane.first_at - lane.sent_at - lane.queued_s)
             self.metrics.job_took(lane.queued_s, prefill_s, lane.last_at - lane.first_at)
         if (longest := lane.generation.job_ended(lane.tokens)) is not None:
             self.metrics.answered_whole(longest)
-        if lane.tokens > 1:
-            self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
+        if pace_s is not None:
+            self.metrics.time_per_output_token.observe(pace_s)
 
     def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
         """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can.
@@ -316,11 +335,11 @@ class Gateway:
         asked: it was to end, which is none of its jobs' doing.
         """
         if link.lost is None:
-            jobs = sum(1 for lane in self._lanes.values() if lane.link is link)
+            jobs = self.answers_of(link)
             log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
             self.links.lose(link, reason)
             self._tell_gone(*self.links.newly_gone())
-        for lane in [lane for lane in self._lanes.values() if lane.link is link]:
+        for lane in self._lanes_of(link):
             self._move(lane, reason, blamed=not asked)
 
     def _missed(self, link: Link, messages: int) -> None:
@@ -332,13 +351,47 @@ class Gateway:
             if link.lost is None and not self.replica:
                 self.lose(link, reason, asked=True)
             return
-        lanes = [lane for lane in self._lanes.values() if lane.link is link]
+        lanes = self._lanes_of(link)
         log.warning("%s: %s; %d jobs move", link.name, reason, len(lanes))
         self._tell_gone(link)
         self.links.recall(link)
+        if not self.replica:  # where there are several, no role changes
+            link.outbox.put(TakeRole(role=link.role))  # which may be among them
         for lane in lanes:
             link.outbox.put(Abort(job=lane.job.id))
             self._move(lane, reason, blamed=False)
+
+    def turn(self, link: Link, role: Role) -> None:
+        """A worker has another role from now on (`roles.refusal` says whether it can): what comes goes by it at once.
+
+        Of one that answers no more what it has not begun goes to others; what it writes ends there, or moves after
+        STAY_S. Where nothing may be resumed all of it ends there, however long that takes.
+        """
+        log.info("%s is %s from now on, and was %s", link.name, role, link.role)
+        self.links.turn(link, role)
+        self.metrics.role(link.name, role)
+        self.metrics.turned(link.name, role)
+        if role == "prefill":
+            self._take_from(link, [lane for lane in self._lanes_of(link) if not lane.heard])
+
+    def answers_of(self, link: Link) -> int:
+        """How many answers a worker has to write as yet."""
+        return len(self._lanes_of(link))
+
+    def _turning(self, link: Link, turning_s: float) -> None:
+        if link.role == "prefill" and turning_s >= STAY_S:
+            self._take_from(link, self._lanes_of(link))
+        if is_done(link, self.answers_of(link)):
+            link.turning = None
+            log.info("%s is wholly %s, %.1f s after it was told", link.name, link.role, turning_s)
+
+    def _take_from(self, link: Link, lanes: Sequence["_Lane"]) -> None:
+        for lane in lanes if self._resume_s else ():
+            link.outbox.put(Abort(job=lane.job.id))
+            self._move(lane, f"{link.name} is {link.role} from now on", blamed=False)
+
+    def _lanes_of(self, link: Link) -> list["_Lane"]:
+        return [lane for lane in self._lanes.values() if lane.link is link]
 
     def look(self) -> None:
         """To be called every LOOK_S: the jobs of workers that have fallen silent go on with others. Where this process
@@ -355,8 +408,11 @@ class Gateway:
             if link.beat_at is not None and link.ready is not None and link.busy:
                 link.knock(now, self.replica)
         self._tell_gone(*self.links.newly_gone())
+        for link in self.links:
+            if (turning_s := self.links.turning_s(link)) is not None and link.ready is not None:
+                self._turning(link, turning_s)
         for link in self.links.fallen_silent():
-            for lane in [lane for lane in self._lanes.values() if lane.link is link]:
+            for lane in self._lanes_of(link):
                 link.outbox.put(Abort(job=lane.job.id))  # should it ever go on
                 self._move(lane, f"{link.name} has not been heard of for {self.links.silent_s(link):.1f} s")
 
@@ -416,6 +472,8 @@ class Gateway:
     def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
         lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
+        if not lane.heard:
+            lane.came.cached = route.expected.cached_tokens
         self.links.sent(route, job)
         lane.story.goes(route, lane.moved_because)
         if route.prefill is None:
@@ -832,6 +890,7 @@ class _Lane:
         "began",
         "blamed",
         "cached_tokens",
+        "came",
         "choice",
         "decoder",
         "ended",
@@ -854,7 +913,9 @@ class _Lane:
         "untold",
     )
 
-    def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
+    def __init__(
+        self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float, came: Came
+    ) -> None:
         self.generation = generation
         self.choice = choice
         self.id = job.id  # as it was first sent
@@ -871,6 +932,7 @@ class _Lane:
         self.blamed = 0  # of these, those that it may have caused
         self.moved_because = ""
         self.story = Story(choice, len(job.tokens), began)
+        self.came = came
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived
         self.cached_tokens = 0  # what the first worker has found
@@ -913,7 +975,10 @@ class Generation:
         self._open = self._unended = len(jobs)
         self._longest = 0  # tokens of a job
         self.lanes = [
-            _Lane(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began)
+            _Lane(
+                *(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began),
+                gateway.lately.came(caller.sla, len(job.tokens)),
+            )
             for choice, job in enumerate(jobs)
         ]
         self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]

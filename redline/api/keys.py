@@ -3,8 +3,10 @@
     # name  key                  limits of this name; what is not said is as in [per_key] of the deployment
     alice   sk-3f...             requests_per_s=5 concurrency=8
     alice   sk-77...             # a second key of the same name, while the first is being replaced
-    batch   sk-a0...             tokens_per_minute=200000 tokens_per_day=20000000
+    batch   sk-a0...             tokens_per_minute=200000 tokens_per_day=20000000 sla=batch
     sk-old...                    # a key alone
+
+sla names a class of the deployment, [sla.NAME], whose targets the requests of that name are held to.
 
 Limits stand beside the key so that one reading takes both: a new client needs no restart, and neither does a new limit.
 """
@@ -12,14 +14,14 @@ Limits stand beside the key so that one reading takes both: a new client needs n
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from hashlib import blake2b, sha256
 from pathlib import Path
 
 import msgspec
 
 from redline.api.access import Headers, check_key
-from redline.api.config import KeyLimits
+from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.api.quota import Account
 from redline.errors import ConfigError
 
@@ -32,12 +34,19 @@ class Entry(msgspec.Struct, frozen=True):
 
     name: str
     limits: KeyLimits
+    sla: str = DEFAULT_SLA  # the class of its requests
 
 
-def read_keys(path: Path, default: KeyLimits = KeyLimits(), secret: bytes = SECRET) -> dict[bytes, Entry]:  # noqa: B008
+def read_keys(
+    path: Path,
+    default: KeyLimits = KeyLimits(),  # noqa: B008
+    classes: Collection[str] = (),
+    secret: bytes = SECRET,
+) -> dict[bytes, Entry]:
     """Entries by the SHA-256 of their keys, so that comparing takes the same time whatever their lengths.
 
-    secret: what the names of keys that have none are made with, in all processes of a server.
+    classes: of requests, that the deployment has targets for. secret: what the names of keys that have none are made
+    with, in all processes of a server.
     Raises ConfigError, which names the line and never a key, where the file cannot be read, holds no key or says what
     nobody knows.
     """
@@ -46,7 +55,7 @@ def read_keys(path: Path, default: KeyLimits = KeyLimits(), secret: bytes = SECR
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
     entries: dict[bytes, Entry] = {}
-    limits_of: dict[str, tuple[KeyLimits, str]] = {}
+    said_of: dict[str, tuple[Entry, str]] = {}
     for number, line in enumerate(lines, 1):
         if line.lstrip().startswith("#"):
             continue
@@ -54,14 +63,15 @@ def read_keys(path: Path, default: KeyLimits = KeyLimits(), secret: bytes = SECR
         if not words:
             continue
         place = f"{path}, line {number}"
-        entry, key = _entry(words, default, place, secret)
+        entry, key = _entry(words, default, classes, place, secret)
         digest = sha256(key.encode()).digest()
         if entries.setdefault(digest, entry).name != entry.name:
             raise ConfigError(f"{place}: this key has another name already: {entries[digest].name}")
-        first, where = limits_of.setdefault(entry.name, (entry.limits, place))
-        if len(words) > 2 and first != entry.limits:
-            raise ConfigError(f"{place}: {entry.name} has other limits in {where}; say them there alone")
-        entries[digest] = Entry(entry.name, first)
+        entries[digest], where = said_of.setdefault(entry.name, (entry, place))
+        if len(words) > 2 and entries[digest] != entry:
+            raise ConfigError(
+                f"{place}: {entry.name} has other limits in {where}, or another sla; say them there alone"
+            )
     if not entries:
         raise ConfigError(f"{path}: no API key in the file; expected one per line, as NAME KEY or KEY alone")
     return entries
@@ -73,7 +83,9 @@ def _words(line: str) -> list[str]:
     return words[:comment]
 
 
-def _entry(words: list[str], default: KeyLimits, place: str, secret: bytes) -> tuple[Entry, str]:
+def _entry(
+    words: list[str], default: KeyLimits, classes: Collection[str], place: str, secret: bytes
+) -> tuple[Entry, str]:
     if len(words) == 1:
         name = f"key-{blake2b(words[0].encode(), key=secret, digest_size=4).hexdigest()}"
         return Entry(name, default), words[0]
@@ -81,27 +93,42 @@ def _entry(words: list[str], default: KeyLimits, place: str, secret: bytes) -> t
     if len(name) > NAME_CHARS or not name.isprintable():
         raise ConfigError(f"{place}: the name is not printable text of at most {NAME_CHARS} characters")
     said: dict[str, str] = {}
+    sla = DEFAULT_SLA
     for word in rest:
         limit, equals, number = word.partition("=")
+        if limit == "sla" and equals:
+            if number not in classes and number != DEFAULT_SLA:
+                known = ", ".join(classes) or "none"
+                raise ConfigError(f"{place}: {name}: no [sla.NAME] of the deployment is called so; there are {known}")
+            sla = number
+            continue
         if not equals or limit not in KeyLimits.__struct_fields__:
             known = ", ".join(f"{field}=NUMBER" for field in KeyLimits.__struct_fields__)
-            raise ConfigError(f"{place}: a word behind the key of {name} is no limit; expected {known}, or # COMMENT")
+            raise ConfigError(
+                f"{place}: a word behind the key of {name} is no limit; expected {known}, sla=CLASS, or # COMMENT"
+            )
         said[limit] = number
     try:
         limits = msgspec.convert({**msgspec.structs.asdict(default), **said}, KeyLimits, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{place}: {name}: {error}") from None
-    return Entry(name, limits), key
+    return Entry(name, limits, sla), key
 
 
 class Keyring:
     """The keys that hold now, and an Account for each name, which outlives every reading of the file."""
 
     def __init__(
-        self, path: Path, default: KeyLimits, clock: Callable[[], float] = time.monotonic, secret: bytes = SECRET
+        self,
+        path: Path,
+        default: KeyLimits,
+        clock: Callable[[], float] = time.monotonic,
+        classes: Collection[str] = (),
+        secret: bytes = SECRET,
     ) -> None:
         """secret, ConfigError: as `read_keys` has them."""
         self.path = path
+        self._classes = classes
         self._secret = secret
         self._default = default
         self._clock = clock
@@ -111,16 +138,17 @@ class Keyring:
     def reload(self) -> int:
         """Read the file again: -> how many keys it holds. Raises ConfigError; what held before holds on then."""
         self._seen = self._look()
-        self._entries = read_keys(self.path, self._default, self._secret)
-        limits = {entry.name: entry.limits for entry in self._entries.values()}
+        self._entries = read_keys(self.path, self._default, self._classes, self._secret)
+        names = {entry.name: entry for entry in self._entries.values()}
         for name, account in list(self.accounts.items()):
-            if name not in limits and not account.running:
+            if name not in names and not account.running:
                 del self.accounts[name]
-        for name, of_name in limits.items():
+        for name, entry in names.items():
             if (account := self.accounts.get(name)) is None:
-                self.accounts[name] = Account(name, of_name, self._clock)
-            elif account.limits != of_name:
-                account.limit(of_name)
+                account = self.accounts[name] = Account(name, entry.limits, self._clock)
+            elif account.limits != entry.limits:
+                account.limit(entry.limits)
+            account.sla = entry.sla
         return len(self._entries)
 
     @property

@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate, zip_longest
 from math import inf
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,7 +23,7 @@ from redline.api.errors import Refusal
 from redline.errors import Overloaded
 from redline.wire.delta import Finish
 from redline.wire.job import PAGE_TOKENS
-from redline.wire.news import STEP_SIZES, Load, Ready
+from redline.wire.news import STEP_SIZES, Load, Ready, Role
 from redline.wire.step import Drafter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -211,6 +212,22 @@ class Metrics:
             "redline:handoffs", "Prompts of a worker's handoffs, by what became of them", (*label, "result"),
             registry=self.registry,
         )  # fmt: skip
+        self._role = Gauge(
+            "redline:worker_role", "1 for the role that a worker has, 0 for the others", (*label, "role"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._turned = Counter(
+            "redline:role_changes", "How often a worker was given another role", (*label, "role"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._promised = Gauge(
+            "redline:sla_target_seconds", "What requests of a class are promised", (*label, "sla", "of"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._kept = Counter(
+            "redline:sla_requests", "Requests of a class that have ended, by the targets that they kept",
+            (*label, "sla", "ttft", "itl"), registry=self.registry,
+        )  # fmt: skip
         self._moved = Counter(
             "redline:jobs_moved", "Jobs that another worker went on with", label, registry=self.registry
         ).labels(*own)
@@ -257,6 +274,28 @@ class Metrics:
     def joined(self, worker: str) -> None:
         """Count a worker's start. From its first on its label is how many have come before it."""
         self._starts.labels(*self._labels(worker)).inc()
+
+    def promised(self, sla: str, ttft_ms: float | None, itl_ms: float | None) -> None:
+        """Tell what the requests of a class are promised; None: nothing."""
+        for of, most_ms in (("ttft", ttft_ms), ("itl", itl_ms)):
+            if most_ms is not None:
+                self._promised.labels(*self._own, sla, of).set(most_ms / 1000)
+        for ttft in ("met", "missed"):
+            for itl in ("met", "missed"):
+                self._kept.labels(*self._own, sla, ttft, itl)  # a series from the start
+
+    def kept(self, sla: str, *, ttft: bool, itl: bool) -> None:
+        """Count a request of a class that has ended, by the targets that it has kept."""
+        self._kept.labels(*self._own, sla, "met" if ttft else "missed", "met" if itl else "missed").inc()
+
+    def role(self, worker: str, role: Role) -> None:
+        """Tell what a worker does from now on."""
+        for each in get_args(Role):
+            self._role.labels(*self._labels(worker), each).set(each == role)
+
+    def turned(self, worker: str, role: Role) -> None:
+        """Count that a worker was given another role while it served."""
+        self._turned.labels(*self._labels(worker), role).inc()
 
     def _labels(self, worker: str) -> tuple[str, str]:
         return self._own[0], self._engines.setdefault(worker, str(len(self._engines)))
@@ -337,6 +376,9 @@ class OwnMetrics(Metrics):
         """Not counted here."""
 
     def load(self, load: Load, worker: str) -> None:
+        """Not counted here."""
+
+    def role(self, worker: str, role: Role) -> None:
         """Not counted here."""
 
 

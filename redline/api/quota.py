@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 import msgspec
 
-from redline.api.config import KeyLimits
+from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.api.errors import Refusal
 from redline.api.passage import Passage
 from redline.wire.replicas import OfKey
@@ -58,6 +58,7 @@ class Account:
 
     def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
+        self.sla = DEFAULT_SLA  # the class of its requests
         self.running = 0  # requests
         self.requests = 0
         self.tokens = 0  # of prompts and answers
@@ -145,6 +146,11 @@ class Caller(msgspec.Struct, frozen=True):
     began: float = 0.0  # as time.monotonic tells
     timeout_s: float | None = None  # from there to the last token
     passage: Passage | None = None  # where it is noted what was done for it
+
+    @property
+    def sla(self) -> str:
+        """The class of its request."""
+        return DEFAULT_SLA if self.account is None else self.account.sla
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER", default=Caller())  # noqa: B039  (it is frozen)

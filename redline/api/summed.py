@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 from redline.wire.base import Record
 
 OF_A_PROCESS = "process_"  # how the names of such series begin
-GREATEST = {"redline:ready"}  # of gauges that say yes or no: yes where any process says so
+# Of gauges that say yes or no: yes where any process says so. And what all processes say alike.
+GREATEST = {"redline:ready", "redline:sla_target_seconds"}
 
 
 class Sample(Record, frozen=True):

@@ -6,7 +6,7 @@ import tempfile
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Literal, TextIO
 
 import typer
 
@@ -140,6 +140,20 @@ def profile(
 
     check_output(out)
     raise typer.Exit(write(taken(seconds, url, key), out, plain_console()))
+
+
+@app.command()
+def role(
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its name, as /admin/status has it.")],
+    role: Annotated[Literal["prefill", "decode", "both"], typer.Argument(metavar="ROLE")],
+    url: Annotated[str, typer.Option(help="Where the admin routes are (`admin_port`).")] = "http://127.0.0.1:8001",
+    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key of `admin_keys_file`.")] = None,
+) -> None:
+    """Give a worker another role while it serves: prefill, decode or both. No request is lost."""
+    from redline.cli.role import show, turn
+
+    turn(worker, role, url, key)
+    raise typer.Exit(show(worker, role, plain_console()))
 
 
 @app.command(name="eval")

@@ -32,6 +32,17 @@ most_max_tokens = 32768                # that a request may ask for
 timeout_s = 600                        # from a request's arrival to its last token
 queue_tokens = 500000                  # of prompts that wait, before new requests get 503
 
+[sla.default]                          # what requests are promised; absent: nothing, and nothing is counted
+ttft_ms = 2000                         # to the first token
+itl_ms = 50                            # between two tokens
+
+[sla.interactive]                      # of keys whose line in keys_file says sla=interactive
+ttft_ms = 500
+itl_ms = 30
+
+[steer]                                # workers take other roles as the traffic asks; absent: they keep theirs
+every_s = 5                            # between two looks at the traffic
+
 [engine]
 kv_memory = "8GB"
 max_model_len = 65536
@@ -64,7 +75,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
@@ -72,7 +83,7 @@ import msgspec
 from msgspec import Meta
 
 from redline.api.access import is_loopback
-from redline.api.config import Count, KeyLimits, Limits
+from redline.api.config import DEFAULT_SLA, Count, KeyLimits, Limits, Sla
 from redline.errors import ConfigError
 from redline.fleet.cluster import check_listen
 from redline.plan.planner import MOST_STEP_TOKENS
@@ -118,6 +129,18 @@ class Handoff(Record, frozen=True):
     transport: TransportName = "shared"  # memory that processes of a host share; "nixl": over NIXL, host memory
 
 
+Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
+
+
+class Steer(Record, frozen=True):
+    """How the roles of workers follow the traffic (`redline.fleet.steer`)."""
+
+    every_s: Seconds = 5.0  # between two looks at it
+    window_s: Seconds = 60.0  # of traffic, that a look goes by
+    rest_s: Seconds = 30.0  # at least, between two changes
+    horizon_s: Seconds = 300.0  # over which a change has to pay
+
+
 class Cluster(Record, frozen=True):
     """Machines beside the one that serves."""
 
@@ -127,8 +150,9 @@ class Cluster(Record, frozen=True):
 
 
 _TABLES: dict[str, type[Record]] = {
-    "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "cluster": Cluster,
+    "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "steer": Steer, "cluster": Cluster,
 }  # fmt: skip
+_NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # what a worker, or a class of requests, may be called
 
 
 class Workers(Record, frozen=True):
@@ -183,6 +207,10 @@ class ServeConfig(Record, frozen=True):
     per_key: KeyLimits = KeyLimits()
     requests: Requests = Requests()
     handoff: Handoff = Handoff()
+    sla: dict[str, Sla] = msgspec.field(
+        default_factory=dict[str, Sla]
+    )  # what requests are promised, by their class; DEFAULT_SLA is that of all others
+    steer: Steer | None = None  # None: workers keep their roles until they are told otherwise
     cluster: Cluster | None = None  # None: all workers are on this machine
     engine: EngineConfig = EngineConfig()
     # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
@@ -197,7 +225,8 @@ class ServeConfig(Record, frozen=True):
         if not self.workers:
             return (_elsewhere(Place("worker", "both", self.engine), "worker" if by_ray else None, self.weights),)
         found: list[Place] = []
-        transport = self.handoff.transport if any(kind.role == "prefill" for kind in self.workers) else None
+        hands_over = self.steer is not None or any(kind.role == "prefill" for kind in self.workers)
+        transport = self.handoff.transport if hands_over else None
         for kind in self.workers:
             name, each = kind.name or {"both": "worker"}.get(kind.role, kind.role), len(kind.devices) // kind.count
             for number in range(kind.count):
@@ -292,6 +321,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     for number, kind in enumerate(config.workers):
         _check_engine(kind.engine, f"{source}: workers[{number}].engine")
     _check_workers(config, source)
+    _check_promises(config, source)
     _check_machines(config, source)
     try:
         if any(place.at is None for place in config.places):
@@ -368,7 +398,7 @@ def _check_engine(engine: EngineConfig, place: str) -> None:
 def _check_workers(config: ServeConfig, source: Path) -> None:
     """Raise ConfigError for workers that could not answer, or not be told apart."""
     for number, kind in enumerate(config.workers):
-        if kind.name is not None and not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", kind.name):
+        if kind.name is not None and not _NAMED.fullmatch(kind.name):
             raise ConfigError(
                 f"{source}: workers[{number}].name is {kind.name!r}; expected 1 to 32 letters, digits, - or _"
             )
@@ -387,6 +417,28 @@ def _check_workers(config: ServeConfig, source: Path) -> None:
         raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
     if all(place.role == "prefill" for place in config.places):
         raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; none would answer: add one with "decode"')
+
+
+def _check_promises(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError for targets that say nothing, and for roles that nothing could steer."""
+    for name, sla in config.sla.items():
+        if not _NAMED.fullmatch(name):
+            raise ConfigError(f"{source}: a class of requests is called {name!r}; expected letters, digits, - or _")
+        if sla == Sla():
+            raise ConfigError(f"{source}: [sla.{name}] promises nothing; set ttft_ms, itl_ms, or both")
+    if config.steer is None:
+        return
+    if len(config.places) < 2:
+        raise ConfigError(
+            f"{source}: [steer] gives workers other roles, and there is one; add [[workers]], or leave it out"
+        )
+    if DEFAULT_SLA not in config.sla:
+        raise ConfigError(f"{source}: [steer] goes by what requests are promised; set [sla.{DEFAULT_SLA}]")
+    if config.api_replicas > 1:
+        raise ConfigError(
+            f"{source}: api_replicas is {config.api_replicas}, and [steer] is set; each replica sees a part of the "
+            "traffic, so leave one of the two out"
+        )
 
 
 def _check_machines(config: ServeConfig, source: Path) -> None:
@@ -444,7 +496,7 @@ def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_keys(values: dict[str, Any], source: Path) -> None:
     """Raise ConfigError for an unknown key, listing the known ones, and for text with a zero byte."""
-    outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", "workers", *_TABLES)]
+    outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", "workers", "sla", *_TABLES)]
     tables = {name: list(table.__struct_fields__) for name, table in _TABLES.items()}
     inner = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
     speculation = _table(values, "engine.speculation")
@@ -457,11 +509,13 @@ def _check_keys(values: dict[str, Any], source: Path) -> None:
         **{key: f"engine.{key}" for key in inner},
         **{name: f"[{name}]" for name in tables},
         **{key: f"{name}.{key}" for name, keys in tables.items() for key in keys},
+        **{key: f"sla.NAME.{key}" for key in Sla.__struct_fields__},
         **{key: key for key in outer},
     }
     for place, known, found in (
-        ("", [*outer, *tables, "engine"], values),
+        ("", [*outer, *tables, "sla", "engine"], values),
         *((f"{name}.", keys, _table(values, name)) for name, keys in tables.items()),
+        *((f"sla.{name}.", list(Sla.__struct_fields__), table) for name, table in _classes(values)),
         ("engine.", [*inner, "speculation"], _table(values, "engine")),
         ("engine.speculation.", drafting, speculation),
     ):
@@ -480,8 +534,16 @@ def _check_keys(values: dict[str, Any], source: Path) -> None:
                 + (f"did you mean {places[near[0]]}? " if near else "")
                 + f"the keys are {', '.join(outer)}, under [engine] {', '.join(inner)}, "
                 + "".join(f"under [{name}] {', '.join(keys)}, " for name, keys in tables.items())
+                + f"under [sla.NAME] {', '.join(Sla.__struct_fields__)}, "
                 + f'and under [engine.speculation] ("{kind.__struct_config__.tag}") {", ".join(drafting)}'
             )
+
+
+def _classes(values: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables below [sla]; what is none is left to its type."""
+    for name, table in _table(values, "sla").items():
+        if isinstance(table, dict):
+            yield name, cast("dict[str, Any]", table)
 
 
 def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:

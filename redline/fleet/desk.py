@@ -12,19 +12,29 @@ from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
 from redline.api.summed import Summed, packed
 from redline.fleet.fleet import Fleet, ReplicaStart
+from redline.wire.news import Role
 from redline.wire.replicas import Ask, Told
 
 SUPERVISOR = "supervisor"  # in the place of a replica's name
 
 
 class FleetDesk:
-    """`api.admin.Desk` over a fleet, and its /metrics. drain: begins the server's end. replace: as in `Supervisor`."""
+    """`api.admin.Desk` over a fleet, and its /metrics. drain: begins the server's end. replace, turn: as in
+    `Supervisor`."""
 
-    def __init__(self, fleet: Fleet, drain_s: float, drain: Callable[[], None], replace: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        drain_s: float,
+        drain: Callable[[], None],
+        replace: Callable[[str], bool],
+        turn: Callable[[str, Role], str | None],
+    ) -> None:
         self.drain = drain
         self.drain_s = drain_s
         self._fleet = fleet
         self._replace = replace
+        self._turn = turn
         self._summed = Summed()
         self._scraping: asyncio.Task[bytes] | None = None
         self._exposed: tuple[float, bytes] = (float("-inf"), b"")
@@ -52,6 +62,7 @@ class FleetDesk:
             "workers": {
                 link.name: {
                     "role": link.role,
+                    "turning_s": None,  # no role changes here
                     "epoch": link.epoch,
                     "pid": link.pid,
                     "at": link.at,
@@ -65,6 +76,8 @@ class FleetDesk:
                 }
                 for link in links
             },
+            "sla": _promises(answers),
+            "steer": None,
             "keys": _keys(answers),
             "replicas": {
                 start.of: {
@@ -98,7 +111,19 @@ class FleetDesk:
 
     def replace(self, name: str) -> str | None:
         """Have a worker of that name leave and be started again; where there is none, the names that there are."""
-        return None if self._replace(name) else ", ".join(link.name for link in self._fleet.links)
+        return None if self._replace(name) else self._known
+
+    def turn(self, name: str, role: Role) -> str | None:
+        """Why a worker of that name cannot take another role. Raises KeyError with the names that there are where there
+        is none of that name."""
+        try:
+            return self._turn(name, role)
+        except KeyError:
+            raise KeyError(self._known) from None
+
+    @property
+    def _known(self) -> str:
+        return ", ".join(link.name for link in self._fleet.links)
 
     async def profile(self, seconds: float) -> bytes:
         """Raises Refusal: a trace is taken by one process, which has the API and hears the workers."""
@@ -156,6 +181,20 @@ class FleetDesk:
 
 def _jobs(said: dict[str, Any], worker: str) -> int:
     return said["workers"][worker]["jobs"] if worker in said["workers"] else 0
+
+
+def _promises(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What requests were promised, and how many of those of all replicas that serve now have kept it."""
+    found: dict[str, Any] = {}
+    for said in answers:
+        for name, here in said["sla"].items():
+            if name not in found:
+                found[name] = here
+                continue
+            for counts, more in ((found[name], here), (found[name]["last_minute"], here["last_minute"])):
+                for count in ("requests", "ttft_met", "itl_met", "both_met"):
+                    counts[count] += more[count]
+    return found
 
 
 def _keys(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class Fleet:
         link = Link(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
         self.metrics.joined(name)
+        self.metrics.role(name, role)
         self._tell_worker(link)
         self._tell_replicas()
         return link

@@ -66,6 +66,7 @@ def open_front(
         served_model_names=config.names,
         keys_file=config.keys_file,
         per_key=config.per_key,
+        sla=config.sla,
         cors_origins=config.cors_origins,
         page=config.page,
         responses_file=config.responses_file,
@@ -78,7 +79,9 @@ def open_front(
     edge, spans = Edge(api, secret), open_spans()
     if spans is not None:
         edge.passages.watchers.append(spans)
-    gateway = Gateway(tokenizer, style, metrics, api.limits, resume_s=config.resume_s, replica=replica)
+    gateway = Gateway(
+        tokenizer, style, metrics, api.limits, resume_s=config.resume_s, targets=config.sla, replica=replica
+    )
     app = create_app(gateway, api, edge, scrape)
     server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls_of(config)))
     return Front(gateway, edge, server, spans)

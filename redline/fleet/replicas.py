@@ -145,7 +145,7 @@ async def serve_replicas(
     desk: FleetDesk
     fleet = Fleet(Metrics(config.names[0]), sockets, lambda start, ask: desk.answer(start, ask))
     supervisor = Supervisor(config, fleet, sockets)
-    desk = FleetDesk(fleet, config.drain_s, signals.end, supervisor.replace)
+    desk = FleetDesk(fleet, config.drain_s, signals.end, supervisor.replace, supervisor.turn)
     doorman = Doorman(doors.api, fleet.replicas.values)
 
     def changed(of: str) -> None:

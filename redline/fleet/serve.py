@@ -47,6 +47,7 @@ from redline.fleet.machines import Machines, open_machines
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replicas import serve_replicas
 from redline.fleet.signals import Signals
+from redline.fleet.steer import Steering
 from redline.fleet.supervisor import Supervisor
 from redline.wire.news import Ready
 from redline.worker.config import SUFFIX, DraftConfig, Learned
@@ -75,7 +76,7 @@ def serve(config: ServeConfig, console: Console) -> int:
         _check_drafting(speculation)
     check_origins(config.cors_origins)
     if config.keys_file is not None:
-        read_keys(Path(config.keys_file), config.per_key)  # before a model is loaded for minutes
+        read_keys(Path(config.keys_file), config.per_key, config.sla)  # before a model is loaded for minutes
     if config.admin_keys_file is not None:
         read_keys(Path(config.admin_keys_file))
     if config.tls_cert is not None and config.tls_key is not None:
@@ -249,11 +250,15 @@ async def _serve_through(
     if edge.keyring is not None:
         signals.reload = edge.reload
     supervisor = Supervisor(config, gateway, sockets, machines)
+    steering = None if config.steer is None else Steering(config.steer, gateway, supervisor.turn, config.sla)
+    told = (lambda: None) if steering is None else steering.told
     beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
+    if steering is not None:
+        beside.append(asyncio.create_task(steering.run()))
     others = serve_beside(
         config,
         doors,
-        lambda own: create_admin_app(gateway, edge, own, signals.end, supervisor.replace),
+        lambda own: create_admin_app(gateway, edge, own, signals.end, supervisor.replace, supervisor.turn, told),
         lambda own: create_metrics_app(gateway.metrics, own),
     )
     serving = asyncio.create_task(server.serve(sockets=[doors.api]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +32,9 @@ ABSENT = {
     "requests.default_max_tokens": "what the context holds",
     "requests.most_max_tokens": "what the context holds",
     "requests.timeout_s": "no limit",
+    "sla.ttft_ms": "nothing is promised of it",
+    "sla.itl_ms": "nothing is promised of it",
+    "steer": "workers keep their roles until they are told otherwise",
     "cluster": "all workers are on this machine",
     "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB",
     "engine.max_model_len": "what fits",
@@ -51,6 +55,7 @@ PATHS = {
     "weights", "keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key",
     "cluster.key_file", "engine.speculation.drafter", "engine.speculation.trace",
 }  # fmt: skip
+_CLASS = re.compile(r"^sla\.[^.]+\.")  # of a key, which is explained once for all classes
 COLUMN = 48  # where the remarks begin
 
 
@@ -70,10 +75,7 @@ def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
         return source.name if key in file else "default"
 
     lines = [f"# What is in force for {source}, key by key, and who said so. `redline doctor FOLDER` says what fits."]
-    tables: list[tuple[str, msgspec.Struct | None]] = [("", config)]
-    tables += [(name, getattr(config, name)) for name in ("per_key", "requests", "handoff", "cluster", "engine")]
-    tables.append(("engine.speculation", config.engine.speculation))
-    for table, record in tables:
+    for table, record in [("", config), *_tables(config)]:
         if record is None:
             lines += ["", f"# [{table}]".ljust(COLUMN) + f"# {why(table)}: {ABSENT[table]}"]
             continue
@@ -88,16 +90,23 @@ def as_file(config: ServeConfig) -> str:
     """The shortest TOML that `read` reads as the same deployment: what differs from the defaults. Text that is empty
     is left out, for a flag to say."""
     lines: list[str] = []
-    tables: list[tuple[str, msgspec.Struct | None]] = [("", config)]
-    tables += [(name, getattr(config, name)) for name in ("per_key", "requests", "handoff", "cluster", "engine")]
-    tables.append(("engine.speculation", config.engine.speculation))
-    for table, record in tables:
+    for table, record in [("", config), *_tables(config)]:
         own = [] if record is None else list(_own(record))
-        if own:
+        if own or record is config.steer is not None:  # which is there, whatever it says
             lines += ["", f"[{table}]", *own] if table else own
     for kind in config.workers:
         lines += ["", "[[workers]]", *_own(kind), *filter(None, [_engine(kind, config.engine)])]
     return "\n".join(lines) + "\n"
+
+
+def _tables(config: ServeConfig) -> list[tuple[str, msgspec.Struct | None]]:
+    """All tables of a deployment but the first and [[workers]], by their names."""
+    return [
+        *((name, getattr(config, name)) for name in ("per_key", "requests", "handoff")),
+        *((f"sla.{name}", sla) for name, sla in config.sla.items()),
+        *((name, getattr(config, name)) for name in ("steer", "cluster", "engine")),
+        ("engine.speculation", config.engine.speculation),
+    ]
 
 
 def _own(record: msgspec.Struct) -> Iterator[str]:
@@ -106,7 +115,7 @@ def _own(record: msgspec.Struct) -> Iterator[str]:
         yield f"{record.__struct_config__.tag_field} = {_value(record.__struct_config__.tag)}"
     for field in msgspec.structs.fields(type(record)):
         value = getattr(record, field.name)
-        inner = isinstance(value, msgspec.Struct) or field.name == "workers"
+        inner = isinstance(value, msgspec.Struct) or field.name in ("workers", "sla")
         if not inner and value not in (None, "", field.default):
             yield f"{field.encode_name} = {_value(value)}"
 
@@ -116,10 +125,10 @@ def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Ite
     fields = [] if tag is None else [(record.__struct_config__.tag_field or "", tag)]
     for name, value in [*fields, *((name, getattr(record, name)) for name in record.__struct_fields__)]:
         key = f"{table}.{name}".lstrip(".")
-        if isinstance(value, msgspec.Struct) or key in ("workers", "cluster", "engine.speculation"):
+        if isinstance(value, msgspec.Struct) or key in ("workers", "sla", "steer", "cluster", "engine.speculation"):
             continue  # a table of its own
         if value is None or value == ():
-            yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[key]}"
+            yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[_CLASS.sub('sla.', key)]}"
             continue
         if key in PATHS:
             value = os.path.abspath(cast("str", value))

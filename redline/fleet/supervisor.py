@@ -17,12 +17,13 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from redline.api.gateway import LOOK_S
+from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
 from redline.route.links import Link, Links
+from redline.route.roles import refusal
 from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.machines import Listening, Order
@@ -164,6 +165,7 @@ class Supervised(Kept):
         """
         super().__init__(place.name, again=again)
         self.place = place
+        self.role: Role = place.role  # that it has now, and will be started again with
         self._machines = machines
         self._weights = weights
         self._gateway = gateway
@@ -184,7 +186,7 @@ class Supervised(Kept):
         with AsyncSocketInbox(deltas, self._key) as inbox, _Later(self._key) as outbox:
             if jobs.startswith(IPC):
                 outbox.open(jobs)
-            link = self._gateway.join(self.place.name, outbox, self.place.role, epoch, outbox.address, self.place.at)
+            link = self._gateway.join(self.place.name, outbox, self.role, epoch, outbox.address, self.place.at)
             try:
                 process = self._process(epoch, jobs, inbox.address)
             except OSError as error:
@@ -266,7 +268,7 @@ class Supervised(Kept):
             outbox=deltas,
             name=place.name,
             epoch=epoch,
-            role=place.role,
+            role=self.role,
             cores=place.cores,
             transport=place.transport,
             tells_cache=place.tells_cache,
@@ -377,7 +379,7 @@ class Supervisor:
     def __init__(self, config: ServeConfig, gateway: Follower, sockets: Path, machines: Machines | None = None) -> None:
         again, places = config.resume_s > 0, config.places
         here = [place for place in places if place.at is None]
-        lenders = sum(place.role == "prefill" and place.transport == "shared" for place in here)
+        lenders = sum(place.transport == "shared" for place in here)
         self._parcels = folder_for_parcels(lenders) if lenders else None
         self.workers = [
             Supervised(
@@ -426,7 +428,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_S)
             self._gateway.look()
-            left = [worker for worker in self.workers if worker.given_up is None and worker.place.role != "prefill"]
+            left = [worker for worker in self.workers if worker.given_up is None and worker.role != "prefill"]
             if not left or all(life.done() for life in self._lives):
                 reasons = (worker.given_up for worker in self.workers if worker.given_up is not None)
                 return next(reasons, "all workers have ended")
@@ -437,6 +439,26 @@ class Supervisor:
         for worker in found:
             worker.replace()
         return bool(found)
+
+    def turn(self, name: str, role: Role) -> str | None:
+        """Have a worker take another role while it serves: None, or why it cannot.
+
+        Raises KeyError where there is none of that name.
+        """
+        worker = next((worker for worker in self.workers if worker.place.name == name), None)
+        if worker is None:
+            raise KeyError(name)
+        if not isinstance(self._gateway, Gateway):
+            return "roles change where one process knows all requests: leave api_replicas out"
+        link = next((link for link in self._gateway.links if link.name == name), None)
+        if link is None or worker.given_up is not None:
+            return f"{name} does not run: {worker.given_up or 'it has not been started yet'}"
+        if link.role == role:
+            return None
+        if (why_not := refusal(self._gateway.links, link, role)) is None:
+            worker.role = role
+            self._gateway.turn(link, role)
+        return why_not
 
     def end(self) -> None:
         """Have all leave, and start none again."""

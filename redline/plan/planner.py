@@ -32,6 +32,7 @@ from redline.plan.prefix import PrefixCache
 from redline.plan.queue import Queue
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
+from redline.plan.timed import TimedSteps
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.handoff import Handed
@@ -150,6 +151,7 @@ class Planner:
         self._led = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._step_positions = 0
+        self._timed = TimedSteps()
         self._cached_told = 0  # how often
         self._preemptions = 0
         self._prompt_tokens = 0
@@ -506,6 +508,7 @@ class Planner:
                 self._release(job)
         if seconds is not None:
             self._speculation.took(step, result, seconds)
+            self._timed.took(step, flight.jobs, result, seconds)
         return deltas
 
     def cached(self, *, whole: bool = False) -> Cached | None:
@@ -543,6 +546,7 @@ class Planner:
             accepted_per_pos=tuple(self._speculation.accepted_per_pos),
             step_sizes=tuple(self._step_sizes),
             step_positions=self._step_positions,
+            timed=self._timed.newest,
         )
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from redline.route.choose import Candidate, Pace, Predicted, apart, predict
 from redline.route.index import PageIndex
 from redline.wire.channel import Outbox
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
-from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role
+from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role, TakeRole
 
 SILENT_S = 5.0  # without a beat (one comes every pulse.BEAT_S) for so long, a worker is stopped or gone
 MOVE_S = 1.0  # of silence, after which its answers go on elsewhere, where somebody has been heard of meanwhile
@@ -40,7 +40,9 @@ class Link:
         self.inbox = inbox
         self.at = at
         self.gone = False  # others have been told that nothing is to be expected of it
-        self.role: Role = role
+        self.role: Role = role  # what it is sent from now on goes by it
+        self.turning: float | None = None  # since when it changes to its role; None: it is wholly in it
+        self.told: Role = role  # what its loop has heard of last
         self.epoch = epoch
         self.outbox = outbox
         self.ready: Ready | None = None
@@ -65,6 +67,11 @@ class Link:
     def answers(self) -> bool:
         """Whether it can be sent jobs whose answers it gives."""
         return self.ready is not None and self.role != "prefill"
+
+    def turn(self, role: Role, now: float) -> None:
+        """It has another role from now on. What it has begun in the one before is its caller's to end or to move."""
+        self.role, self.turning = role, now
+        self.outbox.put(TakeRole(role=role))
 
     def heard(self, beat: Beat, now: float) -> None:
         """Take in that it lives."""
@@ -176,6 +183,15 @@ class Links:
         link.ready, link.lost = None, reason
         self.index.forget(link.name)
         self._look()
+
+    def turn(self, link: Link, role: Role) -> None:
+        """A worker has another role from now on (`roles.refusal` says whether it can)."""
+        link.turn(role, self._clock())
+        self._look()
+
+    def turning_s(self, link: Link) -> float | None:
+        """For how long a worker has been changing its role; None: it is wholly in it."""
+        return None if link.turning is None else self._clock() - link.turning
 
     def cached(self, link: Link, news: Cached) -> None:
         """Take in what a worker tells of its prefix cache. Where something was missed, it is asked for all of it."""
@@ -291,11 +307,11 @@ class Links:
         return found
 
     def fallen_silent(self) -> list[Link]:
-        """Workers that answer, and of which nothing has been heard for MOVE_S while another is heard of."""
-        answering = [link for link in self if link.answers]
-        if not any(self.silent_s(link) <= MOVE_S / 2 for link in answering):
+        """Workers of which nothing has been heard for MOVE_S while another that answers is heard of. One that computes
+        prompts may have answers left from the role that it had before."""
+        if not any(self.silent_s(link) <= MOVE_S / 2 for link in self if link.answers):
             return []
-        return [link for link in answering if self.silent_s(link) > MOVE_S]
+        return [link for link in self if link.ready is not None and self.silent_s(link) > MOVE_S]
 
     def _look(self) -> None:
         all = [link.ready for link in self if link.answers and link.ready is not None]

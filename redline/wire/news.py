@@ -1,8 +1,8 @@
-"""What a worker tells about itself, and what it is told: Knock and Stop."""
+"""What a worker tells about itself, and what it is told: Knock, TakeRole and Stop."""
 
 from typing import Literal
 
-from redline.wire.base import Message
+from redline.wire.base import Message, Record
 from redline.wire.job import PageHash
 
 Role = Literal["both", "prefill", "decode"]
@@ -19,6 +19,20 @@ class Ready(Message, frozen=True):
     summary: str  # one line for the operator: model, device, memory
     area: bytes = b""  # where others may read its parcels, in its transport's words; empty: it hands none over
     format: str = ""  # of its parcels
+    step_tokens: int = 512  # positions of a step, at most
+    slots: int = 64  # jobs at once, at most
+
+
+class TakeRole(Message, frozen=True):
+    """What a worker is told to do from now on. It says `RoleTaken`; what it has begun in its role before, it ends."""
+
+    role: Role
+
+
+class RoleTaken(Message, frozen=True):
+    """What a worker was told to do from now on has reached its loop."""
+
+    role: Role
 
 
 class Failed(Message, frozen=True):
@@ -53,6 +67,19 @@ class Missed(Message, frozen=True):
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # positions of a step, upper bounds
 
 
+class TimedStep(Record, frozen=True):
+    """What a step computed, and how long it took."""
+
+    number: int  # of the worker's steps
+    prompt: int  # tokens of prompts
+    pairs: float  # of these, times the positions that each attends to
+    expanded: int  # positions whose keys and values were made anew for these tokens
+    rows: int  # that decoded
+    context: int  # tokens before them, of all rows together
+    tokens: int  # of answers, that these rows gave
+    ms: float
+
+
 class Load(Message, frozen=True):
     """Gauges of now (jobs, pages), and counters since the worker's start."""
 
@@ -79,6 +106,7 @@ class Load(Message, frozen=True):
     step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
     step_positions: int = 0  # of all of them
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
+    timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with prompts and without
 
 
 class Cached(Message, frozen=True):

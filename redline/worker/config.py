@@ -105,7 +105,7 @@ class WorkerConfig(Record, frozen=True):
     outbox: str  # the address that it writes
     name: str = "worker"
     epoch: int = 1  # how often it has been started, this time included
-    role: Role = "both"
+    role: Role = "both"  # at first: it may be told another (`wire.news.TakeRole`)
     cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
     tells_cache: bool = False  # what comes into its prefix cache and what leaves it: there are others to choose from
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing

@@ -40,7 +40,7 @@ from redline.transport.base import Transport
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Ready, Stop
+from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import AREA_BYTES, HANDOFF_SHARE, HEAD_BITS, EngineConfig, Learned, Suffix
 from redline.worker.exchange import Exchange
@@ -87,6 +87,7 @@ class EngineCore:
         self._random = config.random_weights
         plan = plan_of(config, model.device)
         self.step_tokens = plan.step_tokens
+        self._slots = plan.max_running
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
         make = Runner if ranks is None else functools.partial(LeadingRunner, ranks)
         self.runner = make_runner(make, loaded, config)
@@ -152,6 +153,8 @@ class EngineCore:
             pages=self.layout.pages,
             fingerprint=self.fingerprint,
             summary=summary,
+            step_tokens=self.step_tokens,
+            slots=self._slots,
         )
 
     def exchange(self, transport: Transport, *, lends: bool, area_bytes: int = AREA_BYTES, **how: Any) -> Exchange:
@@ -175,13 +178,14 @@ class EngineCore:
         *,
         record: bool = True,
         tells_cache: bool = False,
+        takes_role: Callable[[Role], object] = lambda _: None,
         failed: Callable[[Exception], object] | None = None,
     ) -> None:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
 
         exchange: its handoffs; None: it has none. record: whether shapes that the start has left are recorded while
-        there is nothing to do. tells_cache: as in `worker.loop.lead`. failed: called with what the loop raises, before
-        anything is closed, which may take seconds.
+        there is nothing to do. tells_cache, takes_role: as in `worker.loop.lead`. failed: called with what the loop
+        raises, before anything is closed, which may take seconds.
 
         Raises WorkerLost where no further step should be tried.
         """
@@ -197,6 +201,7 @@ class EngineCore:
                     exchange,
                     record=record,
                     tells_cache=tells_cache,
+                    takes_role=takes_role,
                 )
         except Exception as error:
             if failed is not None:

@@ -21,7 +21,7 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
-from redline.wire.news import Knock, Load, Missed, Recall, Stop
+from redline.wire.news import Knock, Load, Missed, Recall, Role, RoleTaken, Stop, TakeRole
 from redline.wire.profile import Profile
 from redline.wire.replicas import Replicas
 from redline.wire.step import RowResult, Step, StepResult
@@ -117,12 +117,14 @@ def lead(
     *,
     record: bool = True,
     tells_cache: bool = False,
+    takes_role: Callable[[Role], object] = lambda _: None,
 ) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
     outbox: where several replicas of the API may send jobs, a `Hearers`. exchange: the worker's handoffs; None: none.
     record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
-    one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it.
+    one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it. takes_role: called
+    with what it is told to do from now on: the loop itself does the same in every role.
 
     Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
     of every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a row, once every
@@ -196,6 +198,10 @@ def lead(
                     if profiling is not None:
                         profiling.close()
                     profiling = Profiling(message, planner, runner, outbox)
+                case TakeRole(role=role):
+                    takes_role(role)
+                    outbox.put(RoleTaken(role=role))
+                    deltas = []
                 case Stop():
                     if profiling is not None:
                         profiling.close()

@@ -35,10 +35,8 @@ from redline.worker.engine import EngineCore
 from redline.worker.hearers import Hearers
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
+from redline.worker.urgency import Urgency
 
-# On cores of its own a worker that computes prompts is in the way of the API's short turns alone, for which answers
-# wait: beside prompts the 99th percentile between two tokens is 1.2 times that without them, and 1.6 without this.
-PREFILL_NICE = 10
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -57,8 +55,8 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     if config.cores:  # before any thread of a kernel is there
         os.sched_setaffinity(0, config.cores)
-        if config.role == "prefill":
-            os.nice(PREFILL_NICE)
+    urgency = Urgency(own_cores=bool(config.cores))
+    urgency.take(config.role)
     threading.Thread(target=_leave_with_parent, args=(config,), name="parent", daemon=True).start()
     key = None if config.key is None else config.key.encode()
     with SocketOutbox(config.outbox, key) as outbox:
@@ -70,7 +68,7 @@ def main() -> int:
                 outbox.put(Failed(reason=reason))
 
         try:
-            _work(config, key, outbox, say)
+            _work(config, key, outbox, say, urgency)
         except Exception as error:  # the last place: it becomes one line, and the end
             _log.info("the worker ends", exc_info=error)
             say(_reason(error))
@@ -84,7 +82,7 @@ class _Say(Protocol):
     def __call__(self, reason: str, outbox: SocketOutbox = ...) -> None: ...
 
 
-def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _Say) -> None:
+def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _Say, urgency: Urgency) -> None:
 
     def lost(reason: str) -> None:
         """Another rank has ended: this one may be deep in a sum with it."""
@@ -110,7 +108,8 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         if config.transport is not None:
             transport = open_transport(config.transport, Path(config.parcels) if config.parcels is not None else None)
             connect = functools.partial(SocketOutbox, key=key)
-            exchange = engine.exchange(transport, lends=config.role == "prefill", connect=connect)
+            # Whatever its role is it can lend: another may be asked of it.
+            exchange = engine.exchange(transport, lends=True, connect=connect)
             opened.callback(exchange.close)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 
@@ -128,6 +127,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
                 pulse,
                 exchange,
                 tells_cache=config.tells_cache,
+                takes_role=urgency.take,
                 failed=lambda error: say(_reason(error)),
             )
 

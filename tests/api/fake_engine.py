@@ -8,8 +8,9 @@ from redline.api.gateway import Gateway
 from redline.route.links import Link
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta, Finish
+from redline.wire.handoff import Gone
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Knock, Ready, Role
+from redline.wire.news import Knock, Ready, Recall, Role, RoleTaken, TakeRole
 from redline.wire.step import TokenLogprobs
 
 Script = Callable[[Job], Iterable[Delta]]
@@ -49,6 +50,11 @@ class FakeEngine:
             case Knock() as knock:
                 assert self._deliver is not None
                 self._deliver(knock)
+            case TakeRole(role=role):
+                assert self._deliver is not None
+                self._deliver(RoleTaken(role=role))
+            case Recall() | Gone():
+                pass  # it caches nothing, and hands nothing over
             case other:
                 raise AssertionError(other)
 

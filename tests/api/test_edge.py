@@ -67,6 +67,8 @@ def test_a_line_is_a_name_and_a_key_or_a_key_alone(tmp_path: Path) -> None:
     [
         ("", "no API key in the file"),
         ("alice secret what", "line 1: a word behind the key of alice is no limit; expected requests_per_s=NUMBER"),
+        ("alice secret sla=quick", "line 1: alice: no .sla.NAME. of the deployment is called so; there are none"),
+        ("a secret sla=default\na other concurrency=2 sla=default", "line 2: a has other limits in .*line 1"),
         ("alice secret concurrency=0", "line 1: alice: Expected `int` >= 1"),
         ("alice secret tokens_per_day=many", "line 1: alice: Expected `int"),
         ("alice secret\nbob secret", "line 2: this key has another name already: alice"),

@@ -16,6 +16,7 @@ from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
 from redline.route.links import MOVE_S, SILENT_S
+from redline.route.roles import STAY_S
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Gone, Prefill
@@ -115,6 +116,75 @@ async def test_a_job_that_ends_every_worker_ends_itself() -> None:
             with pytest.raises(WorkerLost):
                 await anext(generation)
         assert len(world.engine.jobs) == 1 + MOST_MOVES
+
+
+async def test_a_worker_that_answers_no_more_ends_what_it_writes_and_what_is_left_moves() -> None:
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        other = FakeEngine(resuming)
+        second = other.serve(world.gateway, name="other")
+        world.engine.gate.clear()
+        other.gate.clear()
+        asked = msgspec.structs.replace(text_ask(), token_ids=True)
+        with (
+            await world.gateway.begin(asked) as writes,
+            await world.gateway.begin(text_ask()) as elsewhere,
+            await world.gateway.begin(text_ask()) as waits,
+        ):
+            lanes = [each.lanes[0] for each in (writes, elsewhere, waits)]
+            assert [lane.link for lane in lanes] == [world.link, second, world.link]
+            world.gateway.deliver(world.link, Delta(job=lanes[0].job.id, tokens=(65,)))
+            world.gateway.turn(world.link, "prefill")
+            assert [lane.link for lane in lanes] == [world.link, second, second], "what has not begun moves at once"
+            assert world.engine.aborted == {lanes[2].id}
+            world.gateway.look()
+            now = STAY_S - 0.1
+            world.gateway.look()
+            world.gateway.look()
+            assert lanes[0].link is world.link
+            assert world.link.turning is not None
+            now = STAY_S + 0.1
+            world.gateway.look()
+            assert lanes[0].link is second
+            assert world.link.turning is None
+            assert other.jobs[-1].answer == (65,)
+            assert world.engine.aborted == {lanes[0].id, lanes[2].id}
+            assert not any(lane.blamed for lane in lanes)
+            other.gate.set()
+            assert await tokens_of(writes) == [65, 66, 67, 68, 69, 70]
+            assert world.gateway.answers_of(world.link) == 0
+
+
+async def test_where_nothing_may_be_resumed_answers_end_where_they_are_however_long_it_takes() -> None:
+    now = 0.0
+    async with World(resuming, clock=lambda: now) as world:
+        other = FakeEngine(resuming)
+        other.serve(world.gateway, name="other")
+        world.engine.gate.clear()
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+            world.gateway.turn(world.link, "prefill")
+            world.gateway.look()
+            now = 100.0
+            world.gateway.look()
+            world.gateway.look()
+            assert generation.lanes[0].link is world.link
+            assert world.link.turning is not None
+            world.engine.gate.set()
+            assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
+            world.gateway.look()
+            assert world.link.turning is None
+
+
+async def test_a_role_that_may_have_been_lost_with_a_link_is_said_again() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        other = FakeEngine(resuming)
+        other.serve(world.gateway, name="other")
+        deliver, world.engine._deliver = world.engine._deliver, lambda _: None
+        world.gateway.turn(world.link, "prefill")
+        assert world.link.told == "both"
+        world.engine._deliver = deliver
+        world.gateway.deliver(world.link, Missed(messages=1))
+        assert world.link.told == "prefill"
 
 
 async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None:

@@ -199,6 +199,8 @@ def test_a_replica_counts_its_own_requests_and_not_what_workers_tell_everybody()
         each.joined("worker")
         each.ready(ready, "worker")
         each.load(load, "worker")
+        each.role("worker", "prefill")
+        each.promised("default", 500, None)
         each.asked(1, 5)
     summed = Summed()
     for name, each in zip(("supervisor", "a", "b"), (supervisor, *replicas), strict=True):
@@ -209,6 +211,9 @@ def test_a_replica_counts_its_own_requests_and_not_what_workers_tell_everybody()
     (pages,) = lines(text, "vllm:cache_config_info").values()
     assert (hits, running, pages) == (64, 1, 1)
     assert lines(text, "vllm:request_params_n_count") == {'vllm:request_params_n_count{engine="0",model_name="m"}': 3}
+    roles = {name: number for name, number in lines(text, "redline:worker_role").items() if number}
+    assert roles == {'redline:worker_role{engine="0",model_name="m",role="prefill"}': 1}
+    assert list(lines(text, "redline:sla_target_seconds").values()) == [0.5], "and not the sum"
     own = supervisor.expose()
     names = re.compile(rb"^# TYPE (\S+) \S+$", re.MULTILINE)
     assert set(names.findall(text)) == set(names.findall(own)), "a scrape has the series of a server of one process"

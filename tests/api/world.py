@@ -5,7 +5,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +16,8 @@ from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
 from redline.api.app import create_app
-from redline.api.config import ApiConfig, Limits
-from redline.api.gateway import Gateway
+from redline.api.config import ApiConfig, Limits, Sla
+from redline.api.gateway import NO_TARGETS, Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
 from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
@@ -74,11 +74,12 @@ class World:
         *,
         resume_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        targets: Mapping[str, Sla] = NO_TARGETS,
         **config: Any,
     ) -> None:
         self.engine = FakeEngine(script)
         self.metrics = Metrics(MODEL, itertools.count().__next__)  # each scrape is a new one
-        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s)
+        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets)
         self.link = self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
         self.app: ASGIApp = create_app(self.gateway, self.config)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from redline.api.config import Sla
 from redline.errors import ConfigError
-from redline.fleet.config import ServeConfig, read, size
+from redline.fleet.config import ServeConfig, Steer, read, size
 from redline.transport import choice
 from redline.worker.config import Learned, Suffix
 
@@ -69,6 +70,50 @@ def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path
     drafter, trace = str(tmp_path / "weights/kimi-eagle3"), str(tmp_path / "accepted.jsonl")
     how: dict[str, Any] = {"tokens": 5, "adaptive": False, "suffix": False, "head_bits": 8, "trace": trace}
     assert engine.speculation == Learned(drafter=drafter, **how)
+
+
+STEERED = """
+weights = "w"
+[sla.default]
+ttft_ms = 2000
+[sla.interactive]
+ttft_ms = 500
+itl_ms = 30
+[steer]
+every_s = 2
+[[workers]]
+count = 2
+"""
+
+
+def test_classes_of_requests_have_targets_and_roles_are_steered_by_them(tmp_path: Path):
+    config = read(write(tmp_path, STEERED), {})
+    assert config.sla == {"default": Sla(ttft_ms=2000), "interactive": Sla(ttft_ms=500, itl_ms=30)}
+    assert config.steer == Steer(every_s=2.0)
+    assert {place.transport for place in config.places} == {"shared"}, "any of them may come to compute prompts"
+    alone = read(write(tmp_path, STEERED.replace("[steer]\nevery_s = 2\n", "")), {})
+    assert alone.steer is None
+    assert {place.transport for place in alone.places} == {None}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("itl_ms = 30", "tpot_ms = 30", "unknown key sla.interactive.tpot_ms"),
+        ("[sla.default]\nttft_ms = 2000\n", "", "[steer] goes by what requests are promised; set [sla.default]"),
+        ("ttft_ms = 2000", "", "[sla.default] promises nothing; set ttft_ms, itl_ms, or both"),
+        ("ttft_ms = 2000", "ttft_ms = 0", "$.sla[...].ttft_ms"),
+        ("[sla.interactive]", '[sla."a b"]', "a class of requests is called 'a b'"),
+        ("every_s = 2", "every_s = 0", "$.steer.every_s"),
+        ("every_s = 2", "every = 2", "unknown key steer.every; did you mean steer.every_s?"),
+        ("count = 2", "count = 1", "[steer] gives workers other roles, and there is one"),
+        ("[sla.default]", "api_replicas = 2\n[sla.default]", "api_replicas is 2, and [steer] is set"),
+    ],
+)
+def test_targets_and_steering_that_cannot_be_are_named(tmp_path: Path, old: str, new: str, complaint: str):
+    with pytest.raises(ConfigError) as error:
+        read(write(tmp_path, STEERED.replace(old, new)), {})
+    assert complaint in str(error.value)
 
 
 def test_suffix_drafts_without_a_folder(tmp_path: Path):

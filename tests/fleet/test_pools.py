@@ -51,10 +51,15 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
+def address(server: Server) -> str:
+    """Of the admin routes."""
+    found = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
+    assert found is not None, server.said
+    return found[1]
+
+
 def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:
-    address = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
-    assert address is not None, server.said
-    request = Request(f"{address[1]}/admin/{path}", headers={"authorization": f"Bearer {KEY}"}, method=method)
+    request = Request(f"{address(server)}/admin/{path}", headers={"authorization": f"Bearer {KEY}"}, method=method)
     return json.load(urlopen(request, timeout=10))
 
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -113,7 +114,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "deployment.toml").write_text(
         f'weights = {json.dumps(str(NANO))}\nport = 0\nadmin_port = 0\nadmin_keys_file = "admin.txt"\n'
         'keys_file = "keys.txt"\nresponses_file = "kept"\napi_replicas = 2\ndrain_s = 30\n'
-        '[engine]\nkv_memory = "60MB"\n[[workers]]\ncount = 2\n'
+        '[engine]\nkv_memory = "60MB"\n[[workers]]\ncount = 2\n[sla.default]\nttft_ms = 1000000\n'
     )
     server = Server(folder / "deployment.toml")
     try:
@@ -123,10 +124,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
 
 
-def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:
+def admin(server: Server, path: str, method: str = "GET", body: bytes | None = None) -> dict[str, Any]:
     found = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
     assert found is not None, server.said
-    request = Request(f"{found[1]}/admin/{path}", headers={"authorization": f"Bearer {KEY}"}, method=method)
+    request = Request(f"{found[1]}/admin/{path}", body, {"authorization": f"Bearer {KEY}"}, method=method)
     return json.load(urlopen(request, timeout=10))
 
 
@@ -335,16 +336,30 @@ def test_the_operator_is_told_of_the_server_and_not_of_a_replica(two: Server) ->
         before = scraped(two)['vllm:prompt_tokens_total{engine="0",model_name="kimi-nano"}']
         for place, client in enumerate((first, other)):
             "".join(client.ask("a b c d", 3, f"counted-{place}"))
-        used = admin(two, "status")["keys"]["alice"]
-        assert used["requests"] >= 2
+        status = admin(two, "status")
+        assert status["keys"]["alice"]["requests"] >= 2
+        assert status["sla"]["default"]["ttft_ms"] == 1000000
+        assert status["sla"]["default"]["ttft_met"] >= 2, "of both together"
         (one,) = admin(two, "requests/counted-0")["jobs"]
         time.sleep(0.3)
         for _ in range(2):
             now = scraped(two)['vllm:prompt_tokens_total{engine="0",model_name="kimi-nano"}']
             assert now == before + 2 * one["prompt_tokens"]
+        kept = [number for name, number in scraped(two).items() if name.startswith("redline:sla_requests_total")]
+        assert sum(kept) >= 2
     console = Console(width=160, record=True, file=io.StringIO())
     show(admin(two, "requests/counted-1"), console)
     assert f"at {replica_of(two, 'counted-1')}" in console.export_text(), "as redline explain prints it"
+
+
+def test_no_role_changes_and_the_operator_is_told_why(two: Server) -> None:
+    with pytest.raises(HTTPError) as error:
+        admin(two, "workers/worker-0/role", "POST", b'{"role": "prefill"}')
+    assert error.value.code == 409
+    assert "leave api_replicas out" in error.value.read().decode()
+    with pytest.raises(HTTPError) as error:
+        admin(two, "workers/nobody/role", "POST", b'{"role": "prefill"}')
+    assert error.value.code == 404
 
 
 def test_keys_are_read_again_by_all(two: Server) -> None:

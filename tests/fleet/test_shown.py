@@ -5,13 +5,20 @@ from pathlib import Path
 import pytest
 
 from redline.fleet.config import ServeConfig, read
-from redline.fleet.shown import ABSENT, as_toml
+from redline.fleet.shown import ABSENT, as_file, as_toml
 from tests.fleet.test_config import WHOLE, write
 from tests.test_house import KEYS
 
 POOLS = """
 weights = "model"
 requests.timeout_s = 60.0
+[sla.default]
+ttft_ms = 500.0
+[sla.interactive]
+ttft_ms = 250.5
+itl_ms = 30.0
+[steer]
+every_s = 2.5
 [engine]
 kv_memory = "1GB"
 [engine.speculation]
@@ -66,9 +73,18 @@ def test_a_file_is_named_where_it_said_so(tmp_path: Path):
 
 
 def test_every_key_that_can_be_absent_says_what_holds_then(tmp_path: Path):
-    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "cluster"}
+    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "steer", "cluster"}
     text = as_toml(read(tmp_path, {"engine.speculation": "suffix"}), tmp_path, {})
     shown = {line.strip("# ").partition(" =")[0] for line in text.splitlines()}
-    assert (
-        set(ServeConfig.__struct_fields__) - {"per_key", "requests", "handoff", "engine", "cluster", "workers"} <= shown
-    )
+    tables = {"per_key", "requests", "handoff", "sla", "steer", "engine", "cluster", "workers"}
+    assert set(ServeConfig.__struct_fields__) - tables <= shown
+
+
+@pytest.mark.parametrize("steer", ["[steer]\n", "[steer]\nevery_s = 2.0\n"])
+def test_promises_and_steering_are_in_the_shortest_file_too(tmp_path: Path, steer: str):
+    file = tmp_path / "deployment.toml"
+    file.write_text(f'weights = "{tmp_path}"\n[sla.default]\nttft_ms = 500.0\n{steer}[[workers]]\ncount = 2\n')
+    config = read(file, {})
+    file.write_text(as_file(config))
+    assert read(file, {}) == config
+    assert as_file(read(tmp_path, {})) == f'weights = "{tmp_path}"\n', "and no more is"

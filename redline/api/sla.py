@@ -1,0 +1,106 @@
+"""Which requests had what they were promised: the targets of each class, and how many have kept them.
+
+A class is a table of the deployment, [sla.NAME], and keys name theirs; all others are of DEFAULT_SLA. A request keeps
+its first token's target, the pace of its answer, both or neither. As everywhere, a choice counts as a request.
+
+    first token   from the request's arrival
+    pace          (last token - first token) / (tokens - 1): one long pause is not seen among many tokens
+
+One that ends with an error keeps nothing. One whose client leaves counts by what had come; where nothing had come and
+it was not late yet, it does not count.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from redline.api.config import DEFAULT_SLA, Sla
+from redline.api.metrics import Metrics
+from redline.wire.delta import Finish
+
+LATELY_S = 60.0  # of which the status tells beside all
+MOST_LATELY = 4096  # requests that are remembered for it
+
+
+class Took(NamedTuple):
+    """Seconds of a request that has ended. first_token: None where it had none. pace: None with a token or none."""
+
+    whole: float
+    first_token: float | None
+    pace: float | None
+
+
+class Kept(NamedTuple):
+    """Which targets a request has kept."""
+
+    ttft: bool
+    itl: bool
+
+
+class Attainment:
+    """Counts of each class, since the start and lately. Requests of a class without targets are not counted."""
+
+    def __init__(
+        self, targets: Mapping[str, Sla], metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """clock: tells seconds, by which `lately` is meant."""
+        self.targets = targets
+        self._metrics = metrics
+        self._clock = clock
+        self._counts = {name: dict.fromkeys(_all(), 0) for name in targets}
+        self._lately: dict[str, deque[tuple[float, Kept]]] = {name: deque(maxlen=MOST_LATELY) for name in targets}
+        for name, target in targets.items():
+            metrics.promised(name, target.ttft_ms, target.itl_ms)
+
+    def ended(self, of: str, took: Took, finish: Finish) -> None:
+        """Count a request of a class; one without targets of its own has those of DEFAULT_SLA."""
+        name = of if of in self.targets else DEFAULT_SLA
+        if (target := self.targets.get(name)) is None or (kept := keeps(target, took, finish)) is None:
+            return
+        self._counts[name][kept] += 1
+        self._lately[name].append((self._clock(), kept))
+        self._metrics.kept(name, ttft=kept.ttft, itl=kept.itl)
+
+    def told(self) -> dict[str, Any]:
+        """As JSON: targets, and of all requests and those of the last LATELY_S how many kept what."""
+        now, told = self._clock(), dict[str, Any]()
+        for name, target in self.targets.items():
+            lately = self._lately[name]
+            while lately and now - lately[0][0] > LATELY_S:
+                lately.popleft()
+            newest = [kept for _, kept in lately]
+            told[name] = {
+                "ttft_ms": target.ttft_ms,
+                "itl_ms": target.itl_ms,
+                **_told(self._counts[name]),
+                "last_minute": _told({kept: newest.count(kept) for kept in _all()}),
+            }
+        return told
+
+
+def keeps(target: Sla, took: Took, finish: Finish) -> Kept | None:
+    """Which targets a request has kept; None where nobody can tell."""
+    if finish == "error":
+        return Kept(ttft=False, itl=False)
+    if took.first_token is None and finish == "aborted" and _within(took.whole, target.ttft_ms):
+        return None
+    waited = took.whole if took.first_token is None else took.first_token
+    return Kept(_within(waited, target.ttft_ms), took.pace is None or _within(took.pace, target.itl_ms))
+
+
+def _within(seconds: float, most_ms: float | None) -> bool:
+    return most_ms is None or seconds * 1000 <= most_ms
+
+
+def _all() -> list[Kept]:
+    return [Kept(ttft, itl) for ttft in (True, False) for itl in (True, False)]
+
+
+def _told(counts: Mapping[Kept, int]) -> dict[str, int]:
+    return {
+        "requests": sum(counts.values()),
+        "ttft_met": sum(count for kept, count in counts.items() if kept.ttft),
+        "itl_met": sum(count for kept, count in counts.items() if kept.itl),
+        "both_met": counts[Kept(ttft=True, itl=True)],
+    }

@@ -1,0 +1,303 @@
+"""Gives workers other roles as the traffic asks for: every few seconds it looks, and changes one role at most.
+
+What came lately, as it came, and what steps took lately are put to `tune.roles.choose_roles`, which says which roles
+keep most of what is promised, and whether a change pays. Against changing to and fro the same direction has to be said
+in CONFIRM looks in a row, and `rest_s` has to have passed since the last change. Then the workers change one after the
+other, each once the one before is in its role: half of a way may be worse than none. Where nobody is left that answers,
+a worker that computes prompts does so at once.
+
+Each change is a line in the log; it, the last look and its numbers are in /admin/status. How many workers would be
+wanted is said there too, and nobody is started for it.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from redline.api.config import DEFAULT_SLA, Sla
+from redline.api.gateway import Gateway
+from redline.fleet.config import Steer
+from redline.route.links import MOVE_S, Link
+from redline.route.roles import STAY_S, can_answer
+from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Targets, Traffic, WorkerModel, choose_roles
+from redline.tune.steps import StepFit, StepModel, Work
+from redline.wire.job import PAGE_TOKENS
+from redline.wire.news import Load, Ready, Role
+
+CONFIRM = 2  # looks in a row that say the same, before anything changes
+LEAST_REQUESTS = 8  # that have come in the window: of fewer nothing is concluded
+MOST_TOLD = 16  # changes that are remembered
+MOST_STEPS = 1024  # with prompts, and as many without, that are remembered
+MEMORY = 0.98  # share of the tokens and rows of steps that stays when those of another are added
+
+log = logging.getLogger("redline.fleet")
+
+
+class Decision(NamedTuple):
+    """What came of one look. at: seconds since the epoch. worker, role: who changes to what; None: nobody does.
+
+    now, expected: what the present roles and the chosen ones are predicted to do; None where nothing was predicted.
+    """
+
+    at: float
+    why: str
+    worker: str | None = None
+    role: Role | None = None
+    now: Predicted | None = None
+    expected: Predicted | None = None
+    wanted: int | None = None
+
+    def told(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.at)),
+            "worker": self.worker,
+            "role": self.role,
+            "why": self.why,
+            "now": None if self.now is None else _told(self.now),
+            "expected": None if self.expected is None else _told(self.expected),
+            "workers_wanted": self.wanted,
+        }
+
+
+class Measured:
+    """What steps of all workers took lately, and how many tokens a row of an answer gives."""
+
+    def __init__(self) -> None:
+        self._with_prompts: deque[tuple[Work, float]] = deque(maxlen=MOST_STEPS)  # and milliseconds
+        self._without: deque[tuple[Work, float]] = deque(maxlen=MOST_STEPS)
+        self._newest: dict[str, int] = {}  # step of each worker that was added
+        self._tokens = self._rows = 0.0
+
+    def hear(self, worker: str, load: Load) -> None:
+        """Add the steps that a worker's load tells of. It counts from its own start."""
+        newest = self._newest.get(worker, 0)
+        if load.steps < newest:
+            newest = 0
+        for step in load.timed:
+            if step.number <= newest:
+                continue
+            self._newest[worker] = step.number
+            kind = self._with_prompts if step.prompt else self._without
+            kind.append((Work(step.prompt, step.pairs, step.rows, step.context, step.expanded), step.ms))
+            if step.rows:
+                self._tokens = MEMORY * self._tokens + step.tokens
+                self._rows = MEMORY * self._rows + step.rows
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Of an answer, at least one."""
+        return max(1.0, self._tokens / self._rows) if self._rows else 1.0
+
+    @property
+    def enough(self) -> bool:
+        """Whether steps of both kinds were measured."""
+        return bool(self._with_prompts and self._without)
+
+    @property
+    def steps(self) -> tuple[tuple[Work, float], ...]:
+        """What steps computed, and the milliseconds that they took."""
+        return (*self._with_prompts, *self._without)
+
+
+class Steering:
+    """Looks and changes roles. `run` until it is cancelled; `told` is for the operator.
+
+    turn: gives a worker of that name another role: why it cannot, or None (`Supervisor.turn`).
+    """
+
+    def __init__(
+        self,
+        config: Steer,
+        gateway: Gateway,
+        turn: Callable[[str, Role], str | None],
+        targets: Mapping[str, Sla],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.measured = Measured()
+        self.last: Decision | None = None
+        self.changes: deque[Decision] = deque(maxlen=MOST_TOLD)
+        self._config = config
+        self._gateway = gateway
+        self._turn = turn
+        self._targets = targets_of(targets)
+        self._clock = clock
+        self._changed_at = -math.inf
+        self._said = 0, 0  # which way to change, and in how many looks in a row
+        self._goal: Decision | None = None  # whose roles are being given, one worker after the other
+        gateway.loads = self.measured.hear
+
+    async def run(self) -> None:
+        """Look every `every_s`, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.every_s)
+            try:
+                await self.look()
+            except Exception:  # whatever it is, requests are served without it
+                log.exception("the roles of workers could not be weighed")
+
+    async def look(self) -> Decision:
+        """Look once, and change a role where that is to be. What came of it."""
+        decision = self._at_once() or self._go_on()
+        if decision is None:
+            asked = self._asked()
+            if isinstance(asked, str):
+                decision = Decision(time.time(), asked)
+            else:
+                # Numpy and a fit: some milliseconds, in which every stream would stand still.
+                choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
+                decision = self._decide(choice)
+        if decision.worker is not None:
+            self._changed_at, self._said = self._clock(), (0, 0)
+            self.changes.append(decision)
+            log.info("%s becomes %s: %s", decision.worker, decision.role, decision.why)
+        else:
+            log.debug("no worker changes its role: %s", decision.why)
+        self.last = decision
+        return decision
+
+    def told(self) -> dict[str, Any]:
+        """As JSON: the last look and the newest changes."""
+        return {
+            "roles": self._roles()._asdict(),
+            "last": None if self.last is None else self.last.told(),
+            "changes": [change.told() for change in reversed(self.changes)],
+        }
+
+    # -- what is seen
+
+    def _able(self) -> list[Link]:
+        """Workers that can be sent something new."""
+        links = self._gateway.links
+        return [link for link in links if link.ready and not link.draining and links.silent_s(link) <= MOVE_S]
+
+    def _roles(self) -> Roles:
+        return roles_of([link.role for link in self._able()])
+
+    def _at_once(self) -> Decision | None:
+        """Somebody has to answer."""
+        able = self._able()
+        if not able or any(can_answer(self._gateway.links, link) for link in able):
+            return None
+        return self._change(able[0], "decode", Decision(time.time(), "no other worker is left that answers"))
+
+    def _go_on(self) -> Decision | None:
+        """The next worker changes on the way to roles that were decided on; None where there is no such way."""
+        if (goal := self._goal) is None or goal.expected is None:
+            return None
+        able, roles = self._able(), goal.expected.roles
+        way = roles.prefill - roles_of([link.role for link in able]).prefill
+        if not way or roles.workers != len(able):  # there; or somebody has come or gone, and all is to be weighed anew
+            self._goal = None
+            return None
+        if any(link.turning is not None for link in able):
+            return None
+        decision = self._step(able, way, goal._replace(at=time.time()))
+        if decision.worker is None:
+            self._goal = None
+        return decision
+
+    def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
+        """What is to be weighed, with the steps that say what a worker can do; or why nothing is."""
+        able = self._able()
+        if (turning := next((link for link in able if link.turning is not None), None)) is not None:
+            return f"{turning.name} is still changing its role"
+        if (left := self._changed_at + self._config.rest_s - self._clock()) > 0:
+            return f"a role was changed lately; the next can be in {left:.0f} s"
+        if len(able) < 2:
+            return f"{len(able)} workers are ready: there is nothing to choose"
+        window_s, lately = self._config.window_s, self._gateway.lately
+        lengths = lately.lengths(window_s)
+        if len(lengths) < LEAST_REQUESTS:
+            return f"{len(lengths)} requests came in {window_s:g} s; {LEAST_REQUESTS} at least are weighed"
+        if not self.measured.enough:
+            return "no steps with prompts, or none with answers alone, have been measured yet"
+        asked = [Asked(each.cached, each.uncached, each.output, each.of) for each in lengths]
+        readies = [link.ready for link in able if link.ready is not None]
+        now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
+        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s)
+        return Traffic(lately.rate(window_s), asked), fleet, self.measured.steps
+
+    def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
+        fit = StepFit()
+        for work, ms in steps:
+            fit.add(work, ms)
+        worker = msgspec.structs.replace(fleet.model, steps=fit.model())
+        return choose_roles(traffic, fleet._replace(model=worker), self._targets)
+
+    # -- what is done
+
+    def _decide(self, choice: Choice) -> Decision:
+        seen = Decision(time.time(), choice.why, None, None, choice.now, choice.expected, choice.wanted)
+        able = self._able()
+        way = choice.roles.prefill - roles_of([link.role for link in able]).prefill
+        if not way or choice.roles.workers != len(able):  # somebody has come or gone meanwhile
+            self._said = 0, 0
+            return seen
+        sign = 1 if way > 0 else -1
+        self._said = sign, self._said[1] + 1 if self._said[0] == sign else 1
+        if self._said[1] < CONFIRM:
+            return seen._replace(why=f"{choice.why}; once more, and a role changes")
+        self._goal = seen
+        return self._step(able, way, seen)
+
+    def _step(self, able: Sequence[Link], way: int, seen: Decision) -> Decision:
+        """The worker with least to end changes. way: more than 0 where more are to compute prompts."""
+        some = [link for link in able if (link.role == "prefill") == (way < 0)]
+        link = min(some, key=lambda link: link.jobs)
+        alone = seen.expected is not None and not seen.expected.roles.prefill
+        return self._change(link, "prefill" if way > 0 else "both" if alone else "decode", seen)
+
+    def _change(self, link: Link, role: Role, seen: Decision) -> Decision:
+        if (why_not := self._turn(link.name, role)) is not None:
+            return seen._replace(why=f"{seen.why}; but {why_not}")
+        return seen._replace(worker=link.name, role=role)
+
+
+def roles_of(roles: Sequence[Role]) -> Roles:
+    """How many workers have each role. Where nobody computes prompts for others, all do both, however that is called;
+    where somebody does, those that do both are sent as few prompts as those that answer."""
+    prefill = sum(role == "prefill" for role in roles)
+    others = len(roles) - prefill
+    return Roles(prefill=prefill, decode=others) if prefill else Roles(both=others)
+
+
+def targets_of(slas: Mapping[str, Sla]) -> dict[str, Targets]:
+    """What is promised, by class; that of DEFAULT_SLA is everybody else's. What is not promised is always kept."""
+
+    def seconds(most_ms: float | None) -> float:
+        return math.inf if most_ms is None else most_ms / 1e3
+
+    found = {name: Targets(seconds(sla.ttft_ms), seconds(sla.itl_ms)) for name, sla in slas.items()}
+    return {**found, "": found[DEFAULT_SLA]}
+
+
+def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
+    """A worker as the least of these, but for what its steps take."""
+    return WorkerModel(
+        name="measured",
+        steps=StepModel(base=0.0),
+        step_tokens=min(ready.step_tokens for ready in readies),
+        slots=min(ready.slots for ready in readies),
+        kv_tokens=min(ready.pages for ready in readies) * PAGE_TOKENS,
+        tokens_per_step=tokens_per_step,
+    )
+
+
+def _told(predicted: Predicted) -> dict[str, Any]:
+    def finite(value: float) -> float | None:
+        return round(value, 4) if math.isfinite(value) else None
+
+    return {
+        "roles": predicted.roles._asdict(),
+        "goodput": finite(predicted.goodput),
+        "attainment": finite(predicted.attainment),
+        "prefill_use": finite(predicted.prefill),
+        "decode_use": finite(predicted.decode),
+    }

@@ -1,0 +1,78 @@
+"""What was asked lately: when, how long prompts and answers are, and of which class, for whoever plans by it.
+
+A request is known from its arrival on. So a wave of long prompts is seen while they wait, and not once the first of
+them have been answered; how long an answer becomes that has not ended is taken from those that have.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+MOST = 2048  # requests that are remembered
+
+
+class Came:
+    """One job, from its arrival on."""
+
+    __slots__ = ("at", "cached", "ended", "of", "output", "prompt")
+
+    def __init__(self, at: float, of: str, prompt: int) -> None:
+        """at: seconds of the clock. of: its class. prompt: tokens."""
+        self.at = at
+        self.of = of
+        self.prompt = prompt
+        self.cached = 0  # tokens of the prompt, as it was expected or found
+        self.output = 0  # tokens, so far
+        self.ended = False  # as it was to end: it would have had no more tokens
+
+
+class Length(NamedTuple):
+    """Tokens of one request, and its class."""
+
+    cached: int
+    uncached: int
+    output: int
+    of: str
+
+
+class Lately:
+    """The newest jobs. clock: tells seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._came: deque[Came] = deque(maxlen=MOST)
+
+    def came(self, of: str, prompt: int) -> Came:
+        """A job has come, of a class, with so many tokens of its prompt. What is learnt of it is written there."""
+        self._came.append(Came(self._clock(), of, prompt))
+        return self._came[-1]
+
+    def rate(self, window_s: float) -> float:
+        """Jobs a second in the last so many seconds, or since there is a clock."""
+        newest = self._newest(window_s)
+        seconds = min(window_s, self._clock() - self._since)
+        if len(self._came) == MOST == len(newest):  # those before are forgotten
+            seconds = self._clock() - newest[0].at
+        return len(newest) / seconds if seconds > 0 else 0.0
+
+    def lengths(self, window_s: float) -> list[Length]:
+        """Those of the last so many seconds. An answer that has not ended is taken to become as long as those that
+        have, of its class if there are any, on the mean; and no shorter than it is."""
+        newest = self._newest(window_s)
+        mean = {of: _mean([each for each in newest if each.of == of]) for of in {each.of for each in newest}}
+        of_all = _mean(newest) or 0
+        found: list[Length] = []
+        for each in newest:
+            output = each.output if each.ended else max(each.output, mean[each.of] or of_all)
+            found.append(Length(min(each.cached, each.prompt), max(0, each.prompt - each.cached), output, each.of))
+        return found
+
+    def _newest(self, window_s: float) -> list[Came]:
+        since = self._clock() - window_s
+        return [each for each in self._came if each.at >= since]
+
+
+def _mean(all: Sequence[Came]) -> int | None:
+    outputs = [each.output for each in all if each.ended]
+    return round(sum(outputs) / len(outputs)) if outputs else None

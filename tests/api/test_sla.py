@@ -1,0 +1,100 @@
+"""What requests are promised, and which have had it."""
+
+from pathlib import Path
+
+import pytest
+
+from redline.api.config import KeyLimits, Sla
+from redline.api.keys import Keyring
+from redline.api.metrics import Metrics
+from redline.api.quota import CALLER, Caller
+from redline.api.sla import LATELY_S, Attainment, Kept, Took, keeps
+from redline.wire.delta import Delta, Finish
+from tests.api.test_edge import keys_file
+from tests.api.test_gateway import text_ask
+from tests.api.world import MODEL, World
+
+pytestmark = pytest.mark.anyio
+
+BOTH = Sla(ttft_ms=500, itl_ms=30)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize(
+    ("took", "finish", "kept"),
+    [
+        (Took(1.0, 0.5, 0.03), "stop", (True, True)),
+        (Took(1.0, 0.501, 0.03), "length", (False, True)),
+        (Took(1.0, 0.1, 0.031), "stop", (True, False)),
+        (Took(9.0, 0.1, None), "stop", (True, True)),  # of one token
+        (Took(0.1, 0.05, 0.01), "error", (False, False)),
+        (Took(0.4, None, None), "aborted", None),  # nobody knows when it would have come
+        (Took(0.6, None, None), "aborted", (False, True)),
+        (Took(0.6, 0.2, 0.05), "aborted", (True, False)),
+    ],
+)
+def test_a_request_keeps_what_it_was_promised_or_does_not(
+    took: Took, finish: Finish, kept: tuple[bool, bool] | None
+) -> None:
+    assert keeps(BOTH, took, finish) == (None if kept is None else Kept(*kept))
+
+
+def test_what_is_not_promised_is_kept() -> None:
+    assert keeps(Sla(itl_ms=30), Took(99.0, 99.0, 0.02), "stop") == Kept(ttft=True, itl=True)
+    assert keeps(Sla(ttft_ms=30), Took(99.0, 0.01, 9.0), "stop") == Kept(ttft=True, itl=True)
+
+
+def test_a_class_without_targets_has_those_of_the_default_and_without_any_nothing_is_counted() -> None:
+    now = 0.0
+    metrics = Metrics(MODEL)
+    attainment = Attainment({"default": BOTH, "batch": Sla(itl_ms=1000)}, metrics, lambda: now)
+    attainment.ended("default", Took(1.0, 0.1, 0.01), "stop")
+    attainment.ended("unknown", Took(1.0, 0.6, 0.01), "stop")
+    attainment.ended("batch", Took(9.0, 5.0, 0.5), "stop")
+    now = LATELY_S + 1
+    attainment.ended("default", Took(1.0, 0.6, 0.04), "stop")
+    told = attainment.told()
+    counted = ("requests", "ttft_met", "itl_met", "both_met")
+    assert [told["default"][key] for key in counted] == [3, 1, 2, 1]
+    assert [told["default"]["last_minute"][key] for key in counted] == [1, 0, 0, 0]
+    assert [told["batch"][key] for key in counted] == [1, 1, 1, 1]
+    assert (told["default"]["ttft_ms"], told["batch"]["ttft_ms"]) == (500, None)
+
+    def sample(**labels: str) -> float | None:
+        own = {"model_name": MODEL, "engine": "0"}
+        return metrics.registry.get_sample_value("redline:sla_requests_total", own | labels)
+
+    assert sample(sla="default", ttft="met", itl="met") == 1
+    assert sample(sla="default", ttft="missed", itl="met") == 1
+    assert sample(sla="default", ttft="missed", itl="missed") == 1
+    assert sample(sla="batch", ttft="missed", itl="met") == 0, "a series from the start"
+    none = Attainment({}, metrics)
+    none.ended("default", Took(1.0, 0.1, 0.01), "stop")
+    assert none.told() == {}
+
+
+async def test_a_request_counts_in_the_class_of_its_key(tmp_path: Path) -> None:
+    keys = Keyring(keys_file(tmp_path, "alice one sla=quick\nbob two"), KeyLimits(), classes=("quick",))
+    assert {name: account.sla for name, account in keys.accounts.items()} == {"alice": "quick", "bob": "default"}
+    targets = {"default": BOTH, "quick": Sla(ttft_ms=0.001)}
+
+    async def asked(name: str | None) -> None:
+        token = CALLER.set(Caller("id", None if name is None else keys.accounts[name]))
+        with await world.gateway.begin(text_ask()) as generation:
+            async for _ in generation:
+                pass
+        CALLER.reset(token)
+
+    async with World(lambda job: [Delta(job=job.id, tokens=(65,), finish="length")], targets=targets) as world:
+        for name in ("alice", "bob", None):
+            await asked(name)
+        told = world.gateway.attainment.told()
+    assert (told["quick"]["requests"], told["quick"]["ttft_met"]) == (1, 0)
+    assert (told["default"]["requests"], told["default"]["both_met"]) == (2, 2)
+    keys.path.write_text("alice one\nbob two sla=quick\n")
+    keys.reload()
+    assert {name: account.sla for name, account in keys.accounts.items()} == {"alice": "default", "bob": "quick"}

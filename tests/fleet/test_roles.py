@@ -1,0 +1,208 @@
+"""Three workers whose roles change while they serve: no answer is another than it would have been, and none is lost."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+
+from tests.fleet.test_pools import KEY, address, all_ready, free, served, workers
+from tests.fleet.test_serve import Server, wait_for
+
+FLIP_S = 5.0
+LONG = 4000  # tokens, which take longer than an answer may stay
+PROMPT = "the functions of a page " * 25
+THIRD = '[[workers]]\nrole = "decode"\nname = "other"\n'
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("three"), THIRD) as server:
+        wait_for(lambda: all_ready(server), 60, server)
+        yield server
+
+
+def turn(server: Server, name: str, body: object) -> tuple[int, dict[str, Any]]:
+    """Ask for another role: the status, and what is said."""
+    request = Request(
+        f"{address(server)}/admin/workers/{name}/role",
+        json.dumps(body).encode(),
+        {"authorization": f"Bearer {KEY}"},
+        method="POST",
+    )
+    try:
+        with urlopen(request, timeout=10) as answer:
+            return answer.status, json.load(answer)
+    except HTTPError as error:
+        return error.code, json.load(error)
+
+
+def flipped(server: Server, name: str, role: str) -> float:
+    """Seconds from the request until the worker is wholly in its new role."""
+    began = time.monotonic()
+    assert turn(server, name, {"role": role}) == (200, {"worker": name, "role": role})
+    wait_for(lambda: workers(server)[name]["turning_s"] is None, 30, server)
+    assert workers(server)[name]["role"] == role
+    return time.monotonic() - began
+
+
+def tokens_of(server: Server, number: int, length: int = 300) -> list[int]:
+    """A streamed greedy answer to a prompt of some 300 tokens."""
+    stream = server.client.completions.create(
+        model="tiny", prompt=f"{number} {PROMPT}", max_tokens=length, stream=True, temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    return [token for chunk in stream for token in chunk.choices[0].model_dump().get("token_ids") or ()]
+
+
+def writing(server: Server) -> list[str]:
+    """Who answers at this moment: it has a job, and what it has told since is that one runs."""
+    return [
+        name for name, worker in workers(server).items()
+        if name != "prefill" and worker["jobs"] and worker["load"]["running"]
+    ]  # fmt: skip
+
+
+class Load:
+    """Clients that ask one question after another, each with its own numbers, until they are stopped."""
+
+    def __init__(self, server: Server, first: int, clients: int = 3) -> None:
+        self.answers: dict[int, list[int]] = {}
+        self.failures: list[BaseException] = []
+        self._server = server
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(count(first + client, clients),)) for client in range(clients)
+        ]
+
+    def _ask(self, numbers: "count[int]") -> None:
+        for number in numbers:
+            if self._stop.is_set():
+                return
+            try:
+                self.answers[number] = tokens_of(self._server, number)
+            except BaseException as error:
+                self.failures.append(error)
+                raise
+
+    def __enter__(self) -> "Load":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+
+def check(server: Server, load: Load) -> None:
+    """Every answer is whole, and the one that comes undisturbed."""
+    assert not load.failures
+    assert load.answers
+    wait_for(lambda: free(server), 30, server)
+    assert load.answers == {number: tokens_of(server, number) for number in load.answers}
+    wait_for(lambda: free(server), 30, server)
+
+
+def test_a_worker_that_answers_computes_prompts_within_5_s_and_back_and_no_answer_is_another(three: Server) -> None:
+    took: list[float] = []
+    with Load(three, 100) as load:
+        for name, role in (("decode", "prefill"), ("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill")):
+            wait_for(lambda: any(worker["jobs"] for worker in workers(three).values()), 30, three)
+            took.append(flipped(three, name, role))
+    assert max(took) <= FLIP_S, took
+    told = workers(three)
+    assert {name: worker["role"] for name, worker in told.items()} == {
+        "prefill": "prefill", "decode": "decode", "other": "decode"
+    }  # fmt: skip
+    assert all(worker["epoch"] == 1 for worker in told.values()), "each is the process that it was"
+    check(three, load)
+
+
+def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
+    """Whoever writes it when it has begun is asked to compute prompts."""
+    answers: list[list[int]] = []
+    thread = threading.Thread(target=lambda: answers.append(tokens_of(three, 7, LONG)))
+    thread.start()
+    wait_for(lambda: writing(three), 60, three)
+    name = writing(three)[0]
+    took = flipped(three, name, "prefill")
+    thread.join(120)
+    flipped(three, name, "decode")
+    assert took <= FLIP_S
+    assert len(answers[0]) == LONG
+    assert re.search(rf"job \S+ moves after \d+ tokens: {name} is prefill from now on", three.said)
+    wait_for(lambda: free(three), 30, three)
+    assert answers[0] == tokens_of(three, 7, LONG)
+    wait_for(lambda: free(three), 30, three)
+
+
+def test_a_prompt_that_is_computed_for_another_is_handed_over_by_a_worker_that_answers_by_then(three: Server) -> None:
+    with Load(three, 200, clients=4) as load:
+        wait_for(lambda: workers(three)["prefill"]["jobs"], 30, three)
+        flipped(three, "prefill", "decode")
+        flipped(three, "prefill", "prefill")
+    check(three, load)
+
+
+def test_a_worker_that_is_killed_while_it_changes_its_role_is_started_again_in_the_new_one(three: Server) -> None:
+    before = workers(three)["other"]
+    with Load(three, 300) as load:
+        wait_for(lambda: workers(three)["other"]["jobs"], 30, three)
+        assert turn(three, "other", {"role": "prefill"})[0] == 200
+        os.kill(before["pid"], signal.SIGKILL)
+        wait_for(lambda: workers(three)["other"]["epoch"] == before["epoch"] + 1, 60, three)
+        assert workers(three)["other"]["role"] == "prefill"
+        wait_for(lambda: all_ready(three), 60, three)
+        flipped(three, "other", "decode")
+    check(three, load)
+
+
+def test_what_cannot_be_is_refused_in_one_line(three: Server) -> None:
+    assert turn(three, "cook", {"role": "decode"}) == (
+        404, {"error": "no worker is called cook; there are prefill, decode, other"}
+    )  # fmt: skip
+    status, said = turn(three, "decode", {"role": "cook"})
+    assert status == 400
+    assert "Invalid enum value 'cook' - at `$.role`" in said["error"]
+    assert turn(three, "decode", {"role": "decode", "now": True})[0] == 400
+    assert turn(three, "decode", {"role": "d" * 2000})[0] == 413
+    flipped(three, "other", "prefill")
+    status, said = turn(three, "decode", {"role": "prefill"})
+    assert status == 409
+    assert said["error"].startswith("decode is the last worker that answers")
+    flipped(three, "other", "decode")
+
+
+def test_roles_and_changes_of_roles_are_series(three: Server) -> None:
+    text = urlopen(f"{three.url}/metrics").read().decode()
+    roles = {(engine, role): value for engine, role, value in _series(text, "redline:worker_role")}
+    assert {pair for pair, value in roles.items() if value == 1.0} == {
+        ("0", "prefill"), ("1", "decode"), ("2", "decode")
+    }  # fmt: skip
+    assert len(roles) == 9
+    changes = {(engine, role): value for engine, role, value in _series(text, "redline:role_changes_total")}
+    assert changes["0", "decode"] >= 1.0
+
+
+def _series(text: str, name: str) -> Iterator[tuple[str, str, float]]:
+    for line in text.splitlines():
+        if line.startswith(f"{name}{{"):
+            labels, value = line.removeprefix(f"{name}{{").split("} ")
+            of = dict(pair.split("=") for pair in labels.split(","))
+            yield of["engine"].strip('"'), of["role"].strip('"'), float(value)
+
+
+def test_it_ends_cleanly(three: Server) -> None:
+    os.killpg(three.process.pid, signal.SIGTERM)
+    assert three.ends() == 0
+    assert "Traceback" not in three.said

@@ -1,0 +1,271 @@
+"""Who gives workers other roles: what it sees, what it does, and what keeps it from doing too much."""
+
+import math
+from typing import Any
+
+import pytest
+
+from redline.api.config import Sla
+from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
+from redline.chat.template import K2_6
+from redline.fleet.config import Steer
+from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of, targets_of
+from redline.route.roles import is_done, refusal
+from redline.tune.roles import Roles
+from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
+from tests.api.fake_engine import FakeEngine
+from tests.api.world import TOKENIZER
+
+pytestmark = pytest.mark.anyio
+
+PROMPT_MS, ROW_MS, BASE_MS = 0.5, 0.2, 5.0  # what a step's parts take at these workers
+SLA = {"default": Sla(ttft_ms=2000, itl_ms=12)}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def load(number: int, *timed: TimedStep) -> Load:
+    names = "running waiting pages_used pages_cached pages_total replayed led preemptions prompt_tokens"
+    counters: dict[str, Any] = dict.fromkeys(f"{names} prompt_tokens_cached generation_tokens".split(), 0)
+    return Load(**counters, steps=number, step_sizes=(0,) * (len(STEP_SIZES) + 1), timed=timed)
+
+
+def step(number: int, prompt: int, rows: int, tokens: int | None = None) -> TimedStep:
+    ms = BASE_MS + PROMPT_MS * prompt + ROW_MS * rows
+    return TimedStep(
+        number=number,
+        prompt=prompt,
+        pairs=0.0,
+        expanded=0,
+        rows=rows,
+        context=0,
+        tokens=rows if tokens is None else tokens,
+        ms=ms,
+    )
+
+
+class Fleet:
+    """Workers a, b ... with these roles, which do as they are told, and who steers them; the clock stands."""
+
+    def __init__(self, *roles: Role, **config: float) -> None:
+        self.now = 0.0
+        self.gateway = Gateway(TOKENIZER, K2_6, Metrics("m"), clock=lambda: self.now, resume_s=5.0)
+        self.turned: list[tuple[str, Role]] = []
+        self.steering = Steering(
+            Steer(window_s=60, rest_s=30, **config), self.gateway, self.turn, SLA, lambda: self.now
+        )
+        for name, role in zip("abcd", roles, strict=False):
+            engine = FakeEngine(lambda _: ())
+            link = engine.serve(self.gateway, name=name, role=role)
+            link.ready = Ready(
+                max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows"
+            )
+            self.gateway.deliver(link, Beat())
+        self.steps = 0
+        self.now = 1000.0
+        self.heard()
+
+    def turn(self, name: str, role: Role) -> str | None:
+        link = next(link for link in self.gateway.links if link.name == name)
+        if (why_not := refusal(self.gateway.links, link, role)) is None:
+            self.gateway.turn(link, role)
+            self.turned.append((name, role))
+        return why_not
+
+    def measure(self) -> None:
+        """Steps of each kind have ended."""
+        for worker in "abcd":
+            for prompt, rows in ((512, 0), (512, 8), (256, 4), (0, 1), (0, 8), (0, 32)):
+                self.steps += 1
+                self.steering.measured.hear(worker, load(self.steps, step(self.steps, prompt, rows)))
+
+    def comes(self, prompt: int, output: int, per_s: float, seconds: float = 60.0) -> None:
+        """So many requests of these lengths, at an even pace, up to now."""
+        end = self.now
+        for number in range(int(per_s * seconds)):
+            self.now = end - seconds + number / per_s
+            came = self.gateway.lately.came("default", prompt)
+            came.output, came.ended = output, True
+        self.now = end
+        self.heard()
+
+    def heard(self) -> None:
+        for link in self.gateway.links:
+            if link.ready is not None:
+                self.gateway.deliver(link, Beat())
+
+    def settle(self) -> None:
+        """What was turned is wholly in its role."""
+        for link in self.gateway.links:
+            if link.turning is not None and is_done(link, self.gateway.answers_of(link)):
+                link.turning = None
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.heard()
+        self.settle()
+
+
+async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_a_time() -> None:
+    fleet = Fleet("both", "both", "both", "both")
+    fleet.measure()
+    fleet.comes(prompt=1000, output=100, per_s=3)
+    first = await fleet.steering.look()
+    assert first.worker is None
+    assert first.why.endswith("once more, and a role changes")
+    assert first.now is not None
+    assert first.expected is not None
+    assert first.expected.attainment > first.now.attainment
+    assert first.expected.roles == Roles(prefill=3, decode=1)
+    second = await fleet.steering.look()
+    assert (second.worker, second.role) == ("a", "prefill")
+    assert (await fleet.steering.look()).why == "a is still changing its role"
+    fleet.passes(5)
+    third = await fleet.steering.look()
+    assert (third.worker, third.role) == ("b", "prefill"), "half of the way may be worse than none"
+    fleet.passes(5)
+    assert (await fleet.steering.look()).worker == "c"
+    fleet.passes(5)
+    assert "the next can be in 25 s" in (await fleet.steering.look()).why
+    assert fleet.turned == [("a", "prefill"), ("b", "prefill"), ("c", "prefill")]
+    told = fleet.steering.told()
+    assert told["roles"] == {"prefill": 3, "decode": 1, "both": 0}
+    assert [change["worker"] for change in told["changes"]] == ["c", "b", "a"]
+    assert all(change["expected"]["attainment"] > change["now"]["attainment"] for change in told["changes"])
+    assert told["last"]["workers_wanted"] is None, "nothing was weighed"
+
+
+async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
+    fleet = Fleet("both", "both", "both", "both")
+    fleet.measure()
+    fleet.comes(prompt=1000, output=100, per_s=3)
+    for _ in range(CONFIRM):
+        await fleet.steering.look()
+    fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "d"), "it has ended")
+    fleet.passes(5)
+    assert "the next can be in 25 s" in (await fleet.steering.look()).why
+    assert fleet.turned == [("a", "prefill")]
+
+
+async def test_when_prompts_are_short_and_answers_long_the_worker_answers_again() -> None:
+    fleet = Fleet("prefill", "prefill", "prefill", "decode")
+    fleet.measure()
+    fleet.comes(prompt=20, output=600, per_s=8)
+    looks = [await fleet.steering.look() for _ in range(CONFIRM)]
+    assert [look.worker is None for look in looks] == [True] * (CONFIRM - 1) + [False]
+    assert looks[-1].expected is not None
+    assert looks[-1].expected.roles == Roles(prefill=1, decode=3), "the nearest of those that are as good"
+    fleet.passes(5)
+    assert (await fleet.steering.look()).worker == "b"
+    assert fleet.turned == [("a", "decode"), ("b", "decode")]
+
+
+async def test_where_nobody_is_to_compute_prompts_for_others_the_worker_does_both() -> None:
+    fleet = Fleet("prefill", "decode")
+    fleet.measure()
+    fleet.comes(prompt=20, output=600, per_s=6)
+    for _ in range(CONFIRM):
+        await fleet.steering.look()
+    assert fleet.turned == [("a", "both")]
+
+
+async def test_a_look_that_says_otherwise_begins_the_count_anew() -> None:
+    fleet = Fleet("both", "both", "both", "both")
+    fleet.measure()
+    fleet.comes(prompt=1000, output=100, per_s=3)
+    await fleet.steering.look()
+    fleet.passes(120)
+    fleet.comes(prompt=20, output=20, per_s=1.0)
+    assert (await fleet.steering.look()).worker is None
+    fleet.passes(120)
+    fleet.comes(prompt=1000, output=100, per_s=3)
+    assert (await fleet.steering.look()).worker is None
+    assert (await fleet.steering.look()).worker is not None
+
+
+async def test_without_enough_traffic_or_measured_steps_nothing_is_concluded() -> None:
+    fleet = Fleet("both", "both")
+    fleet.comes(prompt=3000, output=40, per_s=(LEAST_REQUESTS - 1) / 60)
+    assert "requests came in 60 s" in (await fleet.steering.look()).why
+    fleet.comes(prompt=3000, output=40, per_s=2)
+    assert "have been measured yet" in (await fleet.steering.look()).why
+    fleet.steering.measured.hear("a", load(1, step(1, 512, 0)))
+    assert "have been measured yet" in (await fleet.steering.look()).why
+    fleet = Fleet("both")
+    assert "nothing to choose" in (await fleet.steering.look()).why
+
+
+async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_at_once() -> None:
+    fleet = Fleet("prefill", "decode", "prefill")
+    link = next(link for link in fleet.gateway.links if link.name == "b")
+    fleet.gateway.lose(link, "it has ended")
+    decision = await fleet.steering.look()
+    assert (decision.worker, decision.role) == ("a", "decode")
+    assert decision.why == "no other worker is left that answers"
+
+
+async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
+    fleet = Fleet("both", "both", "both", "both")
+    for link in fleet.gateway.links:
+        link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="")
+    fleet.measure()
+    fleet.comes(prompt=1000, output=100, per_s=3)
+    decision = [await fleet.steering.look() for _ in range(CONFIRM)][-1]
+    assert decision.worker is None
+    assert "but a has no area for parcels" in decision.why
+    assert not fleet.turned
+
+
+async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet("both", "both")
+    looks: list[int] = []
+
+    async def fails() -> Any:
+        looks.append(1)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+        raise ValueError("what nobody thought of")
+
+    monkeypatch.setattr(fleet.steering, "look", fails)
+    monkeypatch.setattr("asyncio.sleep", _at_once)
+    with pytest.raises(KeyboardInterrupt):
+        await fleet.steering.run()
+    assert len(looks) == 3
+
+
+async def _at_once(_: float) -> None:
+    return
+
+
+def test_a_step_is_counted_once_and_a_worker_that_is_started_again_counts_anew() -> None:
+    measured = Measured()
+    measured.hear("a", load(5, step(4, 0, 2), step(5, 100, 0)))
+    measured.hear("a", load(6, step(4, 0, 2), step(5, 100, 0)))
+    assert len(measured.steps) == 2
+    measured.hear("a", load(3, step(2, 0, 2)))
+    assert len(measured.steps) == 3
+    measured.hear("b", load(3, step(2, 0, 2, tokens=6)))
+    assert 1.5 < measured.tokens_per_step < 2.0
+    assert measured.enough
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        (["both", "both"], Roles(both=2)),
+        (["decode", "both"], Roles(both=2)),
+        (["prefill", "both", "decode"], Roles(prefill=1, decode=2)),
+    ],
+)
+def test_roles_are_counted_as_they_work(roles: list[Role], expected: Roles) -> None:
+    assert roles_of(roles) == expected
+
+
+def test_what_is_not_promised_is_kept_by_everybody() -> None:
+    targets = targets_of({"default": Sla(ttft_ms=500), "batch": Sla(itl_ms=100)})
+    assert targets[""] == targets["default"] == (0.5, math.inf)
+    assert targets["batch"] == (math.inf, 0.1)
