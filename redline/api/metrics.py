@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from starlette.types import Scope
 
 from redline.api.errors import Refusal
+from redline.api.tier_metrics import TierMetrics
 from redline.errors import Overloaded
 from redline.wire.delta import Finish
 from redline.wire.job import PAGE_TOKENS
@@ -228,6 +229,7 @@ class Metrics:
             "redline:sla_requests", "Requests of a class that have ended, by the targets that they kept",
             (*label, "sla", "ttft", "itl"), registry=self.registry,
         )  # fmt: skip
+        self._tiers = TierMetrics(self.registry)
         self._moved = Counter(
             "redline:jobs_moved", "Jobs that another worker went on with", label, registry=self.registry
         ).labels(*own)
@@ -352,6 +354,7 @@ class Metrics:
         handed = dict(last.handoffs) if last else {}
         for result, number in load.handoffs:
             self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))
+        self._tiers.add(own, load.tiers, last.tiers if last else ())
         self._step_sizes.add(load, last)
         self._last[worker] = load
 

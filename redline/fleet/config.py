@@ -47,6 +47,9 @@ every_s = 5                            # between two looks at the traffic
 kv_memory = "8GB"
 max_model_len = 65536
 kv_dtype = "fp8"                       # bf16 where nothing is said
+host_memory = "32GB"                   # of each worker, for contexts that kv_memory forgets; absent: none
+disk = "pages"                         # a folder for what host_memory gives up; absent: none
+disk_size = "500GB"                    # of each worker, there; with disk
 
 [engine.speculation]                   # absent: none
 type = "learned"                       # by a drafter of this model; or "suffix", which needs none
@@ -99,6 +102,8 @@ MOST_REPLICAS = 16  # of the API; every worker tells each of them its news
 # The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
 _MOST = {
     "kv_memory": 2**50,
+    "host_memory": 2**50,
+    "disk_size": 2**60,
     "max_model_len": 2**31,
     "max_running": 4096,
     "admit_together": 4096,
@@ -106,6 +111,8 @@ _MOST = {
     "ranks": 8,
     "random_weights": 1000,
 }
+
+_SIZES = "kv_memory", "host_memory", "disk_size"  # keys of [engine] that may be texts such as 8GB
 
 _FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
 
@@ -223,7 +230,8 @@ class ServeConfig(Record, frozen=True):
         """Every worker of the deployment."""
         by_ray = self.cluster is not None and self.cluster.kind == "ray"
         if not self.workers:
-            return (_elsewhere(Place("worker", "both", self.engine), "worker" if by_ray else None, self.weights),)
+            only = _own_folder(Place("worker", "both", self.engine))
+            return (_elsewhere(only, "worker" if by_ray else None, self.weights),)
         found: list[Place] = []
         hands_over = self.steer is not None or any(kind.role == "prefill" for kind in self.workers)
         transport = self.handoff.transport if hands_over else None
@@ -232,7 +240,7 @@ class ServeConfig(Record, frozen=True):
             for number in range(kind.count):
                 own = name if kind.count == 1 else f"{name}-{number}"
                 devices = kind.devices[number * each : (number + 1) * each]
-                place = Place(own, kind.role, kind.engine, devices, kind.cores, transport)
+                place = _own_folder(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
                 at = own if by_ray else kind.at
                 found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
         return tuple(place._replace(tells_cache=len(found) > 1) for place in found)
@@ -241,6 +249,14 @@ class ServeConfig(Record, frozen=True):
     def names(self) -> tuple[str, ...]:
         """What clients may call the model; answers carry the first."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
+
+
+def _own_folder(place: Place) -> Place:
+    """A place whose pages on disk are in a folder of its own: no two workers write to one."""
+    if place.engine.disk is None:
+        return place
+    disk = os.path.join(os.path.abspath(place.engine.disk), place.name)
+    return place._replace(engine=msgspec.structs.replace(place.engine, disk=disk))
 
 
 def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None = None) -> Place:
@@ -273,6 +289,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         kinds = _worker_tables(values.pop("workers", []), source)
         _check_keys(values, source)
         _resolve(values, ("weights", *_FILES), source.parent)
+        _resolve(_table(values, "engine"), ("disk",), source.parent)
         _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
         _resolve(_table(values, "cluster"), ("key_file",), source.parent)
     else:
@@ -283,12 +300,11 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         _table(values, table, make=True)[last] = _drafting(value, _table(values, key)) if drafting else value
     _check_keys(values, source)
     engine = _table(values, "engine")
-    if isinstance(engine.get("kv_memory"), str):
-        engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    _read_sizes(engine, f"{source}: engine")
     for number, kind in enumerate(kinds):
         own = kind.get("engine", {})
-        if isinstance(own.get("kv_memory"), str):
-            own["kv_memory"] = size(own["kv_memory"], f"{source}: workers[{number}].engine.kv_memory")
+        _resolve(own, ("disk",), source.parent)
+        _read_sizes(own, f"{source}: workers[{number}].engine")
         kind["engine"] = engine | own
     if kinds:
         values["workers"] = kinds
@@ -393,6 +409,24 @@ def _check_engine(engine: EngineConfig, place: str) -> None:
         number: int | None = getattr(engine, key)
         if number is not None and not 1 <= number <= most:
             raise ConfigError(f"{place}.{key} is {number:,}; expected 1 to {most:,}")
+
+    if (engine.disk is None) != (engine.disk_size is None):
+        raise ConfigError(
+            f"{place}.disk and {place.rpartition(': ')[2]}.disk_size need each other; set both, or neither"
+        )
+    if engine.disk == "":
+        raise ConfigError(f"{place}.disk is empty; expected a folder, or leave it out")
+    if engine.ranks > 1 and (engine.host_memory is not None or engine.disk is not None):
+        raise ConfigError(
+            f"{place}.ranks is {engine.ranks}; host_memory and disk keep pages of one rank: leave them out"
+        )
+
+
+def _read_sizes(engine: dict[str, Any], place: str) -> None:
+    """Sizes that are texts become bytes."""
+    for key in _SIZES:
+        if isinstance(engine.get(key), str):
+            engine[key] = size(engine[key], f"{place}.{key}")
 
 
 def _check_workers(config: ServeConfig, source: Path) -> None:

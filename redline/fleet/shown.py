@@ -39,6 +39,9 @@ ABSENT = {
     "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB",
     "engine.max_model_len": "what fits",
     "engine.step_tokens": "512, on a GPU 2048",
+    "engine.host_memory": "what the prefix cache forgets is gone, or with disk 512 MiB",
+    "engine.disk": "nothing is kept on disk",
+    "engine.disk_size": "nothing is kept on disk",
     "engine.device": "the GPU, if there is one",
     "engine.random_weights": "the weights of the folder",
     "engine.speculation": "nothing drafts",
@@ -151,6 +154,8 @@ def _engine(kind: Workers, engine: EngineConfig) -> str:
     """The line of what differs from [engine]; empty where nothing does."""
     own = {key: getattr(kind.engine, key) for key in EngineConfig.__struct_fields__}
     own = {key: of for key, of in own.items() if of != getattr(engine, key) and of is not None}
+    if "disk" in own:
+        own["disk"] = os.path.abspath(own["disk"])
     return f"engine = {{ {', '.join(f'{key} = {_value(of)}' for key, of in own.items())} }}" if own else ""
 
 

@@ -18,6 +18,7 @@ class Holder(IntEnum):
     CACHE = 0
     JOBS = 1
     LENT = 2  # computed for another worker, and not handed over yet
+    FETCHES = 3  # being filled from memory below the cache, or the cached prefix of such pages
 
 
 class PagePool:
@@ -36,7 +37,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that jobs hold or that are lent, shared ones counted once."""
+        """Pages that jobs or fetches hold or that are lent, shared ones counted once."""
         return self._used
 
     @property
@@ -49,14 +50,15 @@ class PagePool:
         return not self._in_use(page) and bool(self._counts[Holder.CACHE][page])
 
     def _in_use(self, page: PageId) -> int:
-        return self._counts[Holder.JOBS][page] + self._counts[Holder.LENT][page]
+        counts = self._counts
+        return counts[Holder.JOBS][page] + counts[Holder.LENT][page] + counts[Holder.FETCHES][page]
 
-    def take(self, count: int) -> list[PageId]:
-        """`count` free pages, now held once by a job. Raises AssertionError where fewer are free."""
+    def take(self, count: int, holder: Holder = Holder.JOBS) -> list[PageId]:
+        """`count` free pages, now held once, by a job unless told. Raises AssertionError where fewer are free."""
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._counts[Holder.JOBS][page] = 1
+            self._counts[holder][page] = 1
         self._used += count
         return pages
 
@@ -107,7 +109,7 @@ class PagePool:
         for page, times in enumerate(free):
             held_by = [counts[page] for counts in self._counts]
             assert times == (not any(held_by)), f"page {page} is {times} times in the free list, and held {held_by}"
-            used += held_by[Holder.JOBS] + held_by[Holder.LENT] > 0
+            used += self._in_use(PageId(page)) > 0
             if page % SLICE == 0:
                 yield
         assert self._used == used, f"{self._used} pages counted as used, {used} are"

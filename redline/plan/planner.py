@@ -27,6 +27,7 @@ from typing import NamedTuple
 from redline.errors import ConfigError
 from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
+from redline.plan.below import Below, Fetch, Fetches, Kept, Lack
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
 from redline.plan.queue import Queue
@@ -132,6 +133,8 @@ class Planner:
         self._hash_page = hash_page
         self._pool = PagePool(pages)
         self._cache = PrefixCache(self._pool)
+        self._below: Below | None = None
+        self._fetches = Fetches(self._pool, self._cache)
         self._recorded = RecordedShapes()
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
@@ -188,7 +191,10 @@ class Planner:
         if isinstance(active, Delta):
             return [active]
         active.lends = lends
-        self._wait(active)
+        if self._below is not None and self._below.awaits(job.id, self._lack(active)):
+            self._arriving[job.id] = active
+        else:
+            self._wait(active)
         return []
 
     def expect(self, job: Job) -> list[Delta]:
@@ -253,6 +259,41 @@ class Planner:
         self._unopen(job)
         self._wait(job)
 
+    def attach(self, below: Below) -> None:
+        """From now on pages that the cache forgets go to memory below it, and jobs may wait for pages from there."""
+        self._below = below
+        self._cache.forgets = below.forgets
+
+    def lack(self, id: JobId) -> Lack | None:
+        """What an expected job could begin from and the cache has not; None where it is expected no more."""
+        job = self._arriving.get(id)
+        return None if job is None else self._lack(job)
+
+    def comes_next(self, id: JobId) -> bool:
+        """Whether no job waits that came before an expected one. Raises KeyError for one that is not expected."""
+        waiting, job = self._waiting, self._arriving[id]
+        return not waiting or not (waiting.again or waiting.due().arrival < job.arrival)
+
+    def fetch(self, id: JobId, count: int) -> Fetch | None:
+        """Takes pages for the first `count` that an expected job lacks; None where it has no room to begin now. They
+        are the fetch's until `fetched`, whatever becomes of the job. Raises KeyError for one that is not expected."""
+        job = self._arriving[id]
+        if not self.comes_next(id):
+            return None  # who waits for pages here waits for these
+        matched = self._match(job)
+        if not self._has_room(job, matched):
+            return None
+        previous = job.hashes[len(matched) - 1] if matched else None
+        return self._fetches.begin(self._lack(job), count, matched, previous)
+
+    def fetched(self, fetch: Fetch, kept: Sequence[Kept]) -> None:
+        """Nothing writes to the pages of a fetch any more. So many as `kept` tells of, from the first on, are whole."""
+        self._fetches.end(fetch, kept)
+
+    def forget_idle(self) -> None:
+        """The cache forgets every page that no job holds."""
+        self._cache.evict(self._pool.idle)
+
     def computed(self, id: JobId) -> Computed | None:
         """How far a job is that lends its pages; None where nothing of it is there, nor will be."""
         job = self._jobs.get(id)
@@ -279,6 +320,10 @@ class Planner:
             active.came = self._clock()
         self._jobs[job.id] = active
         return active
+
+    def _lack(self, job: ActiveJob) -> Lack:
+        first, exact = len(self._match(job)), bool(job.generated) and job.exact
+        return Lack(first, tuple(job.hashes[first : job.usable]), exact, self._speculation.follows)
 
     def _wait(self, job: ActiveJob) -> None:
         job.work = job.known - PAGE_TOKENS * len(self._cache.match(job.hashes[: job.usable]))
@@ -365,7 +410,7 @@ class Planner:
             budget -= parts[-1].positions
         self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         if not parts:
-            elsewhere = self._arriving or self._lent  # they may have the pages that are missing
+            elsewhere = self._arriving or self._lent or self._fetches  # they may have the pages that are missing
             assert self._flights or elsewhere or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
         self._steps += 1
@@ -509,6 +554,8 @@ class Planner:
         if seconds is not None:
             self._speculation.took(step, result, seconds)
             self._timed.took(step, flight.jobs, result, seconds)
+            if self._below is not None:
+                self._below.took(step, seconds)
         return deltas
 
     def cached(self, *, whole: bool = False) -> Cached | None:
@@ -564,6 +611,7 @@ class Planner:
                 Holder.CACHE: self._cache.pages(),
                 Holder.JOBS: [page for job in (*holding, *expected) for page in job.pages],
                 Holder.LENT: [page for lent in self._lent.values() for page in lent.pages],
+                Holder.FETCHES: self._fetches.held(),
             }
         )
         yield from self._cache.checks()
@@ -702,19 +750,23 @@ class Planner:
 
     def _give_pages(self, job: ActiveJob, matched: list[PageId]) -> bool:
         """Gives a job these cached pages and fresh ones behind them. False, and nothing given, without room."""
-        need = pages_for(job.known) - len(matched)
-        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
-        free, idle = self._pool.free, self._pool.idle
-        if not may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running)):
+        if not self._has_room(job, matched):
             return False
         self._cache.use(matched, of_tokens=job.known)
-        job.pages = matched + self._take(need)
+        job.pages = matched + self._take(pages_for(job.known) - len(matched))
         job.sent = job.kept = len(matched)
         job.planned = job.computed = len(matched) * PAGE_TOKENS
         job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
         return True
+
+    def _has_room(self, job: ActiveJob, matched: Sequence[PageId]) -> bool:
+        """Whether there are pages for what a job has to compute behind these cached ones."""
+        need = pages_for(job.known) - len(matched)
+        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
+        free, idle = self._pool.free, self._pool.idle
+        return may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running))
 
     def _match(self, job: ActiveJob) -> list[PageId]:
         """Cached pages that the job can begin from. Its last token is always computed, since its row samples.

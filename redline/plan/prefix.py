@@ -10,10 +10,20 @@ comes back. So `PagePool.idle` is exactly the number of pages that eviction can 
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from redline.plan.pages import SLICE, Holder, PagePool
 from redline.wire.job import PAGE_TOKENS, PageHash, PageId
+
+
+class Forgotten(NamedTuple):
+    """A page that the cache forgets; exact, drafted: as in `PrefixCache.match`."""
+
+    hash: PageHash
+    page: PageId
+    exact: bool
+    drafted: bool
 
 
 class _Node:
@@ -49,6 +59,7 @@ class PrefixCache:
         self._candidates: list[tuple[int, PageHash]] = []
         self._uses = 0
         self._changes: dict[PageHash, bool] | None = None  # whether each is there now; None: nobody asks
+        self.forgets: Callable[[Sequence[Forgotten]], object] | None = None  # told of pages before they are used again
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -133,9 +144,13 @@ class PrefixCache:
 
     def evict(self, count: int) -> None:
         """Frees `count` pages, the least recently used ones. The caller has made sure that so many are idle."""
+        forgotten: list[Forgotten] = []
         for _ in range(count):
             node = self._least_recent_leaf() or self._least_recent_idle()
+            forgotten.append(Forgotten(node.hash, node.page, node.exact, node.drafted))
             self._forget(node)
+        if forgotten and self.forgets is not None:
+            self.forgets(forgotten)
 
     def check(self) -> None:
         """Raises AssertionError unless the tree, its index by page and its counts of children agree, and every leaf

@@ -80,6 +80,22 @@ class TimedStep(Record, frozen=True):
     ms: float
 
 
+class TierLoad(Record, frozen=True):
+    """One kind of memory below the prefix cache; "compute" is none: how well times of prompts are predicted."""
+
+    name: str  # host, disk; compute
+    pages: int = 0
+    bytes: int = 0  # that they take
+    most_bytes: int = 0
+    counts: tuple[tuple[str, int], ...] = ()  # pages, by what has become of them
+    hit_tokens: int = 0  # of prompts, that came from there
+    read_bytes: int = 0
+    read_s: float = 0.0  # from the beginning of a reading until its pages were in place; of "compute", what steps took
+    predicted_s: float = 0.0  # of the same
+    error_s: float = 0.0  # by how much the two differed, each time
+    saved_s: float = 0.0  # what computing was predicted to take, less what reading took
+
+
 class Load(Message, frozen=True):
     """Gauges of now (jobs, pages), and counters since the worker's start."""
 
@@ -107,6 +123,7 @@ class Load(Message, frozen=True):
     step_positions: int = 0  # of all of them
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
     timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with prompts and without
+    tiers: tuple[TierLoad, ...] = ()  # memory below the prefix cache; none: there is none
 
 
 class Cached(Message, frozen=True):

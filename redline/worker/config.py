@@ -55,6 +55,9 @@ class EngineConfig(Record, frozen=True):
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
     ranks: int = 1  # processes that share the model, each with a GPU of its own: 1, 2, 4 or 8
+    host_memory: int | None = None  # bytes of the host's, for pages that the prefix cache forgets; absent: none
+    disk: str | None = None  # a folder for pages that host memory gives up; absent: none
+    disk_size: int | None = None  # bytes of all files there; with disk
     speculation: Learned | Suffix | None = None  # who drafts, and how; absent: no speculation
     # For benchmarks, and its answers are no model's: `weights` has a config.json and a tokenizer alone, all weights are
     # random, and so many layers lie in memory; every further one is one of these (`model.k2.random_weights`).
@@ -94,6 +97,9 @@ def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
 # for many of a small model's short steps.
 HANDOFF_SHARE = {"cpu": 0.1, "cuda": 0.02}
 AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet: more than one prompt's are seldom there
+
+
+STAGING_BYTES = 512 << 20  # of host memory, where there is a disk and nothing is said: what waits to be written
 
 
 class WorkerConfig(Record, frozen=True):

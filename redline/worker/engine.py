@@ -6,22 +6,27 @@ benchmarks.
 
 import functools
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from hashlib import blake2b
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
+from filelock import FileLock
 
 from redline import limits
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
+from redline.disk import hold, human
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
@@ -35,24 +40,31 @@ from redline.model.k2.random_weights import check_in_memory, random_k2
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.fit import Layout, Sizes, fit
 from redline.run.handoff import PARCEL_BYTES, Parcels
+from redline.run.kv import KvPool
 from redline.run.runner import Runner
+from redline.run.tiers.disk import DiskPages
+from redline.run.tiers.pages import WholePages
+from redline.run.tiers.store import Store
 from redline.transport.base import Transport
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import AREA_BYTES, HANDOFF_SHARE, HEAD_BITS, EngineConfig, Learned, Suffix
+from redline.worker.config import AREA_BYTES, HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
 from redline.worker.exchange import Exchange
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
+from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+LOCK_S = 5.0  # for a worker that ends to let go of the disk's folder
+_log = logging.getLogger(__name__)
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
@@ -100,6 +112,7 @@ class EngineCore:
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
             time.monotonic,
         )
+        self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens)
         self.runner.hurry()
 
     @classmethod
@@ -199,6 +212,7 @@ class EngineCore:
                     self.trace,
                     pulse,
                     exchange,
+                    self.tiers,
                     record=record,
                     tells_cache=tells_cache,
                     takes_role=takes_role,
@@ -431,6 +445,57 @@ def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfi
         rates=config.synthetic_rates(),
         tokens=None if tokenizer is None else lambda: grammar_tokens(tokenizer(), size),
     )
+
+
+def tiers_of(planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig, step_tokens: int) -> Tiers | None:
+    """Memory below the prefix cache, where the config asks for any; the planner is told of it.
+
+    Raises ConfigError where there is not so much memory, where several ranks share the model, since each would have to
+    keep the pages, or where another process uses the disk's folder. A disk that cannot be written is a warning.
+    """
+    if config.host_memory is None and config.disk is None:
+        return None
+    if config.ranks > 1:
+        raise ConfigError(
+            f"engine.ranks is {config.ranks}; host_memory and disk keep the pages of one rank: leave them out"
+        )
+    host_bytes, free = config.host_memory or STAGING_BYTES, limits.free_memory()
+    if host_bytes > free:
+        raise ConfigError(f"engine.host_memory is {human(host_bytes)}, and {human(free)} are free; ask for less")
+    pages, disk = WholePages(kv), None
+    name = (
+        f"{version('redline')}; {loaded.fingerprint}; {pages.device.type}; {pages.format}; {_name_of(loaded.drafter)}"
+    )
+    if config.disk is not None and config.disk_size is not None:
+        try:
+            disk = DiskPages(Path(config.disk), name, pages.size, config.disk_size, _keep)
+        except OSError as error:
+            _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
+    store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type])
+    return Tiers(planner, store, step_tokens=step_tokens)
+
+
+def _keep(folder: Path) -> FileLock:
+    """Keeps the disk's folder to this worker. A worker that ends may still have it, for `LOCK_S` at most."""
+    try:
+        held = hold(folder, folder / ".lock", LOCK_S)
+    except ConfigError:
+        raise ConfigError(
+            f"engine.disk: {folder}: another running worker has it: end that one, or name another folder"
+        ) from None
+    (folder / ".lock").chmod(0o600)
+    return held
+
+
+def _name_of(drafter: Eagle3 | None) -> str:
+    """Names a drafter by samples of its weights: pages with another's rows are no use to it."""
+    if drafter is None:
+        return "no drafter"
+    said = blake2b(repr(drafter.config).encode(), digest_size=16)
+    for name, weights in sorted(drafter.state_dict().items()):
+        sample = weights.flatten()[:: max(1, weights.numel() // 256)].float().cpu()
+        said.update(name.encode() + sample.numpy().tobytes())
+    return said.hexdigest()
 
 
 def pick_device(name: str | None) -> torch.device:

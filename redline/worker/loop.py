@@ -7,8 +7,8 @@ jobs are told so, and whoever started it can start another.
 
 import logging
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -30,6 +30,7 @@ from redline.worker.hearers import Hearers
 from redline.worker.ports import Plans, Runner
 from redline.worker.profile import Profiling
 from redline.worker.pulse import Pulse
+from redline.worker.tiers import Tiers
 from redline.worker.trace import Trace
 
 LOAD_INTERVAL_S = 0.2  # between two Loads, at least
@@ -114,6 +115,7 @@ def lead(
     trace: Trace | None = None,
     pulse: Pulse | None = None,
     exchange: Exchange | None = None,
+    tiers: Tiers | None = None,
     *,
     record: bool = True,
     tells_cache: bool = False,
@@ -122,6 +124,7 @@ def lead(
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
     outbox: where several replicas of the API may send jobs, a `Hearers`. exchange: the worker's handoffs; None: none.
+    tiers: memory below the prefix cache; None: there is none.
     record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
     one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it. takes_role: called
     with what it is told to do from now on: the loop itself does the same in every role.
@@ -135,21 +138,23 @@ def lead(
     if trace is not None:
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
-    loads = _Loads(planner, exchange, outbox, time.monotonic)
+    others = [one for one in (exchange, tiers) if one is not None]  # what is under way beside steps
+    loads = _Loads(planner, exchange, tiers, outbox, time.monotonic)
     profiling: Profiling | None = None
     whole = False  # whether all of the prefix cache is to be told
-    proven, before = False, None  # what the planner had done, and been told, before the last turn
+    proven = False
+    before: tuple[int, ...] | None = None  # what the planner had done, and been told, before the last turn
     while True:
-        idle = last is None and planner.idle and (exchange is None or exchange.idle)
+        idle = last is None and planner.idle and all(other.idle for other in others)
         pulse.waits = idle
         messages = _prove(planner, inbox) if idle and not proven else []
         proven = idle and not messages
         messages = messages or inbox.drain(wait=False)
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=_sooner(loads.due_in(), profiling))
-        elif exchange is not None and last is None and not messages and before == (planner.done, exchange.changes):
-            pulse.waits = True  # for another worker: there is nothing to plan
-            messages = inbox.drain(wait=True, timeout=_sooner(exchange.due_in(), profiling))
+        elif others and last is None and not messages and before == _done(planner, others):
+            pulse.waits = True  # for another worker, or for pages: there is nothing to plan
+            messages = inbox.drain(wait=True, timeout=_sooner(_due_in(others), profiling))
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:
             match message:
@@ -206,12 +211,14 @@ def lead(
                     if profiling is not None:
                         profiling.close()
                     _stop(planner, last, outbox)
+                    if tiers is not None:
+                        tiers.close()
                     loads.send()
                     return
                 case _:
                     raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
             _put_all(planner, outbox, deltas)
-        before = None if exchange is None else (planner.done, exchange.changes)
+        before = _done(planner, others)
         try:
             if profiling is None:
                 last, deltas = turn(planner, runner, last, failures)
@@ -221,6 +228,8 @@ def lead(
             _put_all(planner, outbox, planner.lose_all(str(error)))
             raise
         _put_all(planner, outbox, deltas if exchange is None else exchange.keep(deltas) + exchange.work())
+        if tiers is not None:
+            tiers.work()
         if tells_cache and (news := planner.cached(whole=whole)) is not None:
             outbox.put(news)
             whole = False
@@ -235,6 +244,26 @@ def _sooner(seconds: float | None, profiling: Profiling | None) -> float | None:
     if profiling is None:
         return seconds
     return profiling.due_in() if seconds is None else min(seconds, profiling.due_in())
+
+
+class _Beside(Protocol):
+    """What has things under way beside steps."""
+
+    changes: int
+
+    @property
+    def idle(self) -> bool: ...
+
+    def due_in(self) -> float | None: ...
+
+
+def _done(planner: Planner, others: Sequence[_Beside]) -> tuple[int, ...]:
+    """What the planner has done and been told."""
+    return *planner.done, *(other.changes for other in others)
+
+
+def _due_in(others: Sequence[_Beside]) -> float | None:
+    return min((due for other in others if (due := other.due_in()) is not None), default=None)
 
 
 def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers) -> None:
@@ -261,9 +290,17 @@ class _Traced(NamedTuple):
 class _Loads:
     """Sends the planner's load when it has changed, but not too often."""
 
-    def __init__(self, planner: Planner, exchange: Exchange | None, outbox: Outbox, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        exchange: Exchange | None,
+        tiers: Tiers | None,
+        outbox: Outbox,
+        clock: Callable[[], float],
+    ) -> None:
         self._planner = planner
         self._exchange = exchange
+        self._tiers = tiers
         self._outbox = outbox
         self._clock = clock
         self._sent: Load | None = None
@@ -278,9 +315,11 @@ class _Loads:
 
     def _load(self) -> Load:
         load = self._planner.load()
-        if self._exchange is None:
-            return load
-        return msgspec.structs.replace(load, handoffs=tuple(self._exchange.counts.items()))
+        if self._exchange is not None:
+            load = msgspec.structs.replace(load, handoffs=tuple(self._exchange.counts.items()))
+        if self._tiers is not None:
+            load = msgspec.structs.replace(load, tiers=self._tiers.load())
+        return load
 
     def send(self) -> None:
         load = self._load()

@@ -295,7 +295,9 @@ async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:
 
 def load(**values: Any) -> Load:
     names = Load.__struct_fields__
-    return Load(**{**dict.fromkeys(names, 0), "accepted_per_pos": (), "step_sizes": (), "handoffs": (), **values})
+    return Load(
+        **{**dict.fromkeys(names, 0), "accepted_per_pos": (), "step_sizes": (), "handoffs": (), "tiers": (), **values}
+    )
 
 
 async def test_metrics_carry_vllms_names_and_the_counts() -> None:

@@ -8,6 +8,7 @@ import pytest
 from redline.api.config import Sla
 from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig, Steer, read, size
+from redline.fleet.shown import as_toml
 from redline.transport import choice
 from redline.worker.config import Learned, Suffix
 
@@ -490,3 +491,36 @@ def test_pools_of_one_other_machine_may_share_its_memory_and_of_two_use_nixl(tmp
     assert {place.transport for place in read(write(tmp_path, CLUSTER + pools % "a"), {}).places} == {"shared"}
     text = CLUSTER + '[handoff]\ntransport = "nixl"\n' + pools % "b"
     assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, "which they have to have"
+
+
+def test_memory_below_the_prefix_cache_is_sizes_and_a_folder_for_each_worker(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.toml"
+    file.write_text(
+        'weights = "w"\n[engine]\nhost_memory = "2GB"\ndisk = "pages"\ndisk_size = "1.5GiB"\n'
+        '[[workers]]\ncount = 2\n[[workers]]\nname = "other"\nengine = { disk = "elsewhere", disk_size = "1GB" }\n'
+    )
+    config = read(file, {})
+    assert (config.engine.host_memory, config.engine.disk_size) == (2 * 10**9, 3 * 2**29)
+    first, second, other = (place.engine for place in config.places)
+    assert first.disk == str(tmp_path / "pages" / "worker-0")
+    assert second.disk == str(tmp_path / "pages" / "worker-1")
+    assert (other.disk, other.disk_size) == (str(tmp_path / "elsewhere" / "other"), 10**9)
+    assert str(tmp_path / "elsewhere") in as_toml(config, file, {})
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ("host_memory = 0", r"engine\.host_memory is 0; expected 1 to"),
+        ("host_memory = 'much'", r"engine\.host_memory is 'much'; expected a size"),
+        ("disk_size = '1GB'", r"engine\.disk and engine\.disk_size need each other"),
+        ("disk = 'pages'", r"engine\.disk and engine\.disk_size need each other"),
+        ("disk = 'pages'\ndisk_size = -1", r"engine\.disk_size is -1; expected 1 to"),
+        ("ranks = 2\nhost_memory = '1GB'", r"engine\.ranks is 2; host_memory and disk keep pages of one rank"),
+    ],
+)
+def test_memory_below_the_prefix_cache_that_could_not_be_is_one_line(tmp_path: Path, keys: str, said: str) -> None:
+    file = tmp_path / "deployment.toml"
+    file.write_text(f'weights = "w"\n[engine]\n{keys}\n')
+    with pytest.raises(ConfigError, match=said):
+        read(file, {})

@@ -1,0 +1,177 @@
+"""Pages in the host's memory, by their hash, in slots of one page each: who has a slot, and who gives it up next.
+
+Memory is taken from the system a slab at a time, as it is needed. On a GPU it is pinned: copies from memory that is not
+make a tenth of the speed, and hold up who asks for them. One thread at a time may use what is here.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from redline.wire.job import PageHash
+
+SLAB_BYTES = 64 << 20  # at least one slot; pinning takes milliseconds for so much
+
+_log = logging.getLogger(__name__)
+
+
+class Entry:
+    """A page in memory. checksum: None: it is not sealed yet. readings: that want it, so that it stays, as it does
+    while it is being written to the disk."""
+
+    __slots__ = ("checksum", "flags", "readings", "slot", "writing")
+
+    def __init__(self, slot: int, flags: int, checksum: int | None) -> None:
+        self.slot = slot
+        self.flags = flags
+        self.checksum = checksum
+        self.readings = 0
+        self.writing = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether its slot cannot be given up."""
+        return self.readings > 0 or self.writing
+
+
+class HostPages:
+    """The pages that have a slot, least lately used first: `clean` are those that the disk has too, `dirty` the others.
+
+    A slot that was taken and has no page yet belongs to who fills it.
+    """
+
+    def __init__(self, page_bytes: int, most_bytes: int, *, pinned: bool) -> None:
+        self.clean: OrderedDict[PageHash, Entry] = OrderedDict()
+        self.dirty: OrderedDict[PageHash, Entry] = OrderedDict()
+        self.slots = Slots(page_bytes, most_bytes, pinned=pinned)
+        self._filling: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self.clean) + len(self.dirty)
+
+    def __iter__(self) -> Iterator[Entry]:
+        yield from self.clean.values()
+        yield from self.dirty.values()
+
+    def find(self, hash: PageHash) -> Entry | None:
+        """The page of that name."""
+        return self.clean.get(hash) or self.dirty.get(hash)
+
+    def touch(self, hash: PageHash) -> None:
+        """The page of that name, where there is one, is used."""
+        for entries in (self.clean, self.dirty):
+            if hash in entries:
+                entries.move_to_end(hash)
+
+    def drop(self, hash: PageHash) -> None:
+        """The page of that name is given up. Raises KeyError where there is none."""
+        entry = self.clean.pop(hash, None) or self.dirty.pop(hash)
+        self.slots.give(entry.slot)
+
+    def take(self) -> tuple[int | None, Literal["clean", "dirty", None]]:
+        """A slot to fill, and which page was given up for it: what was least lately used, and first what is clean.
+        No slot where all pages stay."""
+        slot = self.slots.take()
+        given_up: Literal["clean", "dirty", None] = None
+        if slot is None:
+            hash = next((hash for hash, entry in self.clean.items() if not entry.stays), None)
+            given_up = "clean"
+            if hash is None:
+                hash = next((hash for hash, entry in self.dirty.items() if not entry.stays), None)
+                given_up = "dirty"
+            if hash is None:
+                return None, None
+            self.drop(hash)
+            slot = self.slots.take()
+        if slot is not None:
+            self._filling.add(slot)
+        return slot, given_up
+
+    def put(self, hash: PageHash, slot: int, flags: int, checksum: int | None = None, *, clean: bool = False) -> Entry:
+        """A slot that was taken is filled with the page of that name, of which there is no other."""
+        self._filling.remove(slot)
+        entry = Entry(slot, flags, checksum)
+        (self.clean if clean else self.dirty)[hash] = entry
+        return entry
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was taken is not filled."""
+        self._filling.remove(slot)
+        self.slots.give(slot)
+
+    def written(self, hash: PageHash) -> None:
+        """The disk has a dirty page too."""
+        self.clean[hash] = self.dirty.pop(hash)
+
+    def unwritten(self, hash: PageHash) -> None:
+        """The disk has a page no more; it is the first to be given up."""
+        if hash in self.clean:
+            self.dirty[hash] = self.clean.pop(hash)
+            self.dirty.move_to_end(hash, last=False)
+
+    def check(self) -> None:
+        """Raises AssertionError unless every slot is one page's, being filled, or free."""
+        held = [entry.slot for entry in self]
+        assert len(set(held)) == len(held), "two pages have the same slot"
+        assert not self.clean.keys() & self.dirty.keys(), "a page is in memory twice"
+        assert not set(held) & self._filling, "a slot is filled while a page has it"
+        self.slots.check({*held, *self._filling})
+
+
+class Slots:
+    """At most `most_bytes`, at least one slot."""
+
+    def __init__(self, slot_bytes: int, most_bytes: int, *, pinned: bool) -> None:
+        self.total = max(1, most_bytes // slot_bytes)
+        self._slot_bytes, self._pinned = slot_bytes, pinned
+        self._per_slab = max(1, min(self.total, SLAB_BYTES // slot_bytes))
+        self._slabs: list[Tensor] = []
+        self._free: list[int] = []
+        self._made = 0  # slots of the slabs that there are
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody has, those included whose memory is not there yet."""
+        return len(self._free) + self.total - self._made
+
+    def take(self) -> int | None:
+        """A slot that nobody has; None where there is none, or the system gives no more memory."""
+        if not self._free and not self._grow():
+            return None
+        return self._free.pop()
+
+    def give(self, slot: int) -> None:
+        """The slot is nobody's."""
+        self._free.append(slot)
+
+    def bytes_of(self, slot: int) -> Tensor:
+        """uint8 [slot_bytes]."""
+        slab, place = divmod(slot, self._per_slab)
+        return self._slabs[slab][place]
+
+    def check(self, held: set[int]) -> None:
+        """Raises AssertionError unless every slot is free or held, and none both."""
+        assert len(set(self._free)) == len(self._free), "a slot is free twice"
+        assert not held & set(self._free), f"slots {sorted(held & set(self._free))} are free and held"
+        assert len(held) + len(self._free) == self._made, f"of {self._made} slots {len(held)} are held"
+
+    def _grow(self) -> bool:
+        count = min(self._per_slab, self.total - self._made)
+        if count <= 0:
+            return False
+        try:
+            with torch.inference_mode(False):  # the store's thread writes to it too, which is not in that mode
+                slab = torch.empty(count, self._slot_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:  # torch's word for no memory
+            held = self._made * self._slot_bytes / 1e9
+            _log.warning("the host gives no more memory for pages: %.2f GB are held, and that is all (%s)", held, error)
+            self.total = self._made
+            return False
+        self._slabs.append(slab)
+        self._free.extend(range(self._made + count - 1, self._made - 1, -1))
+        self._made += count
+        return True

@@ -1,0 +1,500 @@
+"""Pages below the prefix cache: in the host's memory, and behind it on disk, each under its hash.
+
+Whoever drives it (the loop's thread) saves pages that the cache forgets, asks what there is, and begins readings. One
+thread of its own does the rest, one thing after another: it seals what was saved with a checksum, reads, verifies and
+puts pages in their place, and writes to the disk what memory will give up next. So a step never waits for the disk.
+
+Where a page's checksum is not the one that it was sealed with, or its bytes are not all there, it is forgotten, which
+is logged once, and whoever wanted it computes.
+"""
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.run.tiers.disk import DiskPages, Place
+from redline.run.tiers.memory import Entry, HostPages
+from redline.run.tiers.pages import WholePages, seal
+from redline.wire.job import PageHash, PageId
+
+Tier = Literal["host", "disk"]
+
+EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
+AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
+TOGETHER = 4  # pages of a reading between two looks at whether it is still wanted, on a GPU
+REST_S = 60.0  # for a disk that took no page
+WEIGHT = 0.25  # of the newest measurement in what is predicted
+DISK_S = 1e-9  # for a byte from the disk, until one was read
+
+_log = logging.getLogger(__name__)
+
+
+class Saved(NamedTuple):
+    """A page that is to be kept."""
+
+    hash: PageHash
+    page: PageId
+    exact: bool
+    drafted: bool
+
+
+class Found(NamedTuple):
+    """A page that is kept."""
+
+    tier: Tier
+    exact: bool
+    drafted: bool
+
+
+class Reading:
+    """Pages on their way back. Once `ended`, nothing writes to them any more, and the first `len(kept)` are in place.
+
+    kept: what is known of each. seconds, bytes: by tier, as they came from there. took_s: from its beginning on.
+    """
+
+    def __init__(self, hashes: Sequence[PageHash], found: Sequence[Found]) -> None:
+        self.hashes, self.found = tuple(hashes), tuple(found)
+        self.pages: tuple[PageId, ...] = ()
+        self.kept: list[Found] = []
+        self.seconds: dict[Tier, float] = {}
+        self.bytes: dict[Tier, int] = {}
+        self.ended = threading.Event()
+        self.began = self.until = 0.0  # of the store's clock
+        self.took_s = 0.0
+        self.cancelled = False
+
+
+class _Order(IntEnum):
+    """What the thread does first."""
+
+    SEAL = 0
+    READ = 1
+    WRITE = 2
+
+
+class Store:
+    """Pages of one engine. `busy`: whether steps run, which readings make room for."""
+
+    def __init__(
+        self,
+        pages: WholePages,
+        host_bytes: int,
+        disk: DiskPages | None = None,
+        *,
+        share: float = 1.0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """host_bytes: of the host's memory, for pages. share: of the thread's time, that readings take while steps run.
+        The disk is the store's from now on: its thread reads the index first."""
+        self.busy = False
+        self.counts: Counter[tuple[Tier, str]] = Counter()
+        self.disk = disk
+        self.page_bytes = pages.size
+        self._pages, self._share, self._clock = pages, share, clock
+        gpu = pages.device.type == "cuda"
+        self._host = HostPages(pages.size, host_bytes, pinned=gpu)
+        self._stream = torch.cuda.Stream(pages.device) if gpu else None
+        self._together = TOGETHER if gpu else 1
+        self._per_byte: dict[tuple[Tier, bool], float] = {}  # seconds, by tier and whether steps run
+        self._learnt: set[tuple[Tier, bool]] = set()  # of these, what readings have shown
+        self._lock = threading.Condition()  # of all that follows
+        self._on_disk: Mapping[PageHash, Place] = {} if disk is None else disk.places
+        self._held: dict[Reading, list[Entry]] = {}  # by readings that have not ended
+        self._work: list[tuple[int, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._working = False
+        self._rests_until = 0.0  # the disk takes nothing before
+        self._warned: set[str] = set()
+        self._ended = False
+        self._scratch = torch.empty(self._together, pages.size, dtype=torch.uint8, pin_memory=gpu)
+        self._measure()
+        self._thread = threading.Thread(target=self._serve, name="tiers", daemon=True)
+        self._thread.start()
+        if disk is not None:
+            disk.removed = self._removed
+            self._put(_Order.SEAL, lambda: self._load(disk))
+
+    # ------------------------------------------------------------------------------------------ the caller's thread
+
+    @property
+    def host_pages(self) -> int:
+        """Pages in the host's memory."""
+        return len(self._host)
+
+    @property
+    def host_most(self) -> int:
+        """Pages that the host's memory has room for."""
+        return self._host.slots.total
+
+    def save(self, pages: Sequence[Saved]) -> None:
+        """Keeps pages that nobody writes to; they may be overwritten once this returns. Those that are kept already,
+        and no better now, are only marked as used. Where there is no room for one, it is lost, and counted."""
+        new: list[tuple[Saved, int]] = []
+        with self._lock:
+            for one in pages:
+                flags = _flags(one.exact, one.drafted)
+                entry = self._host.find(one.hash)
+                if entry is not None and (entry.flags | flags == entry.flags or entry.stays):
+                    self._host.touch(one.hash)
+                    continue
+                place = self._on_disk.get(one.hash)
+                if entry is None and place is not None and place.flags | flags == place.flags:
+                    continue
+                if entry is not None:
+                    self._host.drop(one.hash)
+                slot = self._room()
+                if slot is None:
+                    self.counts["host", "lost"] += 1
+                    continue
+                new.append((one, slot))
+        if not new:
+            return
+        with self._copying():
+            for one, slot in new:
+                self._pages.take(one.page, self._host.slots.bytes_of(slot))
+        self._copied()
+        sealing: list[tuple[PageHash, Entry]] = []
+        with self._lock:
+            for one, slot in new:
+                entry = self._host.put(one.hash, slot, _flags(one.exact, one.drafted))
+                sealing.append((one.hash, entry))
+                self.counts["host", "stored"] += 1
+        self._put(_Order.SEAL, lambda: self._seal(sealing))
+
+    def find(self, hashes: Sequence[PageHash], *, exact: bool = False, drafted: bool = False) -> list[Found]:
+        """The longest run of these, from the first on, that is kept. exact, drafted: only such pages count."""
+        wanted, found = _flags(exact, drafted), list[Found]()
+        with self._lock:
+            for hash in hashes:
+                one = self._look(hash)
+                if one is None or one[1] & wanted != wanted:
+                    break
+                found.append(Found(one[0], bool(one[1] & EXACT), bool(one[1] & DRAFTED)))
+        return found
+
+    def _copying(self) -> contextlib.AbstractContextManager[object]:
+        """Inside, a GPU's copies go to the stream of this store's own."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _copied(self) -> None:
+        """Waits for the copies that were launched."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def hold(self, hashes: Sequence[PageHash]) -> Reading | None:
+        """Keeps these where they are until they are read or let go; None where one is kept no more."""
+        with self._lock:
+            looked = [self._look(hash) for hash in hashes]
+            found = [Found(one[0], bool(one[1] & EXACT), bool(one[1] & DRAFTED)) for one in looked if one is not None]
+            if len(found) < len(looked):
+                return None
+            reading = Reading(hashes, found)
+            for hash in hashes:
+                if (entry := self._host.find(hash)) is not None:
+                    self._holds(reading, entry)
+        return reading
+
+    def let_go(self, reading: Reading) -> None:
+        """A reading that has not been begun is not wanted."""
+        self._end_of(reading)
+
+    def read(self, reading: Reading, pages: Sequence[PageId], seconds: float) -> None:
+        """Begins to put the pages that it holds into these, which nobody else writes or reads until it has ended.
+        seconds: that it may take; it ends then with what is there."""
+        reading.pages, reading.began = tuple(pages), self._clock()
+        reading.until = reading.began + seconds
+        self._put(_Order.READ, lambda: self._read(reading))
+
+    def predict(self, found: Sequence[Found]) -> list[float]:
+        """Seconds for each of these pages, if they are read now."""
+        return [self._per_byte[one.tier, self.busy] * self.page_bytes for one in found]
+
+    def flush(self, seconds: float) -> None:
+        """Writes to the disk what is in memory alone, most lately used first, for so long at most."""
+        if self.disk is None:
+            return
+        until = self._clock() + seconds
+        self.settle(seconds)
+        with self._lock:
+            hashes = list(reversed(self._host.dirty))
+        for hash in hashes:
+            self._put(_Order.WRITE, lambda hash=hash: self._clock() < until and self._write(hash))
+        self.settle(max(0.0, until - self._clock()))
+
+    def settle(self, seconds: float) -> bool:
+        """Waits until the thread has nothing to do, for so long at most; whether it is so."""
+        with self._lock:
+            return self._lock.wait_for(lambda: not self._work and not self._working, seconds)
+
+    def close(self) -> None:
+        """Ends the thread once it is done with what it does now, and lets go of the files. Readings end as they are."""
+        with self._lock:
+            self._ended = True
+            self._lock.notify_all()
+        self._thread.join()
+        for reading in list(self._held):
+            self._end_of(reading)
+        if self.disk is not None:
+            self.disk.close()
+
+    def check(self) -> None:
+        """Raises AssertionError unless every slot is one page's or free. The thread must have nothing to do."""
+        with self._lock:
+            self._host.check()
+            for entry in self._host:
+                holding = sum(entries.count(entry) for entries in self._held.values())
+                assert entry.readings == holding, f"{entry.readings} readings counted, {holding} hold a page"
+            if self.disk is not None and not self._work and not self._working:
+                self.disk.check()
+                assert self._host.clean.keys() <= self._on_disk.keys(), "a page is given up that is nowhere else"
+
+    # -------------------------------------------------------------------------------------- with the lock, by either
+
+    def _look(self, hash: PageHash) -> tuple[Tier, int] | None:
+        entry = self._host.find(hash)
+        if entry is not None:
+            return "host", entry.flags
+        place = self._on_disk.get(hash)
+        return None if place is None else ("disk", place.flags)
+
+    def _room(self) -> int | None:
+        """A slot to fill; None where all pages stay."""
+        slot, given_up = self._host.take()
+        if given_up is not None:
+            self.counts["host", "lost" if given_up == "dirty" and self.disk is not None else "given up"] += 1
+        return slot
+
+    def _holds(self, reading: Reading, entry: Entry) -> None:
+        entry.readings += 1
+        self._held.setdefault(reading, []).append(entry)
+
+    def _end_of(self, reading: Reading) -> None:
+        with self._lock:
+            for entry in self._held.pop(reading, ()):
+                entry.readings -= 1
+        reading.took_s = self._clock() - reading.began
+        reading.ended.set()
+
+    def _put(self, order: _Order, work: Callable[[], object]) -> None:
+        with self._lock:
+            if not self._ended:
+                heapq.heappush(self._work, (order, next(self._numbers), work))
+                self._lock.notify_all()
+
+    # ------------------------------------------------------------------------------------------- the store's thread
+
+    def _serve(self) -> None:
+        if self._pages.device.type == "cuda":
+            torch.cuda.set_device(self._pages.device)  # which each thread has to be told
+        while True:
+            with self._lock:
+                self._working = False
+                self._lock.notify_all()
+                self._lock.wait_for(lambda: self._work or self._ended)
+                if self._ended:
+                    return
+                _, _, work = heapq.heappop(self._work)
+                self._working = True
+            try:
+                work()
+            except Exception as error:  # a tier may be lost, its caller not
+                self._warn(f"memory below the prefix cache: {type(error).__name__}: {error}")
+
+    def _load(self, disk: DiskPages) -> None:
+        try:
+            for count in disk.load():
+                self.counts["disk", "found"] += count
+                if self._ended:
+                    return
+        except OSError as error:
+            self._rest(error)
+
+    def _seal(self, new: Sequence[tuple[PageHash, Entry]]) -> None:
+        for hash, entry in new:
+            # Memory may have given it up: then the number is nobody's.
+            entry.checksum = seal(self._host.slots.bytes_of(entry.slot), hash, entry.flags)
+        self._write_ahead()
+
+    def _write_ahead(self) -> None:
+        """Has pages written that memory will give up next."""
+        if self.disk is None or self._clock() < self._rests_until:
+            return
+        with self._lock:
+            wanted = max(1, self._host.slots.total // AHEAD) - self._host.slots.free - len(self._host.clean)
+            for hash, entry in self._host.dirty.items():
+                if wanted <= 0:
+                    break
+                wanted -= 1
+                if not entry.writing and entry.checksum is not None:
+                    entry.writing = True
+                    heapq.heappush(self._work, (_Order.WRITE, next(self._numbers), lambda of=hash: self._write(of)))
+
+    def _write(self, hash: PageHash) -> None:
+        with self._lock:
+            entry = self._host.dirty.get(hash)
+            if entry is None or entry.checksum is None:
+                return
+            entry.writing = True
+        try:
+            if self.disk is not None and self._clock() >= self._rests_until:
+                page = self._host.slots.bytes_of(entry.slot).numpy().data
+                self.disk.write(hash, page, entry.checksum, entry.flags)
+                self.counts["disk", "stored"] += 1
+                with self._lock:
+                    self._host.written(hash)
+        except OSError as error:
+            self._rest(error)
+        finally:
+            entry.writing = False
+
+    def _removed(self, hashes: Sequence[PageHash]) -> None:
+        """The disk has made room: what it has no more is in memory alone, if at all."""
+        self.counts["disk", "given up"] += len(hashes)
+        with self._lock:
+            for hash in hashes:
+                self._host.unwritten(hash)
+
+    def _rest(self, error: OSError) -> None:
+        """The disk takes no pages for a while."""
+        self._rests_until = self._clock() + REST_S
+        self._warn(f"the disk takes no more pages: {error.strerror or error}; it is tried again every {REST_S:g} s")
+
+    def _warn(self, line: str) -> None:
+        if line not in self._warned:
+            self._warned.add(line)
+            _log.warning("%s", line)
+
+    def _read(self, reading: Reading) -> None:
+        """Puts pages in their place until one cannot be had, or the reading is wanted no more."""
+        kept: list[Found] = []
+        try:
+            for at, hash in enumerate(reading.hashes):
+                if reading.cancelled or self._clock() >= reading.until or self._ended:
+                    break
+                began, busy = self._clock(), self.busy
+                one = self._fetch(reading, hash, self._scratch[at % self._together])
+                if one is None:
+                    break
+                found, page = one
+                with self._copying():
+                    self._pages.put(reading.pages[at], page)
+                kept.append(found)
+                if len(kept) % self._together == 0:
+                    self._copied()
+                if busy and self._share < 1:
+                    time.sleep((self._clock() - began) * (1 / self._share - 1))
+                self._count(reading, found.tier, self._clock() - began)
+            began = self._clock()
+            self._copied()
+            if kept:
+                self._count(reading, kept[-1].tier, self._clock() - began, more=0)
+            self._learn(reading)
+            with self._lock:
+                for hash in reversed(reading.hashes):
+                    self._host.touch(hash)
+            if self.disk is not None:
+                files = {place.file for hash in reading.hashes if (place := self._on_disk.get(hash)) is not None}
+                self.disk.use(files, time.time_ns())
+        finally:
+            self._copied()
+            reading.kept = kept
+            self._end_of(reading)
+
+    def _count(self, reading: Reading, tier: Tier, seconds: float, more: int = 1) -> None:
+        reading.seconds[tier] = reading.seconds.get(tier, 0.0) + seconds
+        reading.bytes[tier] = reading.bytes.get(tier, 0) + more * self.page_bytes
+
+    def _fetch(self, reading: Reading, hash: PageHash, scratch: Tensor) -> tuple[Found, Tensor] | None:
+        """A page's bytes, verified, in memory that stays until they are copied; None where they cannot be had. Where
+        memory has no room for what comes from the disk it goes through `scratch`."""
+        with self._lock:
+            entry, place = self._host.find(hash), self._on_disk.get(hash)
+        if entry is not None:
+            found = Found("host", bool(entry.flags & EXACT), bool(entry.flags & DRAFTED))
+            if entry.checksum is None or entry.checksum == seal(
+                self._host.slots.bytes_of(entry.slot), hash, entry.flags
+            ):
+                return found, self._host.slots.bytes_of(entry.slot)
+            self._spoilt("host", hash, "has another checksum than it was sealed with")
+            with self._lock:
+                if self._host.find(hash) is entry:
+                    entry.readings = 0
+                    self._host.drop(hash)
+            if self.disk is not None:
+                self.disk.spoil(hash)  # whose bytes may be right, but the same name is not tried twice
+            return None
+        if place is None or self.disk is None:
+            return None
+        with self._lock:
+            slot = self._room()
+        into = scratch if slot is None else self._host.slots.bytes_of(slot)
+        why = self._from_disk(self.disk, place, hash, into)
+        twice = False
+        if slot is not None:
+            with self._lock:
+                twice = self._host.find(hash) is not None  # it was saved anew meanwhile
+                if why is None and not twice:
+                    entry = self._host.put(hash, slot, place.flags, place.checksum, clean=True)
+                    self._holds(reading, entry)
+                else:
+                    self._host.give_back(slot)
+        if why is not None:
+            self._spoilt("disk", hash, why)
+            self.disk.spoil(hash)
+        if why is not None or twice:
+            return None
+        return Found("disk", bool(place.flags & EXACT), bool(place.flags & DRAFTED)), into
+
+    def _from_disk(self, disk: DiskPages, place: Place, hash: PageHash, into: Tensor) -> str | None:
+        """Reads a page and verifies it; what is wrong with it, where anything is."""
+        try:
+            if not disk.read(place, into.numpy().data):
+                return "is not all there"
+        except OSError as error:
+            return f"cannot be read: {error.strerror or error}"
+        right = seal(into, hash, place.flags) == place.checksum
+        return None if right else "has another checksum than it was written with"
+
+    def _spoilt(self, tier: Tier, hash: PageHash, why: str) -> None:
+        self.counts[tier, "spoilt"] += 1
+        if not any(line.startswith(f"a page of the {tier}") for line in self._warned):
+            self._warn(f"a page of the {tier} {why} ({hash.hex()}): it is forgotten, and computed; others are counted")
+
+    def _learn(self, reading: Reading) -> None:
+        busy = self.busy
+        for tier, count in reading.bytes.items():
+            if count:
+                before, now = self._per_byte[tier, busy], reading.seconds[tier] / count
+                known = (tier, busy) in self._learnt
+                self._per_byte[tier, busy] = before + WEIGHT * (now - before) if known else now
+                self._learnt.add((tier, busy))
+
+    def _measure(self) -> None:
+        """What a page takes from the host's memory, as the first guess: of a page of zeros, into nobody's page."""
+        page = self._scratch[0].zero_()
+        seconds = math.inf
+        for _ in range(3):
+            began = self._clock()
+            seal(page, PageHash(bytes(16)), 0)
+            with self._copying():
+                self._pages.put(self._pages.nobody, page)
+            self._copied()
+            seconds = min(seconds, self._clock() - began)
+        for busy, share in ((False, 1.0), (True, self._share)):
+            self._per_byte["host", busy] = seconds / self.page_bytes / share
+            self._per_byte["disk", busy] = (seconds / self.page_bytes + DISK_S) / share
+
+
+def _flags(exact: bool, drafted: bool) -> int:
+    return EXACT * exact | DRAFTED * drafted

@@ -1,0 +1,67 @@
+"""Engines whose pages go to tiers below the prefix cache, driven turn by turn."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from redline.run.tiers.store import Tier
+from redline.wire.delta import Delta
+from redline.wire.job import Job
+from redline.wire.news import TierLoad
+from redline.worker.engine import EngineCore
+from redline.worker.loop import StepInFlight, turn
+from redline.worker.tiers import Tiers
+from tests.tiny_model import Answer, joined, open_engine, tiny_model
+
+WAIT_S = 20.0  # for the store's thread
+
+
+def open_tiers(
+    disk: Path | None = None, *, host_memory: int = 64 << 20, disk_size: int = 256 << 20, **engine: Any
+) -> EngineCore:
+    """An engine of few pages; absent: memory of the host alone. Close it with `close`."""
+    below: dict[str, Any] = {"host_memory": host_memory}
+    if disk is not None:
+        below |= {"disk": str(disk), "disk_size": disk_size}
+    few: dict[str, Any] = {"pages": 12, "step_tokens": 100, "max_model_len": 640}
+    return open_engine(tiny_model(), **few | below | engine)
+
+
+def tiers_of(engine: EngineCore) -> Tiers:
+    assert engine.tiers is not None
+    return engine.tiers
+
+
+def tier(engine: EngineCore, name: Tier) -> TierLoad:
+    return next(one for one in tiers_of(engine).load() if one.name == name)
+
+
+def run(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, Answer]:
+    """All jobs to their ends, as `worker.loop.lead` has it. settle: the store's thread is waited for, each turn."""
+    tiers, deltas = tiers_of(engine), {job.id: list[Delta]() for job in jobs}
+    flight: StepInFlight | None = None
+    with torch.inference_mode():
+        told = [delta for job in jobs for delta in engine.planner.submit(job)]
+        while told or flight or not (engine.planner.idle and tiers.idle):
+            flight, settled = turn(engine.planner, engine.runner, flight)
+            for delta in told + settled:
+                deltas[delta.job].append(delta)
+            told = []
+            tiers.work()
+            if settle:
+                assert tiers.store.settle(WAIT_S)
+                tiers.store.check()
+            tiers.check()
+            engine.planner.check()
+    assert engine.planner.load().pages_used == 0
+    return {name: joined(parts) for name, parts in deltas.items()}
+
+
+def close(engine: EngineCore) -> None:
+    """As a worker that is told to stop."""
+    engine.planner.abort_all()
+    engine.planner.check()
+    tiers_of(engine).close()
+    engine.runner.close()

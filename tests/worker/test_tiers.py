@@ -1,0 +1,141 @@
+"""Engines whose pages go below the prefix cache and come back: answers are those of an engine without tiers."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import ConfigError
+from redline.wire.job import Job
+from redline.worker.engine import EngineCore
+from tests.tiers import close, open_tiers, run, tier, tiers_of
+from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
+
+FEW: dict[str, Any] = {"pages": 12, "step_tokens": 100, "max_model_len": 640}
+
+
+@contextmanager
+def opened(disk: Path | None = None, **engine: Any) -> Generator[EngineCore]:
+    core = open_tiers(disk, **engine)
+    try:
+        yield core
+    finally:
+        close(core)
+
+
+def asked(name: str, seed: int) -> Job:
+    return job(name, prompt(seed, 400), max_tokens=4)
+
+
+def alone(seed: int, **engine: Any) -> Answer:
+    return run_alone(tiny_model(), asked("alone", seed), **FEW | engine)
+
+
+def one(engine: EngineCore, name: str, seed: int) -> Answer:
+    return run(engine, [asked(name, seed)])[name]
+
+
+def always_fetches(engine: EngineCore) -> None:
+    """Has every kept page fetched: what pays depends on the machine."""
+    tiers_of(engine).prefills.observed = lambda *_: None  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("config", [{}, {"speculation": LEARNED}], ids=["plain", "drafter"])
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_what_comes_back_gives_the_answer_of_an_engine_without_tiers(
+    tmp_path: Path, on_disk: bool, config: dict[str, Any]
+) -> None:
+    with opened(tmp_path if on_disk else None, **config) as engine:
+        always_fetches(engine)
+        first = [one(engine, f"first-{seed}", seed) for seed in (1, 2, 3)]
+        again = [one(engine, f"again-{seed}", seed) for seed in (1, 2, 3)]
+        assert tier(engine, "host").hit_tokens > 0
+    expected = [alone(seed, **config).tokens for seed in (1, 2, 3)]
+    assert [answer.tokens for answer in first] == expected
+    assert [answer.tokens for answer in again] == expected
+
+
+def test_pages_on_disk_are_there_after_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        one(engine, "before", 1)
+    with opened(tmp_path) as engine:
+        assert tiers_of(engine).store.settle(60)
+        always_fetches(engine)
+        assert one(engine, "after", 1).tokens == alone(1).tokens
+        assert tier(engine, "disk").hit_tokens == 384
+        assert dict(tier(engine, "disk").counts)["found"] >= 6
+
+
+def test_damaged_pages_are_counted_and_computed(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        one(engine, "before", 1)
+    damage(tmp_path)
+    with opened(tmp_path) as engine:
+        assert tiers_of(engine).store.settle(60)
+        always_fetches(engine)
+        assert one(engine, "after", 1).tokens == alone(1).tokens
+        assert dict(tier(engine, "disk").counts)["spoilt"] == 1
+        assert tier(engine, "disk").hit_tokens == 0
+
+
+def damage(folder: Path) -> None:
+    """Flips the last byte of every page in the only file of a folder."""
+    with opened(folder) as engine:
+        assert tiers_of(engine).store.settle(60)
+        disk = tiers_of(engine).store.disk
+        assert disk is not None
+        ends = [place.offset + disk._record_bytes - 1 for place in disk.places.values()]
+    (path,) = folder.glob("*.pages")
+    whole = bytearray(path.read_bytes())
+    for end in ends:
+        whole[end] ^= 1
+    path.write_bytes(whole)
+
+
+def test_a_file_that_was_cut_in_the_middle_of_a_write_loses_that_page_alone(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        one(engine, "before", 1)
+        disk = tiers_of(engine).store.disk
+        assert disk is not None
+        page_bytes = disk._record_bytes
+    (path,) = tmp_path.glob("*.pages")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: -page_bytes // 2])
+    with opened(tmp_path) as engine:
+        assert tiers_of(engine).store.settle(60)
+        count = (len(whole) - 1) // page_bytes
+        assert dict(tier(engine, "disk").counts)["found"] == count - 1
+        always_fetches(engine)
+        assert one(engine, "after", 1).tokens == alone(1).tokens
+
+
+def test_pages_of_another_model_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "0000000007.pages").write_bytes(b"redpages of another model" * 50)
+    with opened(tmp_path) as engine:
+        assert tiers_of(engine).store.settle(60)
+        assert not list(tmp_path.glob("*7.pages"))
+        assert one(engine, "one", 1).tokens == alone(1).tokens
+    assert "1 files hold pages of another model" in caplog.text
+
+
+def test_a_folder_that_another_worker_has_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("redline.worker.engine.LOCK_S", 0.1)
+    with opened(tmp_path), pytest.raises(ConfigError, match="another running worker has it"):
+        open_tiers(tmp_path)
+
+
+def test_a_disk_that_is_full_is_said_and_answers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with opened(tmp_path) as engine:
+        monkeypatch.setattr("redline.run.tiers.disk.os.pwritev", full)
+        always_fetches(engine)
+        answers = [one(engine, f"{number}", seed).tokens for number, seed in enumerate((1, 2, 1))]
+        tiers_of(engine).store.flush(1.0)
+    assert answers == [alone(seed).tokens for seed in (1, 2, 1)]
+    assert "the disk takes no more pages: No space left on device" in caplog.text
