@@ -3,9 +3,11 @@
 And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit.
 """
 
+import logging
 import os
 import signal
 
+import pytest
 import torch
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -16,3 +18,9 @@ if not torch.cuda.is_available():
     from tests import triton_bf16
 
     triton_bf16.mend()
+
+
+@pytest.fixture(autouse=True)
+def logs_are_heard() -> None:
+    """A server that ran in this process may have left its own level behind, or another's."""
+    logging.getLogger("redline").setLevel(logging.NOTSET)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from redline.plan.active import ActiveJob
-from redline.tune.steps import expanded_of, pairs_of
+from redline.tune.pairs import expanded_of, pairs_of
 from redline.wire.news import TimedStep
 from redline.wire.step import Step, StepResult
 

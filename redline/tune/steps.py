@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from redline.tune.pairs import expanded_of as expanded_of
+from redline.tune.pairs import pairs_of as pairs_of
 from redline.wire.base import Record
-from redline.wire.job import PAGE_TOKENS
 
 KEPT = 24  # newest steps of a kind
 KINDS = 512  # that are kept; beyond, the one that was met longest ago is forgotten
@@ -36,16 +37,6 @@ class Work(NamedTuple):
     rows: int = 0  # that decode
     context: float = 0.0  # of all these rows together
     expanded: int = 0  # positions whose keys and values are made anew for these tokens, see `expanded_of`
-
-
-def pairs_of(before: float, tokens: float) -> float:
-    """Prompt tokens times positions that each attends to, of `tokens` behind `before` others of their prompt."""
-    return tokens * (before + (tokens + 1) / 2)
-
-
-def expanded_of(before: int, tokens: int) -> int:
-    """Positions whose keys and values are expanded for `tokens` behind `before` others: all pages up to the last."""
-    return -(-(before + tokens) // PAGE_TOKENS) * PAGE_TOKENS
 
 
 class StepModel(Record, frozen=True):
