@@ -47,7 +47,6 @@ from redline.fleet.machines import Machines, open_machines
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replicas import serve_replicas
 from redline.fleet.signals import Signals
-from redline.fleet.steer import Steering
 from redline.fleet.supervisor import Supervisor
 from redline.wire.news import Ready
 from redline.worker.config import SUFFIX, DraftConfig, Learned
@@ -250,7 +249,11 @@ async def _serve_through(
     if edge.keyring is not None:
         signals.reload = edge.reload
     supervisor = Supervisor(config, gateway, sockets, machines)
-    steering = None if config.steer is None else Steering(config.steer, gateway, supervisor.turn, config.sla)
+    steering = None
+    if config.steer is not None:
+        from redline.fleet.steer import Steering  # which brings numpy: `--help` does without
+
+        steering = Steering(config.steer, gateway, supervisor.turn, config.sla)
     told = (lambda: None) if steering is None else steering.told
     beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
     if steering is not None:
