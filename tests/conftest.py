@@ -22,5 +22,9 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True)
 def logs_are_heard() -> None:
-    """A server that ran in this process may have left its own level behind, or another's."""
-    logging.getLogger("redline").setLevel(logging.NOTSET)
+    """A server that ran in this process may have left its own level behind, or loggers that are off."""
+    logging.disable(logging.NOTSET)
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "redline"]:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.NOTSET)
+        logger.disabled, logger.propagate = False, True
