@@ -17,6 +17,7 @@ from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.profile import Profiler
 from redline.api.stories import MOST_JOBS
+from redline.route.links import Link, Links
 from redline.wire.base import Record
 from redline.wire.news import Role
 
@@ -220,6 +221,25 @@ def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
     return [story.told() for story in gateway.stories.of(id)]
 
 
+def worker_of(links: Links, link: Link) -> dict[str, Any]:
+    """One worker as `links` knows it, as JSON."""
+    turning_s = links.turning_s(link)
+    return {
+        "role": link.role,
+        "turning_s": None if turning_s is None else round(turning_s, 1),
+        "epoch": link.epoch,
+        "pid": link.pid,
+        "at": link.at,
+        "ready": link.ready is not None,
+        "lost": link.lost,
+        "lost_before": link.before,
+        "draining": link.draining,
+        "silent_s": round(links.silent_s(link), 1),
+        "jobs": link.jobs,
+        "load": None if link.load is None else msgspec.to_builtins(link.load),
+    }
+
+
 def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
     """The queue, the workers and the keys as this process sees them, as JSON."""
     keyring, links = edge.keyring, gateway.links
@@ -236,23 +256,7 @@ def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
             "retry_s": round(gateway.retry_s, 1),
         },
         "running": gateway.running,
-        "workers": {
-            link.name: {
-                "role": link.role,
-                "turning_s": None if (turning_s := links.turning_s(link)) is None else round(turning_s, 1),
-                "epoch": link.epoch,
-                "pid": link.pid,
-                "at": link.at,
-                "ready": link.ready is not None,
-                "lost": link.lost,
-                "lost_before": link.before,
-                "draining": link.draining,
-                "silent_s": round(links.silent_s(link), 1),
-                "jobs": link.jobs,
-                "load": None if link.load is None else msgspec.to_builtins(link.load),
-            }
-            for link in links
-        },
+        "workers": {link.name: worker_of(links, link) for link in links},
         "sla": gateway.attainment.told(),
         "keys": {
             name: {

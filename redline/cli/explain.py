@@ -3,31 +3,20 @@
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 from rich.console import Console
 from rich.table import Table
 
+from redline.cli.admin import ask
 from redline.cli.terminal import one_line
 from redline.errors import ConfigError
-
-ANSWER_S = 10.0
 
 
 def asked(request: str, url: str, key: str | None) -> dict[str, Any]:
     """What the admin routes tell of a request. Raises ConfigError where nobody answers, or nothing is known of it."""
-    place = f"{url.rstrip('/')}/admin/requests/{quote(request, safe='')}"
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        answer = httpx.get(place, headers=headers, timeout=ANSWER_S, trust_env=False)
-        told: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise ConfigError(
-            f"no admin routes at {url} ({one_line(str(error))}); a deployment's admin_port says where they are"
-        ) from None
-    if answer.status_code != 200:
-        error = told.get("error", "")
-        raise ConfigError(one_line(error if isinstance(error, str) else str(error["message"])))
-    return told
+        return ask("GET", url, f"/admin/requests/{quote(request, safe='')}", key).json()
+    except ValueError:
+        raise ConfigError(f"no admin routes at {url}; a deployment's admin_port says where they are") from None
 
 
 def show(told: dict[str, Any], console: Console) -> int:

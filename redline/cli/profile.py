@@ -3,13 +3,12 @@
 import gzip
 from pathlib import Path
 
-import httpx
 import msgspec
 from rich.console import Console
 
+from redline.cli.admin import ask
 from redline.cli.terminal import one_line
 from redline.disk import human, save
-from redline.errors import ConfigError
 
 ANSWER_S = 180.0  # a window is 60 s at most; behind it kernels are read, and the file is written
 
@@ -26,23 +25,8 @@ class _Trace(msgspec.Struct):
 
 def taken(seconds: float, url: str, key: str | None) -> bytes:
     """A trace of the next seconds, gzipped. Raises ConfigError where nobody answers, or it is refused."""
-    headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
-    try:
-        answer = httpx.post(
-            f"{url.rstrip('/')}/admin/profile", params={"seconds": f"{seconds:g}"}, headers=headers,
-            timeout=httpx.Timeout(10.0, read=ANSWER_S), trust_env=False,
-        )  # fmt: skip
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ConfigError(
-            f"no admin routes at {url} ({one_line(str(error))}); a deployment's admin_port says where they are"
-        ) from None
-    if answer.status_code == 200:
-        return answer.content
-    try:
-        why = str(answer.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        why = f"status {answer.status_code}; is this the admin port of a Redline server?"
-    raise ConfigError(one_line(why))
+    window = {"seconds": f"{seconds:g}"}
+    return ask("POST", url, "/admin/profile", key, answer_s=ANSWER_S, params=window, json={}).content
 
 
 def write(trace: bytes, path: Path, console: Console) -> int:

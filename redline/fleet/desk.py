@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from redline.api.admin import worker_of
 from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
 from redline.api.summed import Summed, packed
@@ -60,20 +61,7 @@ class FleetDesk:
             },
             "running": sum(said["running"] for said in answers),
             "workers": {
-                link.name: {
-                    "role": link.role,
-                    "turning_s": None,  # no role changes here
-                    "epoch": link.epoch,
-                    "pid": link.pid,
-                    "at": link.at,
-                    "ready": link.ready is not None,
-                    "lost": link.lost,
-                    "lost_before": link.before,
-                    "draining": link.draining,
-                    "silent_s": round(links.silent_s(link), 1),
-                    "jobs": sum(_jobs(said, link.name) for said in answers),
-                    "load": None if link.load is None else msgspec.to_builtins(link.load),
-                }
+                link.name: {**worker_of(links, link), "jobs": sum(_jobs(said, link.name) for said in answers)}
                 for link in links
             },
             "sla": _promises(answers),

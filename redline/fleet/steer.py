@@ -132,6 +132,7 @@ class Steering:
         self._said = 0, 0  # which way to change, and in how many looks in a row
         self._goal: Decision | None = None  # whose roles are being given, one worker after the other
         gateway.loads = self.measured.hear
+        gateway.lately.remember()
 
     async def run(self) -> None:
         """Look every `every_s`, until cancelled."""

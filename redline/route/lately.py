@@ -36,17 +36,23 @@ class Length(NamedTuple):
 
 
 class Lately:
-    """The newest jobs. clock: tells seconds."""
+    """The newest jobs, once somebody plans by them: none is remembered before. clock: tells seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
-        self._came: deque[Came] = deque(maxlen=MOST)
+        self._came: deque[Came] = deque(maxlen=0)
+
+    def remember(self) -> None:
+        """Somebody plans by them from now on."""
+        self._since = self._clock()
+        self._came = deque(maxlen=MOST)
 
     def came(self, of: str, prompt: int) -> Came:
         """A job has come, of a class, with so many tokens of its prompt. What is learnt of it is written there."""
-        self._came.append(Came(self._clock(), of, prompt))
-        return self._came[-1]
+        came = Came(self._clock(), of, prompt)
+        self._came.append(came)
+        return came
 
     def rate(self, window_s: float) -> float:
         """Jobs a second in the last so many seconds, or since there is a clock."""

@@ -34,4 +34,4 @@ def test_what_answered_requests_leave_behind_is_little(tmp_path: Path):
     assert set(told["counts"]) == {"api", "api, few texts known", "api, texts full", "engine"}
     assert all(len(rows) == growth.ROWS + 1 for rows in told["counts"].values())
     few = told["counts"]["api, few texts known"]
-    assert few[growth.ROWS - 1]["objects"] - few[growth.ROWS // 2]["objects"] < 200
+    assert few[growth.ROWS - 1]["objects"] - few[growth.ROWS // 2]["objects"] < 100

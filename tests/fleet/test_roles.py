@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from redline.route.roles import STAY_S
 from tests.fleet.test_pools import KEY, address, all_ready, free, served, workers
 from tests.fleet.test_serve import Server, wait_for
 
@@ -128,17 +130,26 @@ def test_a_worker_that_answers_computes_prompts_within_5_s_and_back_and_no_answe
 
 
 def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
-    """Whoever writes it when it has begun is asked to compute prompts."""
+    """Whoever writes it when it has begun is asked to compute prompts. It goes on elsewhere if it outlives its stay."""
     answers: list[list[int]] = []
-    thread = threading.Thread(target=lambda: answers.append(tokens_of(three, 7, LONG)))
+    ended: list[float] = []
+
+    def answer() -> None:
+        answers.append(tokens_of(three, 7, LONG))
+        ended.append(time.monotonic())
+
+    thread = threading.Thread(target=answer)
     thread.start()
     wait_for(lambda: writing(three), 60, three)
     name = writing(three)[0]
+    asked = time.monotonic()
     took = flipped(three, name, "prefill")
     thread.join(120)
     flipped(three, name, "decode")
     assert took <= FLIP_S
     assert len(answers[0]) == LONG
+    moved = re.search(rf"job \S+ moves after \d+ tokens: {name} is prefill from now on", three.said)
+    assert moved or ended[0] - asked < STAY_S + 1.0, "it has gone on where it was"
     wait_for(lambda: free(three), 30, three)
     assert answers[0] == tokens_of(three, 7, LONG)
     wait_for(lambda: free(three), 30, three)

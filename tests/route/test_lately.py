@@ -1,0 +1,72 @@
+"""What was asked lately: what is remembered, for how long, and what is said of answers that have not ended."""
+
+from redline.route.lately import MOST, Lately, Length
+
+
+class Clock:
+    """Tells the seconds that it is set to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_an_answer_that_has_not_ended_becomes_as_long_as_those_of_its_class_that_have() -> None:
+    lately = Lately(Clock())
+    lately.remember()
+    for of, output in (("chat", 10), ("chat", 30), ("batch", 500)):
+        came = lately.came(of, 64)
+        came.output, came.ended = output, True
+    begun = lately.came("chat", 200)
+    begun.cached, begun.output = 128, 5
+    longer = lately.came("chat", 200)
+    longer.output = 70
+    lately.came("new", 8)
+    assert lately.lengths(60)[3:] == [
+        Length(128, 72, 20, "chat"),
+        Length(0, 200, 70, "chat"),
+        Length(0, 8, 180, "new"),
+    ]
+
+
+def test_more_cached_than_the_prompt_has_is_the_prompt() -> None:
+    lately = Lately(Clock())
+    lately.remember()
+    lately.came("", 10).cached = 64
+    assert lately.lengths(60) == [Length(10, 0, 0, "")]
+
+
+def test_what_came_before_the_window_does_not_count() -> None:
+    clock = Clock()
+    lately = Lately(clock)
+    lately.remember()
+    assert lately.rate(60) == 0
+    for _ in range(30):
+        lately.came("", 10)
+    clock.now += 10
+    assert lately.rate(60) == 3, "there is a clock for 10 s"
+    clock.now += 90
+    assert lately.rate(60) == 0
+    assert lately.lengths(60) == []
+
+
+def test_where_more_came_than_is_remembered_the_rate_is_of_those_that_are() -> None:
+    clock = Clock()
+    lately = Lately(clock)
+    lately.remember()
+    for _ in range(2 * MOST):
+        lately.came("", 10)
+        clock.now += 1 / 128
+    assert abs(lately.rate(60) - 128) < 1
+
+
+def test_nothing_is_remembered_before_somebody_plans_by_it() -> None:
+    clock = Clock()
+    lately = Lately(clock)
+    lately.came("default", 10).ended = True
+    assert not lately.lengths(60.0)
+    lately.remember()
+    lately.came("default", 20)
+    assert [each.uncached for each in lately.lengths(60.0)] == [20]
