@@ -50,7 +50,8 @@ def address(server: Server) -> str:
 
 def admin(server: Server, path: str) -> dict[str, Any]:
     request = Request(f"{address(server)}/admin/{path}", headers={"authorization": f"Bearer {KEY}"})
-    return json.load(urlopen(request, timeout=10))
+    with urlopen(request, timeout=10) as answer:
+        return json.load(answer)
 
 
 def said(server: Server, prompt: str, id: str) -> Any:
