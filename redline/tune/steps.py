@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from redline.tune.pairs import expanded_of as expanded_of
-from redline.tune.pairs import pairs_of as pairs_of
+from redline.tune.pairs import expanded_of, pairs_of
 from redline.wire.base import Record
 
 KEPT = 24  # newest steps of a kind

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from redline.simulate.worker import Played, Worker, gap_ms
+from redline.tune.pairs import expanded_of, pairs_of
 from redline.tune.roles import WorkerModel
-from redline.tune.steps import StepModel, Work, expanded_of, pairs_of
+from redline.tune.steps import StepModel, Work
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Step
 from tests.fakes import Story, World

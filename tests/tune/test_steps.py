@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from redline.bench.runs.step_times import errors, fitted, read
-from redline.tune.steps import StepFit, StepModel, Work, expanded_of, pairs_of
+from redline.tune.pairs import expanded_of, pairs_of
+from redline.tune.steps import StepFit, StepModel, Work
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "step-times-cpu.json"
 TRUE = StepModel(
