@@ -11,13 +11,11 @@ from typing import NamedTuple
 import torch
 
 from redline.errors import ConfigError
-from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, inbox_words, room_of
 from redline.kernels.hopper.step.adjust import SlotWishes
 from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.k2.config import K2Config
-from redline.model.k2.shard import part_of, weight_bytes
+from redline.model.k2.shard import part_of, rooms_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS
@@ -191,9 +189,7 @@ class Sizes:
         """Bytes of the inbox through which a GPU's ranks meet (`GpuGroup`)."""
         if self.ranks == 1 or self.device != "cuda":
             return 0
-        c = self.config
-        room = room_of(padded(c.hidden_size, PAD_K), MOST_TOKENS)
-        return 4 * inbox_words(self.ranks, room, GATHERED_ROWS * (c.vocab_size // self.ranks))
+        return 4 * self.ranks * rooms_of(self.config, self.ranks).words
 
     def needs(self, max_model_len: int) -> Needs:
         """Bytes of everything but pages, where jobs come to `max_model_len` tokens."""

@@ -30,7 +30,7 @@ from redline.kernels.group import Group
 from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
-from redline.model.k2.shard import check_ranks
+from redline.model.k2.shard import check_ranks, rooms_of
 from redline.run.runner import Pending, Runner
 from redline.wire.channel import SocketOutbox, ipc_address
 from redline.wire.codec import Wire
@@ -73,7 +73,7 @@ def open_group(folder: Path, rank: int, ranks: int, device: torch.device, config
     """This rank's end of what they share, where all meet in a folder of rank 0's."""
     file = folder / MEET
     if device.type == "cuda":
-        return GpuGroup(str(file), rank, ranks, device, config.hidden_size, config.vocab_size)
+        return GpuGroup(str(file), rank, ranks, device, rooms_of(config, ranks))
     return SharedMemoryGroup(file, rank, ranks)
 
 

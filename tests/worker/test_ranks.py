@@ -13,9 +13,8 @@ import torch
 from redline.errors import RankLost
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.group import ALONE
-from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, inbox_words, room_of
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.shard import rooms_of
 from redline.model.k2.write import random_checkpoint
 from redline.run import runner
 from redline.run.fit import Sizes
@@ -336,10 +335,7 @@ def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> 
 
 def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The group is open when free memory is looked at, and its inbox is among what `Sizes` counts."""
-    model = Checkpoint.open(folder).config
-    words = inbox_words(
-        2, room_of(padded(model.hidden_size, PAD_K), MOST_TOKENS), GATHERED_ROWS * model.vocab_size // 2
-    )
+    words = 2 * rooms_of(Checkpoint.open(folder).config, 2).words
     seen: list[int] = []
 
     def fitted(_: Sizes, free: int, *__: object) -> None:

@@ -36,6 +36,7 @@ from redline.kernels.hopper.layouts.records import Records, Slabs, random_expert
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links, Site
 from redline.model.k2.shapes import KIMI_K26
+from redline.model.k2.shard import rooms_of
 
 ROWS = 1, 4, 8, 32
 PLACES = 3  # of weights in memory, taken in turn
@@ -101,7 +102,7 @@ def measure(rank: int, ranks: int, meet: str) -> dict[str, dict[str, float]]:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     c = KIMI_K26
-    group = GpuGroup(meet, rank, ranks, device, c.hidden_size, c.vocab_size)
+    group = GpuGroup(meet, rank, ranks, device, rooms_of(c, ranks))
     try:
         with torch.inference_mode():
             products = Products(rank, ranks, device)

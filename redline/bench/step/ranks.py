@@ -18,7 +18,7 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
-from redline.model.k2.shard import check_ranks
+from redline.model.k2.shard import check_ranks, rooms_of
 
 RANK, MEET = "REDLINE_BENCH_RANK", "REDLINE_BENCH_MEET"  # told to the ranks that rank 0 starts
 END_S = 30.0  # for the others to end once rank 0 has measured
@@ -49,7 +49,7 @@ def ranks_of_gpus(config: K2Config, ranks: int) -> Generator[Group]:
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
             torch.cuda.manual_seed(0)  # what is random is the same on all
-            group = GpuGroup(meet, rank, ranks, device, config.hidden_size, config.vocab_size)
+            group = GpuGroup(meet, rank, ranks, device, rooms_of(config, ranks))
             try:
                 yield group
                 group.check()

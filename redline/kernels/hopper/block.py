@@ -2,7 +2,8 @@
 
 `decode_block`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights
 once; norms are folded into the products, and a launch begins to fetch its weights before the one in front of it has
-ended. From 33 tokens on it is fourteen launches, six of them for the experts. A dense layer is eight at any size.
+ended. From 33 tokens on it is fourteen launches, six of them for the experts. A dense layer is eight at any size. Ranks
+that divide long contexts launch two more.
 `prefill_block`: prompts, and more rows. Products by Triton up to 192 tokens and by the library beyond; expanded
 attention for chunks of prompts, absorbed attention for tokens that decode among them.
 """
@@ -19,9 +20,11 @@ from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_ex
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
+from redline.kernels.hopper.decode.gather_ranks import gather_queries
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
+from redline.kernels.hopper.decode.share_latents import divides, share_latents
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
@@ -129,7 +132,7 @@ def decode_block(
         *(q_a, q_squares, attention.w_q, attention.heads, kv, attention.kv_norm),
         *(inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, attention.eps),
     )
-    o = _absorbed(q, inputs.tokens_Q, w, inputs, plane)
+    o = _absorbed(q, inputs.tokens_Q, w, inputs, plane, links)
     residual, x, squares = project_out(o, w.o_proj, stream.residual_TD, w.mlp_norm, None, links, ATTENTION)
     experts = w.experts
     count = 0 if experts is None else experts.bias_E.shape[0]
@@ -199,9 +202,17 @@ def prefill_block(
     return residual, group.add(h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down))
 
 
-def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor) -> Tensor:
-    """Attention of queries over latents. tokens_Q int32 [Q]: their rows of q. -> o bf16 [Q, H V padded to 128]."""
+def _absorbed(
+    q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor, links: Links | None = None
+) -> Tensor:
+    """Attention of queries over latents. tokens_Q int32 [Q]: their rows of q. -> o bf16 [Q, H V padded to 128].
+
+    links: to the ranks that may read a part of every context each.
+    """
     longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
     q = absorb(q_THX, w.attention.w_uk)
-    parts = attend(q, tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest)
-    return unabsorb(*parts, w.attention.w_uv)
+    given = tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest
+    if links is None or not divides(links, q.shape[0], q.shape[1], w.attention.rank, longest):
+        return unabsorb(*attend(q, *given), w.attention.w_uv)
+    parts = attend(gather_queries(q, links), *given, rank=links.rank, ranks=links.ranks)
+    return unabsorb(*share_latents(*parts, links), w.attention.w_uv)

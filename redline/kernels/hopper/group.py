@@ -16,8 +16,7 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.group import START_S
 from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
-from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, UNSENT, Links, inbox_words, new_control, room_of
+from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, Links, Rooms, new_control
 
 CLOSE_S = 10.0  # for all ranks to let go of one another's memory
 
@@ -25,8 +24,8 @@ CLOSE_S = 10.0  # for all ranks to let go of one another's memory
 class GpuGroup:
     """A `Group` over CUDA devices of one host, one process for each. All ranks close theirs at the same time."""
 
-    def __init__(self, file: str, rank: int, ranks: int, device: torch.device, hidden: int, vocabulary: int) -> None:
-        """Meets the other ranks, and opens their inboxes. hidden: D. vocabulary: V, a multiple of 4 x ranks.
+    def __init__(self, file: str, rank: int, ranks: int, device: torch.device, rooms: Rooms) -> None:
+        """Meets the other ranks, and opens their inboxes, which have these rooms.
 
         Raises ConfigError where a GPU of the host does not let another read its memory, or memory is short.
         """
@@ -38,7 +37,6 @@ class GpuGroup:
         wait = datetime.timedelta(seconds=START_S)
         self._store = FileStore(file, ranks)
         self._store.set_timeout(wait)
-        room, gathered = room_of(padded(hidden, PAD_K), MOST_TOKENS), GATHERED_ROWS * (vocabulary // ranks)
         with contextlib.ExitStack() as opened:
             dist.init_process_group(
                 "nccl",
@@ -50,7 +48,7 @@ class GpuGroup:
             )
             opened.callback(_leave)
             try:
-                self._inbox = driver.SharedMemory(4 * inbox_words(ranks, room, gathered))
+                self._inbox = driver.SharedMemory(4 * ranks * rooms.words)
                 opened.callback(self._inbox.free)
                 self._inbox.fill(UNSENT)
                 self._store.set(f"inbox {rank}", self._inbox.handle.hex())
@@ -64,7 +62,7 @@ class GpuGroup:
             addresses = tuple(self._inbox.address if other == rank else self._peers[other] for other in range(ranks))
             turns = torch.zeros(2, dtype=torch.int32, device=device)
             control = new_control(START_S, pinned=True)
-            self.links = Links(rank, ranks, addresses, control, turns, room, gathered)
+            self.links = Links(rank, ranks, addresses, control, turns, rooms)
             opened.pop_all()
 
     def add(self, partial: Tensor) -> Tensor:

@@ -1,21 +1,36 @@
 """How the kernels of several ranks reach one another's memory: an inbox on each chip, open to all (blocks/ranks.cuh).
 
 A step's sums are at two sites, in turn: attention's at the first, the experts' at the second. Behind them lie the two
-rooms of `gather_ranks`.
+rooms of `gather_ranks`, and those in which ranks that divide contexts exchange queries and what came of them.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 ATTENTION, EXPERTS = 0, 1  # sites
 Site = Literal[0, 1]
+Contexts = Literal["auto", "whole", "divided"]
 UNSENT = 0x80000000  # the word that nobody has sent: minus zero
 MOST_RANKS = 8
 MOST_TOKENS = 64  # of a step whose sums go through inboxes
 GATHERED_ROWS = 256  # of logits that are gathered at once: the most positions of a recorded step
+
+
+class Rooms(NamedTuple):
+    """Words that a rank has for itself in every other's inbox, each a multiple of 4. See `rooms_of`."""
+
+    sums: int  # at each of the two sites
+    gathered: int  # in each of the two rooms of `gather_ranks`
+    queries: int = 0  # in the room of `gather_queries`
+    latents: int = 0  # in the room of `share_latents`
+
+    @property
+    def words(self) -> int:
+        """Of all."""
+        return 2 * (self.sums + self.gathered) + self.queries + self.latents
 
 
 @dataclass(frozen=True)
@@ -27,16 +42,31 @@ class Links:
     inboxes: tuple[int, ...]  # the address of each rank's inbox, as this chip sees it
     control: Tensor  # int64 [2], the host's: nanoseconds that a rank may be waited for; 1 + the rank that did not come
     turns: Tensor  # int32 [2]: `gather_ranks` counts its launches there
-    room: int  # words of a rank at a site
-    gathered: int  # words of a rank in a room of `gather_ranks`
+    rooms: Rooms
+    contexts: Contexts = "auto"  # whether ranks read a part of every context each, or all of it
 
     def of_sums(self, site: Site) -> dict[str, Any]:
         """What a kernel's record takes to add up the ranks at this site."""
-        return {**self._who(), "site": site * self.ranks * self.room, "room": self.room}
+        return {**self._who(), "site": site * self.ranks * self.rooms.sums, "room": self.rooms.sums}
 
     def of_gather(self) -> dict[str, Any]:
         """What `gather_ranks` takes."""
-        return {**self._who(), "site": 2 * self.ranks * self.room, "room": self.gathered, "turns": self.turns}
+        site = 2 * self.ranks * self.rooms.sums
+        return {**self._who(), "site": site, "room": self.rooms.gathered, "turns": self.turns}
+
+    def of_queries(self) -> dict[str, Any]:
+        """What `gather_queries` takes."""
+        return {**self._who(), "site": self._behind, "room": self.rooms.queries, "turns": None}
+
+    def of_latents(self) -> dict[str, Any]:
+        """What `share_latents` takes."""
+        site = self._behind + self.ranks * self.rooms.queries
+        return {**self._who(), "site": site, "room": self.rooms.latents}
+
+    @property
+    def _behind(self) -> int:
+        """The first word behind what every group has."""
+        return 2 * self.ranks * (self.rooms.sums + self.rooms.gathered)
 
     def _who(self) -> dict[str, Any]:
         return {**_inboxes(self.inboxes), "control": self.control.data_ptr(), "rank": self.rank}
@@ -70,14 +100,14 @@ def ranks_of(links: Links | None) -> int:
     return 1 if links is None else links.ranks
 
 
-def inbox_words(ranks: int, room: int, gathered: int) -> int:
-    """Words of an inbox: two sites and two rooms of `gather_ranks`, for each rank."""
-    return 2 * ranks * (room + gathered)
+def rooms_of(hidden: int, vocabulary: int, heads: int = 0, rank: int = 0, rope: int = 0) -> Rooms:
+    """What a step of MOST_TOKENS tokens needs.
 
-
-def room_of(hidden: int, tokens: int) -> int:
-    """Words of a rank at a site, for so many tokens at most. hidden: padded to 128."""
-    return hidden * max(tokens, 8)
+    hidden: D, padded to 128. vocabulary: rows of the head that a rank has, a multiple of 4. heads: H of a rank, whose
+    queries are [latent R | rotated P]; 0: contexts are never divided.
+    """
+    queries, latents = heads * (rank + rope) // 2, heads * (rank // 2 + 1)  # a latent's log-sum-exp is a word
+    return Rooms(hidden * MOST_TOKENS, GATHERED_ROWS * vocabulary, MOST_TOKENS * queries, MOST_TOKENS * latents)
 
 
 def new_control(seconds: float, *, pinned: bool) -> Tensor:

@@ -49,7 +49,6 @@ class GpuK2(K2):
         group: Group = ALONE,
     ) -> None:
         super().__init__(config, embedding_VD, (), norm, head_VD, group)
-        self._links = group.links if isinstance(group, Linked) else None
         self.gpu_blocks = blocks
         self._most_decoded = most_decoded(config)
         # Sums of squares of rows whose norm is divided out already.
@@ -86,10 +85,11 @@ class GpuK2(K2):
 
     def _decode(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
         norms = [*(w.attention_norm for w in self.gpu_blocks), self.norm]
+        links = self.group.links if isinstance(self.group, Linked) else None
         stream = ResidualStream(*embed(inputs.ids_T, self.embedding_VD, norms[0]))
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             features.take(layer, stream.residual_TD)
-            stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer), self._links)
+            stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer), links)
         return stream.residual_TD
 
     def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, Tensor | None]:

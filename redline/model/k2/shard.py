@@ -11,6 +11,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from redline.errors import ConfigError
+from redline.kernels.hopper.layouts.tiled import PAD_K, padded
+from redline.kernels.hopper.ranks import Rooms
+from redline.kernels.hopper.ranks import rooms_of as rooms_of_sizes
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 
@@ -78,6 +81,13 @@ def head_left_out(config: K2Config, ranks: int) -> int:
 def weight_bytes(config: K2Config, ranks: int) -> int:
     """Bytes of one rank's weights, as `K2Config.weight_bytes` has the whole model's."""
     return part_of(config, ranks).weight_bytes - 2 * head_left_out(config, ranks)
+
+
+def rooms_of(config: K2Config, ranks: int) -> Rooms:
+    """What each rank of a group of GPUs has for itself in the others' inboxes."""
+    c = config
+    sizes = c.num_attention_heads // ranks, c.kv_lora_rank, c.qk_rope_head_dim
+    return rooms_of_sizes(padded(c.hidden_size, PAD_K), c.vocab_size // ranks, *sizes)
 
 
 def check_ranks(config: K2Config, ranks: int) -> None:

@@ -14,25 +14,31 @@ from torch import Tensor
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.experts_down import ExpertsDownArgs, experts_down
 from redline.kernels.hopper.decode.experts_up import encode_h, some_pairs
-from redline.kernels.hopper.decode.gather_ranks import gather_ranks
+from redline.kernels.hopper.decode.gather_ranks import gather_queries, gather_ranks
 from redline.kernels.hopper.decode.project_out import ProjectOutArgs, project_out
+from redline.kernels.hopper.decode.share_latents import share_latents
 from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, Links, inbox_words, new_control, room_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Rooms, new_control
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
 COLUMNS, ROWS = 60, 5  # of a gather
-ROOM, GATHERED = room_of(HIDDEN, 64), ROWS * COLUMNS
-CELLS = ROOM, GATHERED
+HEADS, RANK, ROPE = 2, 256, 64  # heads of a rank
+ROOMS = Rooms(
+    sums=HIDDEN * MOST_TOKENS,
+    gathered=ROWS * COLUMNS,
+    queries=8 * HEADS * (RANK + ROPE) // 2,
+    latents=8 * HEADS * (RANK // 2 + 1),
+)
 
 
 def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
     """A rank's links over inboxes in a file that all ranks map."""
-    words = inbox_words(ranks, ROOM, GATHERED)
+    words = ranks * ROOMS.words
     inboxes = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
     at = tuple(inboxes.data_ptr() + 4 * words * other for other in range(ranks))
-    links = Links(rank, ranks, at, new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32), *CELLS)
+    links = Links(rank, ranks, at, new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32), ROOMS)
     _mapped.append(inboxes)
     return links
 
@@ -122,6 +128,40 @@ def gathered(round_: int, links: Links) -> None:
     assert torch.equal(gather_ranks(parts[links.rank], links), torch.cat(parts, 1))
 
 
+def queries(round_: int, tokens: int, links: Links) -> None:
+    """`gather_queries`, with zeros of both signs in all places of a pair."""
+
+    def part(rank: int) -> Tensor:
+        g = generator(round_, rank)
+        signs = torch.randint(-1, 2, (tokens, HEADS, RANK + ROPE), generator=g)
+        return (torch.randn(signs.shape, generator=g) * signs).bfloat16()
+
+    parts = [part(rank) for rank in range(links.ranks)]
+    assert torch.equal(gather_queries(parts[links.rank], links), torch.cat(parts, 1))
+
+
+def latents(round_: int, tokens: int, splits: int, links: Links) -> None:
+    """`share_latents` of parts of which some splits, or all, hold nothing; those have NaN for latents."""
+
+    def part(rank: int) -> tuple[Tensor, Tensor]:
+        g = generator(round_, rank)
+        heads = HEADS * links.ranks
+        lse = torch.randn(tokens, heads, splits, generator=g) * 3
+        held = torch.randint(0, splits + 1, (tokens, 1, 1), generator=g)
+        lse = lse.where(torch.arange(splits) < held, -torch.inf)
+        partial = torch.randn(tokens, heads, splits, RANK, generator=g).bfloat16()
+        return partial.masked_fill(lse[..., None] == -torch.inf, torch.nan), lse
+
+    got, lse = share_latents(*part(links.rank), links)
+    own = slice(HEADS * links.rank, HEADS * (links.rank + 1))
+    for rank in range(links.ranks):
+        partial, part_lse = (x[:, own] for x in part(rank))
+        torch.testing.assert_close(lse[:, :, rank], part_lse.logsumexp(-1), atol=1e-4, rtol=1e-5)
+        shares = part_lse.softmax(-1).nan_to_num(0.0)
+        want = torch.einsum("qhs,qhsr->qhr", shares, partial.float().nan_to_num(0.0))
+        near(got[:, :, rank], want)
+
+
 def main() -> None:
     file, rank, ranks, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
@@ -133,6 +173,9 @@ def main() -> None:
             tokens = (1, 8, 3, 2)[round_ % 4]
             if late.random() < 0.5:
                 time.sleep(late.random() * 0.02)
+            if round_ % 2:  # contexts are divided: two exchanges before the sums
+                queries(3 * round_, tokens, links)
+                latents(3 * round_, tokens, (3, 19, 8, 9)[round_ // 2 % 4], links)
             first = sums if round_ % 3 == 2 else attention
             for got in (first(3 * round_, tokens, links), experts(3 * round_ + 1, tokens, links)):
                 hashes.append(hash(got.numpy().tobytes()))

@@ -110,9 +110,24 @@ def test_a_first_row_that_holds_nothing_is_not_read(dtype: torch.dtype):
 
 
 @pytest.mark.usefixtures("either_kernel")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_parts_that_ranks_read_are_the_context(ranks: int):
+    """Whatever a part holds of it, nothing too: contexts of a page are the first rank's alone."""
+    args = random_context(generator(), (3, 64, 65, 450), 4, skip=1)
+    parts = [args._replace(rank=rank, ranks=ranks) for rank in range(ranks)]
+    for part in parts:
+        check_attend(part)
+    latents, lse = (torch.cat(each, 2) for each in zip(*(attend.op.reference(part) for part in parts), strict=True))
+    w_uv = Tiled.prepare(torch.randn(4, 128, 512).to(torch.bfloat16))
+    want = unabsorb.op.reference(unabsorb.op.args(*attend.op.reference(args), w_uv))
+    assert error(unabsorb.op.reference(unabsorb.op.args(latents, lse, w_uv)), want) < 1e-2
+    assert not (lse[0, :, lse.shape[2] // ranks :] > -torch.inf).any()
+
+
+@pytest.mark.usefixtures("either_kernel")
 def test_every_e4m3_is_widened_exactly():
     """One row, so that the answer is the row."""
-    q, tokens, slots, lengths, tables, plane, scale, longest, skip = random_context(generator(), (1,), 4, dtype=FP8)
+    q, tokens, slots, lengths, tables, plane, scale, longest, skip, *_ = random_context(generator(), (1,), 4, dtype=FP8)
     codes = torch.arange(256, dtype=torch.uint8)
     row = codes[codes & 127 != 127].repeat(3)[:512].view(FP8)
     plane[tables[0, 0].long(), 0, :512] = row
@@ -152,7 +167,7 @@ def test_company_does_not_matter_to_a_query(monkeypatch: pytest.MonkeyPatch):
 def test_the_three_of_them_are_mla_decode():
     g = generator()
     heads, nope, rope, rank, value = 4, 128, 64, 512, 128
-    _, tokens, slots, lengths, tables, plane, scale, longest, skip = random_context(g, (1, 64, 65, 200), heads)
+    _, tokens, slots, lengths, tables, plane, scale, longest, skip, *_ = random_context(g, (1, 64, 65, 200), heads)
     w_uk = (torch.randn(heads, rank, nope, generator=g) * nope**-0.5).to(torch.bfloat16)
     w_uv = (torch.randn(heads, value, rank, generator=g) * rank**-0.5).to(torch.bfloat16)
     q = torch.randn(5, heads, nope + rope, generator=g).to(torch.bfloat16)

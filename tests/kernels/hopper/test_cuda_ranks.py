@@ -11,7 +11,7 @@ import torch
 
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.sum_ranks import sum_ranks
-from redline.kernels.hopper.ranks import ATTENTION, UNSENT, inbox_words
+from redline.kernels.hopper.ranks import ATTENTION, UNSENT
 from tests.kernels.hopper import ranks_program
 
 HERE = Path(__file__).parent
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 def inboxes(folder: Path, ranks: int) -> Path:
     """A file of inboxes in which nobody has sent anything."""
-    words = ranks * inbox_words(ranks, ranks_program.ROOM, ranks_program.GATHERED)
+    words = ranks * ranks * ranks_program.ROOMS.words
     (folder / "inboxes").write_bytes(UNSENT.to_bytes(4, "little") * words)
     return folder / "inboxes"
 

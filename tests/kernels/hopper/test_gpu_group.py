@@ -16,9 +16,10 @@ from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUs
 from redline.errors import ConfigError, RankLost
 from redline.kernels.hopper import driver, group
 from redline.kernels.hopper.group import GpuGroup
-from redline.kernels.hopper.ranks import UNSENT, new_control
+from redline.kernels.hopper.ranks import UNSENT, new_control, rooms_of
 
 CPU = torch.device("cpu")
+ROOMS = rooms_of(128, 32, heads=2, rank=256, rope=64)
 ONES = torch.ones(2, 4)
 
 
@@ -92,7 +93,7 @@ def opened(file: Path, ranks: int) -> list[GpuGroup]:
     groups: dict[int, GpuGroup] = {}
 
     def open_rank(rank: int) -> None:
-        groups[rank] = GpuGroup(str(file), rank, ranks, CPU, 128, 64)
+        groups[rank] = GpuGroup(str(file), rank, ranks, CPU, ROOMS)
 
     at_once([lambda rank=rank: open_rank(rank) for rank in range(ranks)])
     return [groups[rank] for rank in range(ranks)]
@@ -166,7 +167,7 @@ def test_a_group_that_cannot_be_opened_gives_back_what_it_has(chips: Chips, tmp_
         store.set(f"inbox {rank}", (bytes([100 + rank]) * 64).hex())
     chips.refused = {bytes([102]) * 64}
     with pytest.raises(ConfigError, match=r"engine\.ranks is 3: this GPU and another cannot share memory .*217"):
-        GpuGroup(str(file), 0, 3, CPU, 128, 64)
+        GpuGroup(str(file), 0, 3, CPU, ROOMS)
     assert chips.open == {bytes([101]) * 64: 0}
     assert (chips.held, chips.joined) == ([], 0)
 

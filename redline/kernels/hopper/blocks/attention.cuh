@@ -15,6 +15,7 @@ struct AttendLaunch {
     char* out;           // bf16 [Q, H, splits, R]
     float* lse;          // [Q, H, splits]
     int heads, table_width, splits, skip;
+    int first_split, all_splits;  // splits are these of a context that is divided among ranks; or 0 and `splits`
     u32 page_stride;  // bytes from a page to the next
     float scale;  // of scores, for powers of two
 };
@@ -28,7 +29,8 @@ struct Work {
     u32 query, head, rows, out_row;
 };
 
-// Pages are shared out evenly over the splits, whatever length the grid was made for; splits left over have none.
+// Pages are shared out evenly over the splits of all ranks, whatever length the grid was made for; splits left over, the
+// last ones, have none.
 FN Work find_work(const AttendLaunch& a) {
     Work w;
     u32 split = block_index(), parts = (a.heads + ROWS - 1) / ROWS;
@@ -37,8 +39,8 @@ FN Work find_work(const AttendLaunch& a) {
     w.out_row = (w.query * a.heads + w.head) * a.splits + split;
     w.length = (int)load_global_fresh(a.lengths + w.query);
     u32 pages = w.length > a.skip ? (w.length + PAGE - 1) / PAGE : 0;
-    u32 share = (pages + a.splits - 1) / a.splits;
-    w.first = smaller(split * share, pages);
+    u32 share = (pages + a.all_splits - 1) / a.all_splits;
+    w.first = smaller((a.first_split + split) * share, pages);
     w.count = smaller(share, pages - w.first);
     w.table = a.tables + (u64)load_global_fresh(a.slots + w.query) * a.table_width + w.first;
     return w;

@@ -56,6 +56,16 @@ FN void fill_words(u32& v, u32 with) { v = with; }
 FN void fill_words(u32x2& v, u32 with) { v = {with, with}; }
 FN void fill_words(u32x4& v, u32 with) { v = {with, with, with, with}; }
 
+// To this place of one other rank's inbox.
+template <class Words>
+FN void send_to(const Ranks& r, u32 to, u32 place, Words v) {
+    v = sent(v);
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        if (i == to) store_system(r.inbox[i] + (u64)r.rank * r.room + place, v);
+    }
+}
+
 // To this place of every other rank's inbox.
 template <class Words>
 FN void send(const Ranks& r, u32 place, Words v) {

@@ -28,7 +28,7 @@ from redline.wire.job import PAGE_TOKENS
 
 SMS = 132  # NVIDIA H100 and H200
 MAX_WAVES = 4  # of blocks, where pages are split: 35 MB of partial latents at R = 512
-ROPE = 64  # P of every model here
+LATENT, ROPE = 512, 64  # R of the models that the times below were measured with, and P of every model here
 WARPGROUP_ROWS = {64}  # heads of the blocks that take attend_warpgroups.cu, which could do 16 and 32 too
 _VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
@@ -49,11 +49,17 @@ def plan(queries: int, heads: int, max_length: int) -> Plan:
     max_length: tokens, at least those of any query's context.
     """
     pages = max(1, -(-max_length // PAGE_TOKENS))
+    return min(_ways(queries, heads, pages), key=lambda way: _with_combining(way, queries, heads, pages))
 
-    def cost(way: Plan) -> float:
-        return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
 
-    return min(_ways(queries, heads, pages), key=cost)
+def predicted(queries: int, heads: int, max_length: int) -> float:
+    """Microseconds that the quickest way takes by the model, combining included."""
+    pages = max(1, -(-max_length // PAGE_TOKENS))
+    return _with_combining(plan(queries, heads, max_length), queries, heads, pages)
+
+
+def _with_combining(way: Plan, queries: int, heads: int, pages: int) -> float:
+    return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
 
 
 def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
@@ -107,6 +113,8 @@ class AttendArgs(NamedTuple):
     scale: float  # what the scores are multiplied by before the softmax
     max_length: int  # at least the greatest of lengths_Q: S follows from it, not from the lengths
     skip: int = 0  # leading rows of every slot that hold nothing and are not read, as in `mla_decode`
+    rank: int = 0  # reads the rank's part of every context, of
+    ranks: int = 1  # parts that are alike, in pages
 
 
 def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
@@ -116,15 +124,18 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """
     q_THW = args.q_THW
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
-    splits, rank = plan(queries, heads, args.max_length).splits, args.plane.shape[-1] - ROPE
+    splits, rank = plan(queries, heads, part_length(args.max_length, args.ranks)).splits, args.plane.shape[-1] - ROPE
     out = q_THW.new_zeros(queries, heads, splits, rank)
     lse = torch.full((queries, heads, splits), -torch.inf, device=q_THW.device)
     for i, (token, slot, length) in enumerate(
         zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True)
     ):
         pages = -(-length // PAGE_TOKENS) if length > args.skip else 0
-        share = max(1, -(-pages // splits))
-        for split, first in enumerate(range(0, pages, share)):
+        share = max(1, -(-pages // (splits * args.ranks)))
+        starts = [min((args.rank * splits + split) * share, pages) for split in range(splits)]
+        for split, first in enumerate(starts):
+            if first == pages:
+                break
             numbers = args.tables[slot, first : min(first + share, pages)].long()
             rows_SW = args.plane[numbers].flatten(0, 1).float()
             rows_SW = rows_SW[max(args.skip - first * PAGE_TOKENS, 0) : length - first * PAGE_TOKENS]
@@ -132,6 +143,11 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
             out[i, :, split] = (scores_HS.softmax(-1) @ rows_SW[:, :rank]).to(out.dtype)
             lse[i, :, split] = scores_HS.logsumexp(-1)
     return out, lse
+
+
+def part_length(length: int, ranks: int) -> int:
+    """Tokens of a context of so many that one of so many ranks reads at most: whole pages."""
+    return -(-length // (PAGE_TOKENS * ranks)) * PAGE_TOKENS if ranks > 1 else length
 
 
 def has_warpgroups(rows: int, rank: int) -> bool:
@@ -155,7 +171,8 @@ def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bo
 def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
     q_THW, plane = args.q_THW, args.plane
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
-    rank, (rows, splits) = plane.shape[-1] - ROPE, plan(queries, heads, args.max_length)
+    rank, longest = plane.shape[-1] - ROPE, part_length(args.max_length, args.ranks)
+    rows, splits = plan(queries, heads, longest)
     out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
     lse = torch.empty(queries, heads, splits, device=q_THW.device)
     arguments = _Launch(
@@ -171,10 +188,12 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
         table_width=args.tables.shape[1],
         splits=splits,
         skip=args.skip,
+        first_split=args.rank * splits,
+        all_splits=args.ranks * splits,
         page_stride=plane.stride(0) * plane.element_size(),
         scale=args.scale * math.log2(math.e),
     )
-    buffers = 1 if splits * PAGE_TOKENS >= args.max_length else 2
+    buffers = 1 if splits * PAGE_TOKENS >= longest else 2
     kernel = _kernel(rows, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
     kernel.launch(arguments, splits if queries else 0, queries * -(-heads // rows))
     return out, lse
@@ -198,7 +217,8 @@ def _cost(args: AttendArgs) -> Cost:
     moved = (sum(longest.values()) - args.skip * len(longest)) * width * args.plane.element_size()
     queries = args.tokens_Q.shape[0]
     seen = int(args.lengths_Q.sum()) - args.skip * queries
-    return Cost(moved + queries * heads * (width + rank) * 2, 2 * heads * (width + rank) * seen)
+    parts = moved // args.ranks + queries * heads * (width + rank) * 2
+    return Cost(parts, 2 * heads * (width + rank) * seen // args.ranks)
 
 
 def random_context(

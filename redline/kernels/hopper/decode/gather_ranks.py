@@ -1,4 +1,7 @@
-"""Every rank's columns side by side on every rank: logits of a head whose rows are divided.    R rows, V columns."""
+"""Every rank's columns side by side on every rank: logits of a head whose rows are divided.    R rows, V columns.
+
+And query heads, of which each rank computes its own, where every rank attends with all of them to a part of contexts.
+"""
 
 import functools
 
@@ -11,20 +14,38 @@ from redline.kernels.hopper.ranks import Links
 
 _Launch = launch_record("decode/gather_ranks.cu", "GatherRanksLaunch")
 _THREADS = 512
+_QUERY_THREADS = 128  # so that one token's heads are spread over many blocks
 
 
 @functools.cache
-def _kernel(width: int, ranks: int) -> CudaKernel:
-    sizes = {"WIDTH": width, "RANKS": ranks}
-    return CudaKernel("decode/gather_ranks.cu", "gather_ranks", _Launch, sizes, shared=0, threads=_THREADS)
+def _kernel(width: int, ranks: int, *, turns: bool) -> CudaKernel:
+    sizes, threads = {"WIDTH": width, "RANKS": ranks, "TURNS": int(turns)}, _THREADS if turns else _QUERY_THREADS
+    return CudaKernel("decode/gather_ranks.cu", "gather_ranks", _Launch, sizes, shared=0, threads=threads)
 
 
 def gather_ranks(part_RV: Tensor, links: Links) -> Tensor:
     """float32 [R, V / ranks] of each rank -> [R, V]; V / ranks is a multiple of 4, R columns fit in a room."""
     (rows, width), device = part_RV.shape, part_RV.device
-    assert rows * width <= links.gathered, f"{rows} rows of {width} columns; a room has {links.gathered} words"
+    room = links.rooms.gathered
+    assert rows * width <= room, f"{rows} rows of {width} columns; a room has {room} words"
     whole = torch.empty(rows, links.ranks * width, device=device)
     given = _Launch(part=part_RV.contiguous(), whole=whole, rows=rows, **links.of_gather())
     blocks = min(dense.multiprocessors(device), -(-rows * width // (4 * _THREADS)))
-    _kernel(width, links.ranks).launch(given, blocks)
+    _kernel(width, links.ranks, turns=True).launch(given, blocks)
+    return whole
+
+
+def gather_queries(part_THW: Tensor, links: Links) -> Tensor:
+    """bf16 [T, H / ranks, W] of each rank -> [T, H, W] on every rank; T is at most MOST_TOKENS, H W / ranks whole 8s.
+
+    A pair of numbers whose first is zero and whose second is minus zero arrives as two zeros.
+    """
+    (tokens, heads, width), device = part_THW.shape, part_THW.device
+    words, room = heads * width // 2, links.rooms.queries
+    assert tokens * words <= room, f"{tokens} tokens of {words} words; a room has {room} words"
+    whole = torch.empty(tokens, links.ranks * heads, width, dtype=torch.bfloat16, device=device)
+    pairs = part_THW.view(torch.float32), whole.view(torch.float32)
+    given = _Launch(part=pairs[0], whole=pairs[1], rows=tokens, **links.of_queries())
+    blocks = min(4 * dense.multiprocessors(device), -(-tokens * words // (4 * _QUERY_THREADS)))
+    _kernel(words, links.ranks, turns=False).launch(given, blocks)
     return whole
