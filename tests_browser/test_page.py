@@ -90,7 +90,49 @@ def test_the_engine_is_watched(tab: Tab):
     tab.until("document.querySelectorAll('#positions meter').length === 3")
     assert tab.run("document.querySelectorAll('#holders tr').length") == 3
     assert "Ready." in tab.run("document.getElementById('engine-status').textContent")
+    tab.until("document.querySelectorAll('#steps tr').length === 2")
+    said = tab.run("[...document.querySelectorAll('#steps tr')].map((one) => one.innerText)")
+    assert all(re.search(r"step [\d.]+ ms, floor [\d.]+ ms, \d+ %, at [\d.]+ GB/s", line) for line in said), said
+    assert {re.split(r"[:\t]", line)[1].strip() for line in said} == {"answers alone", "with prompts"}
     tab.picture(PICTURES / "engine.png")
+
+
+def test_steps_stand_beside_their_floor_live(tab: Tab):
+    """A made-up stream: its first event tells all since the start, later ones the newest steps, and a worker that has
+    started again begins anew."""
+    sums = [(2, 0.020, 0.010), (4, 0.060, 0.042), (4, 0.060, 0.042), (1, 0.005, 0.004)]
+    views = [
+        {"ready": True, "trouble": None, "queue": {"jobs": 0, "tokens": 0}, "running": 0, "workers": [
+            {"name": "one", "role": "both", "ready": True, "read_bytes_per_s": 2e9, "load": {
+                "accepted_per_pos": [], "pages_used": 0, "pages_cached": 0, "pages_total": 1, "generation_tokens": 0,
+                "step_times": [{"kind": "decode", "steps": steps, "seconds": seconds, "floor_s": floor}]}}]}
+        for steps, seconds, floor in sums
+    ]  # fmt: skip
+    tab.run(f"""(() => {{
+        const real = window.fetch;
+        window.seen = [];
+        new MutationObserver(() => window.seen.push(document.querySelector('#steps td:last-child')?.textContent))
+            .observe(document.querySelector('#steps tbody'), {{ childList: true }});
+        window.fetch = async (path, how) => {{
+            if (`${{path}}` !== "engine") return real(path, how);
+            const views = {json.dumps(views)};
+            return new Response(new ReadableStream({{ async start(to) {{
+                for (const view of views) {{
+                    to.enqueue(new TextEncoder().encode(`data: ${{JSON.stringify(view)}}\n\n`));
+                    await new Promise((done) => setTimeout(done, 100));
+                }}
+            }} }}));
+        }};
+    }})()""")
+    tab.run("document.getElementById('show-engine').click()")
+    tab.until("window.seen.length === 4")
+    assert tab.run("window.seen") == [
+        "step 10.0 ms, floor 5.0 ms, 50 %, at 2.0 GB/s",
+        "step 20.0 ms, floor 16.0 ms, 80 %, at 2.0 GB/s",
+        "step 20.0 ms, floor 16.0 ms, 80 %, at 2.0 GB/s",
+        "step 5.0 ms, floor 4.0 ms, 80 %, at 2.0 GB/s",
+    ]
+    assert tab.run("document.querySelector('#steps meter').value") == pytest.approx(0.8)
 
 
 AXE = """axe.run().then(({ violations }) => violations.map(({ id, impact, nodes }) =>

@@ -73,6 +73,8 @@ DRAFTS, ACCEPTED = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_ac
 DRAFTED_BY, ACCEPTED_BY = "redline:draft_tokens_total", "redline:accepted_draft_tokens_total"
 ACCEPTANCE_LENGTH = f"1 + {total(ACCEPTED)} / {total(DRAFTS)}"
 REQUESTS = "redline:requests_total"
+STEP_S, FLOOR_S, TIMED = "redline:step_seconds_total", "redline:step_floor_seconds_total", "redline:timed_steps_total"
+OF_WORKERS = "instance, engine, kind"
 ERROR_SHARE = f"({total(REQUESTS, labels=FAILED)} or vector(0)) / {total(REQUESTS, labels=ANSWERED)}"
 
 
@@ -121,6 +123,13 @@ ROWS = (
               "Of jobs without a first token; requests.queue_tokens bounds them."),
         Panel("Steps", STEPS_PER_S, {"{{by}}": total("redline:steps_total", "by")},
               "replay: from recorded graphs, on a GPU; host: led launch by launch, as every step on a CPU."),
+        Panel("Floor over step time", SHARE, {
+            f"{{{{kind}}}}, {WORKER}": f"{total(FLOOR_S, OF_WORKERS)} / {total(STEP_S, OF_WORKERS)}",
+        }, "Floor over time: 100 % is the least that the machine takes for what the steps read and compute.", most=1),
+        Panel("Step time and floor, mean", SECONDS, {
+            f"{{{{kind}}}}, step, {WORKER}": f"{total(STEP_S, OF_WORKERS)} / {total(TIMED, OF_WORKERS)}",
+            f"{{{{kind}}}}, floor, {WORKER}": f"{total(FLOOR_S, OF_WORKERS)} / {total(TIMED, OF_WORKERS)}",
+        }, "decode: steps of answers alone; prompts: steps that compute prompts too."),
         Panel("Positions in a step", COUNT, {
             **quantiles("vllm:iteration_tokens_total", 50, 95), "mean": mean("vllm:iteration_tokens_total"),
         }, "Prompt chunks, answers and drafts together; quantiles are as coarse as the buckets."),

@@ -100,6 +100,7 @@ class EngineView:
                     "name": link.name,
                     "role": link.role,
                     "ready": link.ready is not None and not link.lost,
+                    "read_bytes_per_s": 0.0 if link.ready is None else link.ready.read_bytes_per_s,
                     "load": None if link.load is None else msgspec.to_builtins(link.load),
                 }
                 for link in links

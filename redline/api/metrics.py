@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from starlette.types import Scope
 
 from redline.api.errors import Refusal
+from redline.api.step_metrics import StepMetrics
 from redline.api.tier_metrics import TierMetrics
 from redline.errors import Overloaded
 from redline.wire.delta import Finish
@@ -230,6 +231,7 @@ class Metrics:
             (*label, "sla", "ttft", "itl"), registry=self.registry,
         )  # fmt: skip
         self._tiers = TierMetrics(self.registry)
+        self._step_times = StepMetrics(self.registry)
         self._moved = Counter(
             "redline:jobs_moved", "Jobs that another worker went on with", label, registry=self.registry
         ).labels(*own)
@@ -264,10 +266,11 @@ class Metrics:
         self._inference_time.observe(prefill_s + decode_s)
 
     def ready(self, ready: Ready, worker: str) -> None:
-        """Tell what a worker's cache is like, once it is there."""
+        """Tell what a worker's cache and its device are like, once it is there."""
         own = self._labels(worker)
         self._cache_config.remove_by_labels({"engine": own[1]})
         self._cache_config.labels(*own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
+        self._step_times.measured(own, ready)
 
     def moved(self) -> None:
         """Count a job whose worker has ended, and that another goes on with."""
@@ -355,6 +358,7 @@ class Metrics:
         for result, number in load.handoffs:
             self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))
         self._tiers.add(own, load.tiers, last.tiers if last else ())
+        self._step_times.add(own, load.step_times, last.step_times if last else ())
         self._step_sizes.add(load, last)
         self._last[worker] = load
 

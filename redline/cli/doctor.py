@@ -6,12 +6,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from redline.bench.machine import WORKING_SET_BYTES, measure
+from redline.bench.machine import measure
 from redline.bench.record import cpu_name
 from redline.disk import human
 from redline.errors import CheckpointError, ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import why_not
+from redline.kernels.rates import WORKING_SET_BYTES
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.quant.quantize import plan

@@ -35,6 +35,7 @@ from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.plan.timed import TimedSteps
 from redline.tune.costs import StepCosts
+from redline.tune.floor import StepFloor
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.handoff import Handed
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
@@ -160,6 +161,10 @@ class Planner:
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
         self._generation_tokens = 0
+
+    def stand_beside(self, floor: StepFloor) -> None:
+        """From now on steps that are timed are added up beside the least that they can take."""
+        self._timed.floor = floor
 
     @property
     def idle(self) -> bool:
@@ -594,6 +599,7 @@ class Planner:
             step_sizes=tuple(self._step_sizes),
             step_positions=self._step_positions,
             timed=self._timed.newest,
+            step_times=self._timed.sums,
         )
 
     def check(self) -> None:

@@ -1,4 +1,5 @@
-"""What some of the newest steps computed and how long they took, for whoever wants to know what steps cost.
+"""What some of the newest steps computed and how long they took, for whoever wants to know what steps cost; and how
+long steps took, all together, beside the least that they can take on this machine.
 
 Of steps with prompts every one, of others one in EVERY: a load goes out five times a second at most, and says what the
 newest of each kind were.
@@ -8,45 +9,65 @@ from collections import deque
 from collections.abc import Sequence
 
 from redline.plan.active import ActiveJob
+from redline.tune.floor import Counted, StepFloor
 from redline.tune.pairs import expanded_of, pairs_of
-from redline.wire.news import TimedStep
+from redline.wire.news import StepKind, StepTimes, TimedStep
 from redline.wire.step import Step, StepResult
 
-EVERY = 8  # steps without a prompt: counting the contexts of 64 rows takes 10 us
+EVERY = 8  # steps without a prompt: counting the contexts of 64 rows takes 20 us
 KEPT = 2  # of each kind
 
 
 class TimedSteps:
-    """The newest steps of each kind."""
+    """The newest steps of each kind, and the sums of all that were timed.
+
+    floor: what steps take at least; None: the machine was not measured, and there are no sums.
+    """
 
     def __init__(self) -> None:
+        self.floor: StepFloor | None = None
         self._with_prompts: deque[TimedStep] = deque(maxlen=KEPT)
         self._without: deque[TimedStep] = deque(maxlen=KEPT)
+        self._sums: dict[StepKind, StepTimes] = {}
 
     @property
     def newest(self) -> tuple[TimedStep, ...]:
         """In the order of their numbers."""
         return tuple(sorted([*self._with_prompts, *self._without], key=lambda step: step.number))
 
+    @property
+    def sums(self) -> tuple[StepTimes, ...]:
+        """Of each kind that there was."""
+        return tuple(self._sums.values())
+
     def took(self, step: Step, jobs: Sequence[ActiveJob], result: StepResult, seconds: float) -> None:
         """A step has settled. jobs: one for each of its rows."""
         with_prompts = step.rows[-1].start is not None  # decode rows stand before all others
         if not with_prompts and step.number % EVERY:
             return
-        prompt, pairs, expanded, rows, context, tokens = 0, 0.0, 0, 0, 0, 0
+        prompt, prompt_pairs, expanded, rows, context, tokens = 0, 0.0, 0, 0, 0, 0
+        verified, read, pairs, sampled, drafted = 0, 0, 0.0, 0, list[int]()
         for row, job, outcome in zip(step.rows, jobs, result.rows, strict=True):
+            if row.drafting and row.propose:
+                drafted.append(row.propose)
             if row.start is None:
+                given, positions = len(outcome.tokens), 1 + outcome.proposed
                 rows += 1
                 context += job.computed
-                tokens += len(outcome.tokens)
+                tokens += given
+                verified += positions
+                read += job.computed - given + positions
+                pairs += pairs_of(job.computed - given, positions)
             else:
                 prompt += row.count
-                pairs += pairs_of(row.start, row.count)
+                prompt_pairs += pairs_of(row.start, row.count)
                 expanded += expanded_of(row.start, row.count)
+                read += row.start + row.count
+                sampled += row.samples
         timed = TimedStep(
             number=step.number,
             prompt=prompt,
-            pairs=pairs,
+            pairs=prompt_pairs,
             expanded=expanded,
             rows=rows,
             context=context,
@@ -54,3 +75,23 @@ class TimedSteps:
             ms=seconds * 1e3,
         )
         (self._with_prompts if with_prompts else self._without).append(timed)
+        if self.floor is None:
+            return
+        by_row = result.drafted if result.drafted is not None else drafted
+        counted = Counted(
+            positions=prompt + verified,
+            heads=verified + sampled,
+            context=read,
+            pairs=pairs,
+            prompt_pairs=prompt_pairs,
+            passes=max(by_row, default=0),
+            drafted=sum(by_row),
+        )
+        kind: StepKind = "prompts" if with_prompts else "decode"
+        before = self._sums.get(kind, StepTimes(kind=kind))
+        self._sums[kind] = StepTimes(
+            kind=kind,
+            steps=before.steps + 1,
+            seconds=before.seconds + seconds,
+            floor_s=before.floor_s + self.floor.seconds(counted),
+        )

@@ -360,6 +360,7 @@ class Runner:
 
     def _run(self, step: Step) -> StepResult:
         self.begins("begin")
+        self.drafting.drafted = ()
         if self._captured is not None:
             self._captured.catch_up()
         for begin in step.begins:
@@ -378,7 +379,7 @@ class Runner:
         if spans:
             for place, result in zip(places, self._compute(spans), strict=True):
                 results[place] = result
-        return StepResult(number=step.number, rows=tuple(results))
+        return StepResult(number=step.number, rows=tuple(results), drafted=self.drafting.drafted)
 
     def _begin(self, begin: Begin) -> None:
         try:

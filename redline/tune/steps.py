@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from redline.tune.pairs import expanded_of, pairs_of
+from redline.tune.pairs import chosen_share, expanded_of, pairs_of
 from redline.wire.base import Record
 
 KEPT = 24  # newest steps of a kind
@@ -57,9 +57,7 @@ class StepModel(Record, frozen=True):
 
     def share(self, positions: float) -> float:
         """Of a layer's experts, those that so many positions choose, each on its own: 1 - (1 - k / E)^T."""
-        if not self.experts_of or positions <= 0:
-            return 0.0
-        return 1.0 - (1.0 - self.experts_chosen / self.experts_of) ** positions
+        return chosen_share(self.experts_of, self.experts_chosen, positions)
 
     def step_ms(self, work: Work) -> float:
         """Milliseconds of one step."""

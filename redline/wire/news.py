@@ -21,6 +21,8 @@ class Ready(Message, frozen=True):
     format: str = ""  # of its parcels
     step_tokens: int = 512  # positions of a step, at most
     slots: int = 64  # jobs at once, at most
+    read_bytes_per_s: float = 0.0  # of its device's memory, as measured before it was ready; 0: it was not
+    ops_per_s: float = 0.0  # of its device's matrix products, as measured then
 
 
 class TakeRole(Message, frozen=True):
@@ -80,6 +82,19 @@ class TimedStep(Record, frozen=True):
     ms: float
 
 
+StepKind = Literal["decode", "prompts"]
+"""Of a step: answers alone, or tokens of prompts too."""
+
+
+class StepTimes(Record, frozen=True):
+    """Steps of one kind that were timed since the worker's start: how long they took beside their floors."""
+
+    kind: StepKind
+    steps: int = 0
+    seconds: float = 0.0  # that they took, together
+    floor_s: float = 0.0  # that this machine takes at least for what they computed (`tune.floor`)
+
+
 class TierLoad(Record, frozen=True):
     """One kind of memory below the prefix cache; "compute" is none: how well times of prompts are predicted."""
 
@@ -124,6 +139,7 @@ class Load(Message, frozen=True):
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
     timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with prompts and without
     tiers: tuple[TierLoad, ...] = ()  # memory below the prefix cache; none: there is none
+    step_times: tuple[StepTimes, ...] = ()  # of kinds that there were; none: the machine was not measured
 
 
 class Cached(Message, frozen=True):

@@ -111,6 +111,8 @@ class StepResult(Record, frozen=True):
     number: int
     rows: tuple[RowResult, ...]  # in the order of the step's rows
     replayed: bool = False  # its decode rows, from a recorded graph; otherwise led by the host, launch by launch
+    # Made by the learned drafter, for each row that it drafted for. None: all that were asked for.
+    drafted: tuple[int, ...] | None = None
 
 
 class Place(Message, frozen=True):

@@ -46,6 +46,7 @@ from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages
 from redline.run.tiers.store import Store
 from redline.transport.base import Transport
+from redline.tune.floor import StepFloor
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
@@ -53,6 +54,7 @@ from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import AREA_BYTES, HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
 from redline.worker.exchange import Exchange
+from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.ranks import LeadingRunner, Ranks
@@ -96,6 +98,8 @@ class EngineCore:
         self.fingerprint = loaded.fingerprint
         self.drafter = loaded.drafter
         self._ranks = config.ranks
+        self._head_bits = speculation.head_bits if isinstance(speculation, Learned) else 16
+        self._floor: StepFloor | None = None
         self._random = config.random_weights
         plan = plan_of(config, model.device)
         self.step_tokens = plan.step_tokens
@@ -144,6 +148,14 @@ class EngineCore:
             started.pop_all()
         return engine
 
+    def measure(self) -> None:
+        """Measures how fast the device reads and multiplies, in a tenth of a second or so: from now on steps are timed
+        beside the least that they can take. Nothing may run meanwhile."""
+        work = step_work(self.model.config, self.layout.kv_dtype, self._ranks, self.drafter, self._head_bits)
+        self._floor = measure(work, self.model.device)
+        if self._floor is not None:
+            self.planner.stand_beside(self._floor)
+
     @property
     def ready(self) -> Ready:
         """What the worker says once it is loaded: limits, fingerprint and a summary for the operator."""
@@ -168,6 +180,8 @@ class EngineCore:
             summary=summary,
             step_tokens=self.step_tokens,
             slots=self._slots,
+            read_bytes_per_s=self._floor.bytes_per_s if self._floor is not None else 0.0,
+            ops_per_s=self._floor.ops_per_s if self._floor is not None else 0.0,
         )
 
     def exchange(self, transport: Transport, *, lends: bool, area_bytes: int = AREA_BYTES, **how: Any) -> Exchange:

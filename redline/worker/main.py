@@ -100,6 +100,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             outbox.put(Listening(inbox=inbox.address))
         with _progress() as progress:
             engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost)
+        engine.measure()
         gc.collect()
         gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
         pulse = Pulse()

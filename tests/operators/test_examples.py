@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 import runpy
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from openai import InternalServerError
@@ -13,7 +13,7 @@ from openai import InternalServerError
 from redline.api.config import Limits
 from redline.wire.delta import Delta
 from redline.wire.job import Job
-from redline.wire.news import STEP_SIZES, Load
+from redline.wire.news import STEP_SIZES, Load, StepKind, StepTimes
 from tests.api.test_chat import ask
 from tests.api.world import END, World, ids
 from tests.operators.queries import EXAMPLES, Asked, Series, asked, document, panels, rules, series, wrong
@@ -36,7 +36,15 @@ async def loaded() -> str:
     counters = dict.fromkeys(f"{names} prompt_tokens_cached generation_tokens steps drafts draft_tokens".split(), 8)
     handoffs = (("handed over", 1), ("taken over", 1))
     sizes = (1,) * (len(STEP_SIZES) + 1)
-    load = Load(**counters, accepted_tokens=2, accepted_per_pos=(1, 1), step_sizes=sizes, handoffs=handoffs)
+    times = tuple(StepTimes(kind=kind, steps=1, seconds=0.02, floor_s=0.01) for kind in get_args(StepKind))
+    load = Load(
+        **counters,
+        accepted_tokens=2,
+        accepted_per_pos=(1, 1),
+        step_sizes=sizes,
+        handoffs=handoffs,
+        step_times=times,
+    )
     async with World(script, Limits(waiting=1)) as world:
         await ask(world)
         with pytest.raises(InternalServerError, match="error"):

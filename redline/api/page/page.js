@@ -315,6 +315,7 @@ async function answer() {
 
 let watching = null;
 let before = null; // [milliseconds, tokens generated until then]
+const timed = new Map(); // worker and kind of step -> the sums of the last event, and the newest steps that were shown
 
 async function watch() {
   const control = (watching = new AbortController());
@@ -330,18 +331,18 @@ async function watch() {
   }
 }
 
-// Rows of a table: what it is called, a share from 0 to 1, and the counts behind it.
+// Rows of a table: what it is called, a part of a whole, and what is said of it: the counts, where nothing is given.
 function meters(id, rows) {
   $(id).hidden = !rows.length;
   $(id).querySelector("tbody").replaceChildren(
-    ...rows.map(([name, part, whole]) => {
+    ...rows.map(([name, part, whole, said]) => {
       const line = element("tr");
       const cell = element("td");
       const share = whole ? part / whole : 0;
       const meter = element("meter", `${(100 * share).toFixed(0)} %`, { min: 0, max: 1, value: share });
       meter.setAttribute("aria-label", name);
       cell.append(meter);
-      const counts = `${(100 * share).toFixed(0)} %, ${part.toLocaleString()} of ${whole.toLocaleString()}`;
+      const counts = said ?? `${(100 * share).toFixed(0)} %, ${part.toLocaleString()} of ${whole.toLocaleString()}`;
       line.append(element("th", name, { scope: "row" }), cell, element("td", counts));
       return line;
     }),
@@ -373,6 +374,31 @@ function holders({ name, load }) {
   return parts.map(([who, pages]) => [`${name}: ${who}`, pages, load.pages_total]);
 }
 
+// A worker tells sums since its start: the newest steps are what has come since the last event. Where none has, those
+// that came last stay.
+const KINDS = { decode: "answers alone", prompts: "with prompts" };
+
+function newest(key, sums) {
+  const known = timed.get(key);
+  const then = known && known.sums.steps <= sums.steps ? known.sums : { steps: 0, seconds: 0, floor_s: 0 };
+  const steps = sums.steps - then.steps;
+  const shown = steps
+    ? { ms: (1000 * (sums.seconds - then.seconds)) / steps, floor: (1000 * (sums.floor_s - then.floor_s)) / steps }
+    : known.shown;
+  timed.set(key, { sums, shown });
+  return shown;
+}
+
+function steps({ name, load, read_bytes_per_s }) {
+  const kinds = [...(load?.step_times ?? [])].sort((a, b) => a.kind.localeCompare(b.kind));
+  return kinds.map((sums) => {
+    const { ms, floor } = newest(`${name} ${sums.kind}`, sums);
+    const share = `${((100 * floor) / ms).toFixed(0)} %`;
+    const said = `step ${ms.toFixed(1)} ms, floor ${floor.toFixed(1)} ms, ${share}, at ${(read_bytes_per_s / 1e9).toFixed(1)} GB/s`;
+    return [`${name}: ${KINDS[sums.kind] ?? sums.kind}`, floor, ms, said];
+  });
+}
+
 function engine(now) {
   $("engine-status").textContent = now.trouble ?? (now.ready ? "Ready." : "Not ready.");
   const pages = (now.workers.map((one) => one.load).filter(Boolean)).reduce(
@@ -402,6 +428,7 @@ function engine(now) {
       return box;
     }),
   );
+  meters("steps", now.workers.flatMap(steps));
   meters("positions", now.workers.flatMap(({ load }) => load?.accepted_per_pos ?? []).length ? positions(loads) : []);
   meters("proposers", proposers(loads));
   meters("holders", now.workers.flatMap(holders));

@@ -39,6 +39,7 @@ class Drafting:
         self._drafter = drafter
         self._slots = slots
         self._kv = kv
+        self.drafted: tuple[int, ...] = ()  # by the newest `follow`, for each row that the learned drafter drafted for
         self._places = drafter.served.pages(slots.tokens, slots.tables) if drafter is not None else None
 
     def follow(
@@ -51,6 +52,7 @@ class Drafting:
         features_TF  [tokens of the step, layers * D]: the target's states; None where no row is for the learned drafter
         """
         wanted = [self._wanted(span) for span in spans]
+        self.drafted = tuple(filter(None, wanted))
         reading = [i for i, span in enumerate(spans) if span.row.drafting]
         if not reading:
             return

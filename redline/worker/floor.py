@@ -1,0 +1,77 @@
+"""What a worker's steps take at least: the model's sizes as a step's work, over rates that are measured as it starts.
+
+Once and shortly: 0.1 s on two cores, while nothing runs; a step's floor is then a sum of a dozen products
+(`tune.floor`). On a machine that is busy at that moment rates come out low, and floors too long.
+"""
+
+import logging
+
+import torch
+
+from redline.kernels.cpu import native
+from redline.kernels.rates import WORKING_SET_BYTES, product_rate, read_rate
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.config import K2Config
+from redline.model.k2.shard import part_of
+from redline.tune.floor import Counted, StepFloor, StepWork
+
+SIDE = 256  # of the matrices that a CPU's thread multiplies: they stay in its caches
+_log = logging.getLogger(__name__)
+
+
+def step_work(
+    config: K2Config, kv_dtype: torch.dtype, ranks: int = 1, drafter: Eagle3 | None = None, head_bits: int = 16
+) -> StepWork:
+    """What steps of one rank move and compute. head_bits: of a number of the drafter's head."""
+    part = part_of(config, ranks)
+    heads, layers, head = part.num_attention_heads, part.num_hidden_layers, config.vocab_size * config.hidden_size
+    draft, draft_head = _drafter(drafter) if drafter is not None else (0, 0)
+    return StepWork(
+        weight_bytes=2 * (part.dense_parameters - part.embedding_parameters),
+        head_bytes=2 * head / ranks,
+        expert_bytes=part.routed_parameters * config.bits_per_routed_parameter / 8,
+        experts_of=config.n_routed_experts if part.moe_layers else 0,
+        experts_chosen=config.num_experts_per_tok,
+        latent_bytes=part.kv_bytes_per_token(kv_dtype),
+        position_ops=2 * (part.active_parameters - part.embedding_parameters),
+        head_ops=2 * head / ranks,
+        pair_ops=2 * layers * heads * (2 * part.kv_lora_rank + part.qk_rope_head_dim),
+        prompt_pair_ops=2 * layers * heads * (part.qk_head_dim + part.v_head_dim),
+        draft_bytes=2 * draft + draft_head / ranks * head_bits / 8,
+        draft_ops=2 * (draft + draft_head / ranks),
+    )
+
+
+def _drafter(drafter: Eagle3) -> tuple[int, int]:
+    """Numbers in the matrices that each pass reads, and in its head. What fuses the target's states is left out: it is
+    read once a step, and none of the passes needs it."""
+    config = drafter.config
+    matrices = sum(each.numel() for each in drafter.parameters() if each.dim() > 1)
+    own = (config.draft_vocab_size or 0) * config.hidden_size
+    head = own or config.vocab_size * config.hidden_size  # the target's, where it has none
+    return matrices - own - config.hidden_size * config.fused_width, head
+
+
+def measure(work: StepWork, device: torch.device) -> StepFloor | None:
+    """The floor of steps on this device. None, and a warning, where there is no room for what is measured.
+
+    Bytes are read over as many as a step of one token reads, since a small model's weights may live in a cache, and
+    over WORKING_SET_BYTES at most, which no cache holds. A CPU's threads are as many as its kernels have; where others
+    use the cores, threads wait for one another, so one alone is tried too, and multiplies for all.
+    """
+    size = min(round(work.bytes(Counted(positions=1, heads=1))), WORKING_SET_BYTES)
+    try:
+        if device.type == "cuda":
+            return StepFloor(work, read_rate(device, size, 1), product_rate(device, 1))
+        threads, before = native.threads(), torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads)
+            together = read_rate(device, size, 1, ways=1)
+            torch.set_num_threads(1)
+            alone = read_rate(device, size, 1)
+            return StepFloor(work, max(together, alone), threads * product_rate(device, 1, SIDE))
+        finally:
+            torch.set_num_threads(before)
+    except (MemoryError, RuntimeError) as error:  # torch's word for no memory is a RuntimeError
+        _log.warning("steps are told without their floors: this device could not be measured: %s", error)
+        return None

@@ -1,0 +1,51 @@
+"""How rates of reading and of multiplying are measured."""
+
+import time
+
+import pytest
+import torch
+
+from redline.kernels import rates
+
+
+def test_a_format_that_the_chip_has_no_instructions_for_is_tried_on_small_matrices_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[float] = []
+    seconds = iter([0.001, 0.1, 0.02])  # float32 small and whole, bf16 small
+
+    def timed(*_: object) -> float:
+        tried.append(next(seconds))
+        return tried[-1]
+
+    monkeypatch.setattr(rates, "_seconds", timed)
+    assert rates.product_rate(torch.device("cpu"), 1, side=64) == 2 * 64**3 / 0.1
+    assert tried == [0.001, 0.1, 0.02]
+
+
+@pytest.mark.parametrize(("seconds", "times"), [(0.02, 2), (0.005, 13)])
+def test_a_way_that_takes_ten_times_as_long_is_run_twice(seconds: float, times: int) -> None:
+    calls: list[float] = []
+
+    def work() -> torch.Tensor:
+        calls.append(seconds)
+        time.sleep(seconds)
+        return torch.empty(0)
+
+    assert rates._seconds(work, torch.device("cpu"), 5, best=0.001 if times == 2 else 0.1) >= seconds
+    assert len(calls) in range(times - 5 * (times > 2), times + 1)
+
+
+def test_one_slow_run_does_not_make_rounds_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, took = 0.0, iter([1.0, 0.03])  # warming up, and a run that others were in the way of
+    calls: list[float] = []
+
+    def work() -> torch.Tensor:
+        nonlocal now
+        calls.append(next(took, 0.001))
+        now += calls[-1]
+        return torch.empty(0)
+
+    monkeypatch.setattr(rates.time, "perf_counter", lambda: now)
+    assert rates._seconds(work, torch.device("cpu"), 5) == pytest.approx(0.001)
+    assert len(calls) == 3 + 5 * 10, "ten milliseconds a round"
