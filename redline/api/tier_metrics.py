@@ -24,7 +24,7 @@ class TierMetrics:
         self._read = Counter("redline:tier_read_bytes", "Bytes that came from a tier", label, registry=registry)
         self._seconds = Counter(
             "redline:tier_seconds",
-            "Seconds of readings, or of computing prompts: measured, predicted, the error of each, and saved",
+            "Seconds of readings, or of computing prompts: measured, predicted, the error of each, saved and lost",
             (*label, "of"),
             registry=registry,
         )
@@ -40,6 +40,7 @@ class TierMetrics:
                 ("predicted", tier.predicted_s - then.predicted_s),
                 ("error", tier.error_s - then.error_s),
                 ("saved", tier.saved_s - then.saved_s),
+                ("lost", tier.lost_s - then.lost_s),
             ):
                 self._seconds.labels(*label, of).inc(seconds)
             if tier.name == "compute":

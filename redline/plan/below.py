@@ -20,6 +20,7 @@ class Lack(NamedTuple):
     """What a prompt could begin from and the cache has not."""
 
     first: int  # pages before these, which are cached
+    positions: int  # that are known, of which pages or steps give all
     hashes: tuple[PageHash, ...]  # of the pages behind, in order
     exact: bool  # only pages that are bit-equal to those of a prefill will do
     drafted: bool  # only pages that the learned drafter has read will do

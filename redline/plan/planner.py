@@ -328,7 +328,7 @@ class Planner:
 
     def _lack(self, job: ActiveJob) -> Lack:
         first, exact = len(self._match(job)), bool(job.generated) and job.exact
-        return Lack(first, tuple(job.hashes[first : job.usable]), exact, self._speculation.follows)
+        return Lack(first, job.known, tuple(job.hashes[first : job.usable]), exact, self._speculation.follows)
 
     def _wait(self, job: ActiveJob) -> None:
         job.work = job.known - PAGE_TOKENS * len(self._cache.match(job.hashes[: job.usable]))

@@ -1,30 +1,68 @@
-"""Which pages to fetch rather than to compute: what prompts take, learnt from steps, beside what tiers take.
+"""Which pages to fetch rather than to compute: what readings take, beside what prompts take, each learnt as it happens.
 
-A step over a prompt's positions takes a fixed time, a time for each position, and a time for each pair of a position
-and one that it attends to. The three are fitted to the steps that have run, newer ones counting more. Until steps have
-told anything, nothing is predicted: then whatever is kept is fetched.
+A reading takes a time of its own and a time for each page of a tier (`ReadTimes`); a prompt takes its steps
+(`PrefillTimes`). Compared are the first tokens that follow: of a prompt whose pages are read, and whose rest is
+computed behind them, and of one that is all computed. Until steps have told anything, whatever is kept is fetched.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-KEEPS = 0.97  # of what was learnt before, with each step that is taken in
+from redline.tune.pairs import expanded_of, pairs_of
+from redline.tune.steps import StepFit, StepModel, Work
+
+READINGS = 24  # newest, of each tier
+FADES = 0.85  # of a reading's weight, with each of its tier that is newer
+UNLIKE = 0.5  # of its weight, for each doubling between its pages and those that are asked for
 LEAST = 3  # steps before anything is predicted
 LEAST_POSITIONS = 32  # of a step's prompts, which otherwise says little of them
 MOST_DECODING = 0.125  # of a step's positions; a step with more says little of its prompts
-PAIRS = 4096 * 512.0  # that make one unit, so that the three columns are of a size
-POSITIONS = 512.0  # likewise
-RIDGE = 1e-6  # of each column's own square: it decides where steps were all alike
+NEW_STEPS = 8  # between two fits, which take milliseconds
+PACE = 0.25  # of the newest step's surprise, which the machine's other programs may share
+SURPRISE = 2.0  # times what was predicted, or one part in so many: what is beyond counts as so much
+MARGIN = 0.1  # of a reading's predicted time, which it may take more and still be no slower than computing
+
+
+class ReadTimes:
+    """What readings take, in seconds: a first guess, times by how much readings of this tier and size were off it.
+
+    Their median counts: what a machine's other programs do makes one reading in some take ten times as long.
+    """
+
+    def __init__(self, begin_s: float, page_s: Sequence[float]) -> None:
+        """begin_s: the guess for a reading beside its pages. page_s: for a page, by tier."""
+        self._begin_s, self._page_s = begin_s, tuple(page_s)
+        self._off = [deque[tuple[int, float]](maxlen=READINGS) for _ in page_s]  # pages, logarithm of took / guessed
+
+    def observed(self, pages: Sequence[int], seconds: float) -> None:
+        """Takes in a reading of so many pages of each tier. What is no time is left out."""
+        if seconds > 0:
+            guessed = self._begin_s + sum(count * page for count, page in zip(pages, self._page_s, strict=True))
+            self._off[self._mostly(pages)].append((sum(pages), math.log(seconds / guessed)))
+
+    def predict(self, pages: Sequence[int]) -> tuple[float, ...]:
+        """Of a reading of so many pages of each tier: what it takes itself, and for a page of each tier."""
+        weighed = [(0.0, FADES ** len(self._off[self._mostly(pages)]))]  # the guess, as the oldest of readings
+        for age, (count, off) in enumerate(reversed(self._off[self._mostly(pages)])):
+            unlike = abs(math.log2(max(1, count) / max(1, sum(pages))))
+            weighed.append((off, FADES**age * UNLIKE**unlike))
+        factor = math.exp(_median(weighed))
+        return factor * self._begin_s, *(factor * page for page in self._page_s)
+
+    def _mostly(self, pages: Sequence[int]) -> int:
+        """The tier whose pages take most of a reading."""
+        return max(range(len(pages)), key=lambda tier: pages[tier] * self._page_s[tier])
 
 
 class PrefillTimes:
-    """What prompts take, in seconds, as the steps so far have shown."""
+    """What prompts take, in seconds: a fit to steps of all sizes, times the pace of the newest."""
 
     def __init__(self) -> None:
-        self._square = [[0.0] * 3 for _ in range(3)]
-        self._with = [0.0] * 3
-        self._found: tuple[float, float, float] | None = None
-        self._steps = 0
+        self._fit, self._model = StepFit(), StepModel(base=0.0)
+        self._pace = 0.0  # logarithm of what the newest steps took, over what the model says
+        self._steps = self._new = 0  # that were taken in, and since the last fit
 
     @property
     def known(self) -> bool:
@@ -33,87 +71,89 @@ class PrefillTimes:
 
     def observed(self, rows: Sequence[tuple[int, int]], decoding: int, seconds: float) -> None:
         """Takes in a step. rows: (first position, count) of its prompts. decoding: positions of its other rows."""
-        positions = sum(count for _, count in rows)
-        if positions < LEAST_POSITIONS or decoding > MOST_DECODING * positions:
+        work = _work(rows)
+        if work.prompt < LEAST_POSITIONS or decoding > MOST_DECODING * work.prompt or seconds <= 0:
             return
-        column = _columns(1, positions, sum(_pairs(first, first + count) for first, count in rows))
-        for i in range(3):
-            self._with[i] = KEEPS * self._with[i] + column[i] * seconds
-            for j in range(3):
-                self._square[i][j] = KEEPS * self._square[i][j] + column[i] * column[j]
+        if self.known and (expected_ms := self._fitted().step_ms(work)) > 0:
+            surprise = math.log(1e3 * seconds / expected_ms) - self._pace
+            self._pace += PACE * max(-math.log(SURPRISE), min(math.log(SURPRISE), surprise))
+        self._fit.add(work._replace(rows=decoding), 1e3 * seconds)
         self._steps += 1
-        self._found = None
+        self._new += 1
 
     def predict(self, first: int, end: int, step_tokens: int) -> float | None:
         """Seconds to compute positions [first, end) in steps of so many; None while it is not known."""
         if not self.known:
             return None
-        if self._found is None:
-            self._found = _solved(self._square, self._with)
-        steps = -(-(end - first) // step_tokens)
-        columns = _columns(steps, end - first, _pairs(first, end))
-        return sum(weight * column for weight, column in zip(self._found, columns, strict=True))
+        return math.exp(self._pace) * self._fitted().prompt_ms(first, end - first, step_tokens) / 1e3
+
+    def _fitted(self) -> StepModel:
+        if self._new >= min(NEW_STEPS, self._steps - self._new + 1):
+            self._model, self._new = self._fit.model(), 0
+        return self._model
 
 
-@dataclass(frozen=True)
-class Choice:
-    """So many pages are fetched, which takes `fetch_s`, and computing them would take `compute_s` (None: not known)."""
+class Choice(NamedTuple):
+    """So many pages are fetched: what that is predicted to take, in seconds. None: not known."""
 
     pages: int
-    fetch_s: float = 0.0
-    compute_s: float | None = None
+    fetch_s: float = 0.0  # until they are in their place
+    rest_s: float | None = None  # then, to compute what lies behind them
+    compute_s: float | None = None  # to compute all of it instead
+
+    @property
+    def saves_s(self) -> float:
+        """How much sooner the first token comes; 0 where that is not known."""
+        if self.rest_s is None or self.compute_s is None:
+            return 0.0
+        return self.compute_s - self.rest_s - self.fetch_s
 
 
 def choose(
-    first: int, page_s: Sequence[float], wait_s: float, times: PrefillTimes, *, page_tokens: int, step_tokens: int
+    cached: int,
+    positions: int,
+    page_s: Sequence[float],
+    wait_s: float,
+    times: PrefillTimes,
+    *,
+    page_tokens: int,
+    step_tokens: int,
 ) -> Choice:
-    """How many of some pages to fetch, from the first on, so that most time is saved; 0 where none is.
+    """How many of some pages to fetch, from the first on, so that most time is saved; 0 where none surely is.
 
-    first: the position at which they begin. page_s: seconds to fetch each. wait_s: before the first is fetched.
+    cached: positions before the pages. positions: of the prompt. page_s: seconds to fetch each. wait_s: before the
+    first is fetched.
     """
-    best, saved, fetch_s = Choice(0), 0.0, wait_s
-    if not times.known:
+    compute_s, fetch_s = times.predict(cached, positions, step_tokens), wait_s
+    if compute_s is None:
         return Choice(len(page_s), wait_s + sum(page_s))
+    best, saved = Choice(0), 0.0
     for count, seconds in enumerate(page_s, 1):
         fetch_s += seconds
-        compute_s = times.predict(first, first + count * page_tokens, step_tokens) or 0.0
-        if compute_s - fetch_s > saved:
-            best, saved = Choice(count, fetch_s, compute_s), compute_s - fetch_s
+        rest_s = times.predict(cached + count * page_tokens, positions, step_tokens)
+        choice = Choice(count, fetch_s, rest_s, compute_s)
+        if choice.saves_s - MARGIN * fetch_s > saved:
+            best, saved = choice, choice.saves_s - MARGIN * fetch_s
     return best
 
 
-def _pairs(first: int, end: int) -> float:
-    """Pairs of a position of [first, end) and one that it attends to."""
-    return (end * (end + 1) - first * (first + 1)) / 2
+def _median(weighed: Iterable[tuple[float, float]]) -> float:
+    """The value with half of the weight below it: between two, their mean. weighed: (value, weight)."""
+    ordered = sorted(weighed)
+    half, below = sum(weight for _, weight in ordered) / 2, 0.0
+    for at, (value, weight) in enumerate(ordered):
+        below += weight
+        if math.isclose(below, half) and at + 1 < len(ordered):
+            return (value + ordered[at + 1][0]) / 2
+        if below > half:
+            return value
+    return ordered[-1][0]
 
 
-def _columns(steps: float, positions: float, pairs: float) -> tuple[float, float, float]:
-    return steps, positions / POSITIONS, pairs / PAIRS
-
-
-def _solved(square: Sequence[Sequence[float]], right: Sequence[float]) -> tuple[float, float, float]:
-    """The three times that fit best, none of them negative: one that would be is left out."""
-    left_in = [0, 1, 2]
-    while True:
-        found = _gauss(
-            [[square[i][j] * (1 + RIDGE * (i == j)) for j in left_in] for i in left_in], [right[i] for i in left_in]
-        )
-        if min(found) >= 0 or len(left_in) == 1:
-            whole = dict(zip(left_in, found, strict=True))
-            return max(0.0, whole.get(0, 0.0)), max(0.0, whole.get(1, 0.0)), max(0.0, whole.get(2, 0.0))
-        del left_in[min(range(len(found)), key=found.__getitem__)]
-
-
-def _gauss(square: list[list[float]], right: list[float]) -> list[float]:
-    """x with square x = right, for a square that is symmetric and positive: no pivots have to be looked for."""
-    size = len(right)
-    for i in range(size):
-        for j in range(i + 1, size):
-            factor = square[j][i] / square[i][i]
-            right[j] -= factor * right[i]
-            for k in range(i, size):
-                square[j][k] -= factor * square[i][k]
-    found = [0.0] * size
-    for i in reversed(range(size)):
-        found[i] = (right[i] - sum(square[i][j] * found[j] for j in range(i + 1, size))) / square[i][i]
-    return found
+def _work(rows: Sequence[tuple[int, int]]) -> Work:
+    """What a step computes of its prompts."""
+    return Work(
+        prompt=sum(count for _, count in rows),
+        pairs=sum(pairs_of(first, count) for first, count in rows),
+        expanded=sum(expanded_of(first, count) for first, count in rows),
+    )

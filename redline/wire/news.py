@@ -105,10 +105,11 @@ class TierLoad(Record, frozen=True):
     counts: tuple[tuple[str, int], ...] = ()  # pages, by what has become of them
     hit_tokens: int = 0  # of prompts, that came from there
     read_bytes: int = 0
-    read_s: float = 0.0  # from the beginning of a reading until its pages were in place; of "compute", what steps took
+    read_s: float = 0.0  # from a reading's beginning until its job could go on; of "compute", what steps took
     predicted_s: float = 0.0  # of the same
     error_s: float = 0.0  # by how much the two differed, each time
-    saved_s: float = 0.0  # what computing was predicted to take, less what reading took
+    saved_s: float = 0.0  # what computing was predicted to take, less what reading took, where that was less
+    lost_s: float = 0.0  # by how much reading took longer than computing was predicted to, where it did
 
 
 class Load(Message, frozen=True):

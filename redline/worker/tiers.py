@@ -16,7 +16,7 @@ from redline.plan.below import Fetch, Kept, Lack
 from redline.plan.planner import Planner
 from redline.plan.prefix import Forgotten
 from redline.run.tiers.store import Reading, Saved, Store, Tier
-from redline.tune.tiers import Choice, PrefillTimes, choose
+from redline.tune.tiers import Choice, PrefillTimes, ReadTimes, choose
 from redline.wire.job import PAGE_TOKENS, JobId, PageHash
 from redline.wire.news import TierLoad
 from redline.wire.step import Step
@@ -24,8 +24,7 @@ from redline.wire.step import Step
 READ_S, LATE = 5.0, 2.0  # for one job's pages to come, and times what is predicted more; what is there by then counts
 ROOM_S = 2.0  # for room to be there, once nobody waits who came before
 FLUSH_S = 5.0  # to write to the disk what is in memory, when the worker ends
-BEGIN_S = 0.001  # before a reading's first page and behind its last, until that was measured
-WEIGHT = 0.25  # of the newest measurement of it
+BEGIN_S = 0.001  # of a reading, beside its pages, until that was measured
 SOON_S = 0.0005  # between two looks at what is under way
 TIERS: tuple[Tier, ...] = ("host", "disk")
 
@@ -42,6 +41,7 @@ class _Coming:
     choice: Choice
     began: float  # seconds
     ahead_s: float  # that it was to wait for others
+    busy: bool  # whether steps ran when it was chosen
     owner: JobId  # for whom they are read
     jobs: set[JobId]  # that wait for them, the owner included
 
@@ -64,6 +64,7 @@ class _Tally:
     predicted_s: float = 0.0
     error_s: float = 0.0
     saved_s: float = 0.0
+    lost_s: float = 0.0
 
 
 class Tiers:
@@ -89,7 +90,11 @@ class Tiers:
         self._coming: list[_Coming] = []
         self._tallies = {tier: _Tally() for tier in TIERS}
         self._of_prefills = _Tally()
-        self._begin_s = BEGIN_S
+        page_s, share = [store.page_s[tier] for tier in TIERS], store.share
+        self.readings = {  # by whether steps run
+            False: ReadTimes(BEGIN_S, page_s),
+            True: ReadTimes(BEGIN_S, [seconds / share for seconds in page_s]),
+        }
         planner.attach(self)
 
     @property
@@ -133,9 +138,9 @@ class Tiers:
 
     def work(self) -> None:
         """Moves on what is under way: ends readings, begins others, lets jobs go on."""
+        self.store.busy = not self._planner.idle
         if self.idle:
             return
-        self.store.busy = not self._planner.idle
         now = self._clock()
         for coming in self._coming:
             coming.jobs = {id for id in coming.jobs if self._planner.lack(id) is not None}
@@ -188,10 +193,14 @@ class Tiers:
         found = self.store.find(lack.hashes, exact=lack.exact, drafted=lack.drafted)
         if not found:
             return Choice(0)
+        pages = [sum(one.tier == tier for one in found) for tier in TIERS]
+        begin_s, *page_s = self.readings[self.store.busy].predict(pages)
+        by_tier = dict(zip(TIERS, page_s, strict=True))
         return choose(
             lack.first * PAGE_TOKENS,
-            self.store.predict(found),
-            self._ahead() + self._begin_s,
+            lack.positions,
+            [by_tier[one.tier] for one in found],
+            self._ahead() + begin_s,
             self.prefills,
             page_tokens=PAGE_TOKENS,
             step_tokens=self._step_tokens,
@@ -227,7 +236,9 @@ class Tiers:
         if fetch is None:
             self.store.let_go(reading)
             return
-        waiting.coming = coming = _Coming(fetch, reading, choice, now, ahead_s, id, {id})
+        # Room has been made by now, which takes a copy of each page that goes, and would where it was computed.
+        began = self._clock()
+        waiting.coming = coming = _Coming(fetch, reading, choice, began, ahead_s, self.store.busy, id, {id})
         self._coming.append(coming)
         self.store.read(reading, fetch.pages, READ_S + LATE * choice.fetch_s)
 
@@ -258,20 +269,22 @@ class Tiers:
         reading, choice = coming.reading, coming.choice
         if not reading.kept:
             return
-        took = reading.took_s
-        self._begin_s += WEIGHT * (took - coming.ahead_s - sum(reading.seconds.values()) - self._begin_s)
+        took = self._clock() - coming.began
+        brought = [sum(one.tier == tier for one in reading.kept) for tier in TIERS]
         whole = len(reading.kept) == len(reading.hashes)
-        for tier in TIERS:
-            brought = sum(one.tier == tier for one in reading.kept)
-            share, tally = brought / len(reading.kept), self._tallies[tier]
-            tally.hit_tokens += brought * PAGE_TOKENS
-            tally.read_bytes += brought * self.store.page_bytes
-            if whole:  # what was given up half-way was not predicted
+        saved = 0.0 if choice.compute_s is None else choice.saves_s + choice.fetch_s - took
+        if whole:  # what was given up half-way was not predicted
+            self.readings[coming.busy].observed(brought, took - coming.ahead_s)
+        for tier, count in zip(TIERS, brought, strict=True):
+            share, tally = count / len(reading.kept), self._tallies[tier]
+            tally.hit_tokens += count * PAGE_TOKENS
+            tally.read_bytes += count * self.store.page_bytes
+            if whole:
                 tally.read_s += share * took
                 tally.predicted_s += share * choice.fetch_s
                 tally.error_s += share * abs(took - choice.fetch_s)
-                if choice.compute_s is not None:
-                    tally.saved_s += share * max(0.0, choice.compute_s - took)
+                tally.saved_s += share * max(0.0, saved)
+                tally.lost_s += share * max(0.0, -saved)
 
 
 def _load(name: str, tally: _Tally, **there: object) -> TierLoad:

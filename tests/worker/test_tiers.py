@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from redline.errors import ConfigError
-from redline.wire.job import Job
+from redline.wire.job import PAGE_TOKENS, Job
 from redline.worker.engine import EngineCore
 from tests.tiers import close, open_tiers, run, tier, tiers_of
 from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
@@ -78,6 +78,22 @@ def test_damaged_pages_are_counted_and_computed(tmp_path: Path) -> None:
         assert one(engine, "after", 1).tokens == alone(1).tokens
         assert dict(tier(engine, "disk").counts)["spoilt"] == 1
         assert tier(engine, "disk").hit_tokens == 0
+
+
+def test_a_page_that_was_damaged_in_memory_is_computed_and_those_before_it_are_not() -> None:
+    with opened() as engine:
+        always_fetches(engine)
+        for seed in (1, 2, 3):
+            one(engine, f"before-{seed}", seed)
+        store = tiers_of(engine).store
+        kept = [hash for hash in asked("named", 1).pages if store.find([hash])]
+        entry = store._host.find(kept[2])
+        assert entry is not None
+        store._host.slots.bytes_of(entry.slot)[-1] ^= 1
+        assert one(engine, "after", 1).tokens == alone(1).tokens
+        assert dict(tier(engine, "host").counts)["spoilt"] == 1
+        assert tier(engine, "host").hit_tokens == 2 * PAGE_TOKENS
+        assert not store.find([kept[2]])
 
 
 def damage(folder: Path) -> None:

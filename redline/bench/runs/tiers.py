@@ -1,61 +1,96 @@
-"""What a conversation that returns gains from memory below the prefix cache: host memory, disk, disk after a restart.
+"""What a conversation that returns gains from memory below the prefix cache, and how well that is predicted.
 
-    python -m redline.bench.runs.tiers [models/kimi-nano] [--tokens 8192] [--conversations 4] [--device cpu]
-        [--save FILE]
+    python -m redline.bench.runs.tiers [models/kimi-nano] [--lengths 8192 --conversations 4] [--device cpu]
+        [--turns 3] [--save FILE]
 
-Conversations of so many random tokens take turns in an engine whose pages hold one of them, so each has been forgotten
-when it returns with 64 tokens more. Timed is the first token of such a return: computed anew (no tiers), from host
-memory, with a disk alone (what waits to be written is in memory), and from disk by an engine that was opened again.
-The answers of all ways are compared. Beside the times stands by how much predictions of a reading were off.
+`returning`: new conversations of random tokens and older ones that return with MORE tokens take turns in an engine with
+host memory and a disk, whose pages hold one of them; so each return is read from the host's memory, and stands beside
+prompts that were computed just before and after it. Then the engine is opened again, and all return from the disk.
+Timed is the first token. Beside what was measured stands what had been predicted, of each reading, of each first token
+and of each prompt that was computed; beside these errors their floor, which is what the same work differs by from its
+own median in this run. `regret` counts hits that were slower than computing was predicted to be, or was.
+
+`served`: the same over HTTP, in turns at two servers, with host memory and without (`tiers_served.py`). About four
+minutes on a CPU with a core to itself, one on a GPU.
 """
 
 import argparse
+import copy
 import json
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
+from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
+from redline.bench.runs.tiers_served import served_turns
 from redline.bench.runs.trees import MODEL, ROOT
 from redline.chat.hashing import make_job
 from redline.chat.tokenizer import RESERVED
 from redline.errors import RedlineError
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
+from redline.wire.news import TierLoad
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, kv_dtype_of
+from redline.worker.engine import Engine, kv_dtype_of, pick_device
 
-MORE, ANSWER = 64, 4  # tokens that a return adds, and those of its answer
-RETURNS = 2  # of each conversation
+MORE, ANSWER = 64, 4  # tokens that a return adds, and those of each answer
+WARM = (
+    1500,
+    700,
+    200,
+    100,
+)  # tokens of prompts that do not count, each asked again with MORE: what they take is learnt
+TIERS = "host", "disk"
 
 
-class Times:
-    """First tokens of conversations in one engine, and the answers."""
+class Series(NamedTuple):
+    """So many conversations, whose lengths in tokens are these in turn. Each returns as many conversations later."""
 
-    def __init__(self, engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
-        self._engine, self._prompts = engine, prompts
-        self.answers: dict[tuple[int, int], tuple[int, ...]] = {}  # by conversation and return
-        self.ms: list[float] = []
+    lengths: Sequence[int]
+    conversations: int
 
-    def play(self, returns: range) -> None:
-        """Each conversation in turn, with MORE tokens for each return so far. Return 0 is the first time, not timed."""
-        for number in returns:
-            for conversation, prompt in enumerate(self._prompts):
-                took_ms, answer = self._first_token(conversation, number, prompt)
-                self.answers[conversation, number] = answer
-                if number:
-                    self.ms.append(took_ms)
 
-    def _first_token(self, conversation: int, number: int, prompt: Sequence[int]) -> tuple[float, tuple[int, ...]]:
-        tokens = tuple(prompt[: len(prompt) - (RETURNS - number) * MORE])
+SERIES = {
+    "cpu": (Series((8192,), 4), Series((256, 512, 1024, 2048), 24)),
+    "cuda": (Series((1024, 2048, 4096, 8192), 32),),
+}
+
+
+class Asked(NamedTuple):
+    """One prompt. Of times in ms: of the first token, as it was and as it was predicted (None: not known); of the
+    reading before it (0: none), both too; and what computing all of it was predicted to take."""
+
+    tier: str  # where most of its pages came from: "host", "disk", "cache"; "none": it was computed
+    tokens: int
+    hit_tokens: int
+    ms: float
+    predicted_ms: float | None
+    read_ms: float
+    read_predicted_ms: float
+    compute_ms: float | None
+
+
+class Talks:
+    """Conversations in one engine with tiers, and their answers."""
+
+    def __init__(self, engine: Engine) -> None:
+        tiers = engine.engine.tiers
+        assert tiers is not None, "an engine with tiers"
+        self._engine, self._tiers, self._asked = engine, tiers, 0
+
+    def ask(self, prompt: Sequence[int]) -> tuple[Asked, tuple[int, ...]]:
+        """A prompt's times, and its answer. Raises RedlineError where it has none."""
+        self._asked += 1
         sampling = Sampling(max_tokens=ANSWER, min_tokens=ANSWER, temperature=0.0)
-        job = make_job(JobId(f"{conversation}-{number}"), tokens, sampling, self._engine.fingerprint)
-        came: list[float] = []
+        job = make_job(JobId(str(self._asked)), tuple(prompt), sampling, self._engine.fingerprint)
+        believed, before = copy.deepcopy(self._tiers.prefills), self._tiers.load()
+        step_tokens, came = self._engine.engine.step_tokens, list[float]()
 
         def seen(delta: Delta) -> None:
             if delta.tokens:
@@ -65,70 +100,160 @@ class Times:
         deltas = self._engine.generate([job], seen)[job.id]
         if not came:
             raise RedlineError(f"an answer has no token: {deltas[-1].error}")
-        return 1e3 * (came[0] - began), tuple(token for delta in deltas for token in delta.tokens)
+        read = [_since(then, now) for then, now in zip(before, self._tiers.load(), strict=True) if now.most_bytes]
+        hit, read_s, predicted_s = (sum(each) for each in zip(*read, strict=True))
+        cached = deltas[-1].cached_tokens
+        rest_s = believed.predict(cached, len(prompt), step_tokens)
+        compute_s = believed.predict(0, len(prompt), step_tokens)
+        most = max(zip(read, TIERS, strict=False))[1]
+        asked = Asked(
+            tier=most if hit else "none" if cached < PAGE_TOKENS else "cache",
+            tokens=len(prompt),
+            hit_tokens=int(hit),
+            ms=1e3 * (came[0] - began),
+            predicted_ms=None if rest_s is None else 1e3 * (predicted_s + rest_s),
+            read_ms=1e3 * read_s,
+            read_predicted_ms=1e3 * predicted_s,
+            compute_ms=None if compute_s is None else 1e3 * compute_s,
+        )
+        return asked, tuple(token for delta in deltas for token in delta.tokens)
+
+    def warm(self, draw: random.Random, size: int) -> None:
+        """As a worker that has served some prompts. size: of the vocabulary. Raises RedlineError."""
+        for length in WARM:
+            prompt = [draw.randrange(size) for _ in range(length + MORE)]
+            self.ask(prompt[:length])
+            self.ask(prompt)
 
 
-def predicted(engine: Engine) -> dict[str, dict[str, float]]:
-    """By tier: tokens that came from there, seconds of readings, those predicted, and by how much they were off."""
-    tiers = engine.engine.tiers
-    assert tiers is not None, "an engine with tiers"
-    told = {one.name: one for one in tiers.load()}
+def _since(then: TierLoad, now: TierLoad) -> tuple[float, float, float]:
+    """Tokens that came from a tier meanwhile, seconds that it took, and those predicted."""
+    return now.hit_tokens - then.hit_tokens, now.read_s - then.read_s, now.predicted_s - then.predicted_s
+
+
+def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str, Any]:
+    """Raises RedlineError where an engine does not answer, or a return has another answer from the disk."""
+    draw, longest = random.Random(given.seed), max(series.lengths) + MORE + ANSWER + PAGE_TOKENS
+    config: dict[str, Any] = {"max_model_len": max(longest, *WARM) + MORE + ANSWER, "device": given.device}
+    with Engine.open(folder, EngineConfig(**config)) as probe:
+        size = probe.tokenizer.vocab_size - RESERVED
+        of_token = probe.engine.model.config.kv_bytes_per_token(kv_dtype_of("bf16"))
+    lag = len(series.lengths)
+    prompts = [
+        [draw.randrange(size) for _ in range(series.lengths[number % lag])] for number in range(series.conversations)
+    ]
+    more = [[draw.randrange(size) for _ in range(MORE)] for _ in prompts]
+    room = 2 * of_token * (sum(map(len, prompts)) + series.conversations * (MORE + 2 * PAGE_TOKENS))
+    config["kv_memory"] = (config["max_model_len"] + PAGE_TOKENS) * of_token
+    asked, answers = list[Asked](), dict[int, tuple[int, ...]]()
+    with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
+        config |= {"host_memory": room, "disk": place, "disk_size": 2 * room}
+        with Engine.open(folder, EngineConfig(**config)) as engine:
+            talks = Talks(engine)
+            talks.warm(draw, size)
+            for number in range(series.conversations + lag):
+                if number < series.conversations:
+                    asked.append(talks.ask(prompts[number])[0])
+                if (back := number - lag) >= 0:
+                    one, answers[back] = talks.ask(prompts[back] + more[back])
+                    asked.append(one)
+        began = time.perf_counter()
+        with Engine.open(folder, EngineConfig(**config)) as engine:
+            opened_s, talks = time.perf_counter() - began, Talks(engine)
+            talks.warm(draw, size)
+            for number, prompt in enumerate(prompts):
+                one, answer = talks.ask(prompt + more[number])
+                if answer != answers[number]:
+                    raise RedlineError(f"conversation {number} has another answer from the disk than from memory")
+                asked.append(one)
     return {
-        name: {
-            "hit_tokens": one.hit_tokens,
-            "read_s": round(one.read_s, 4),
-            "predicted_s": round(one.predicted_s, 4),
-            "error": round(one.error_s / one.read_s, 3) if one.read_s else 0.0,
-        }
-        for name, one in told.items()
+        "lengths": list(series.lengths),
+        "conversations": series.conversations,
+        "longest_bytes": longest * of_token,
+        "opened_again_s": round(opened_s, 2),
+        **told(asked),
+        "prompts": [{key: _short(value) for key, value in one._asdict().items()} for one in asked],
     }
 
 
-def measured(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
-    """All ways. Raises RedlineError where an engine does not answer, or ways have other answers."""
-    draw, whole = random.Random(given.seed), given.tokens + RETURNS * MORE
-    longest = whole + 2 * PAGE_TOKENS
-    with Engine.open(folder, EngineConfig(max_model_len=longest, device=given.device)) as probe:
-        size = probe.tokenizer.vocab_size - RESERVED
-        of_token = probe.engine.model.config.kv_bytes_per_token(kv_dtype_of("bf16"))
-    prompts = [[draw.randrange(size) for _ in range(whole)] for _ in range(given.conversations)]
-    one = (longest + 2 * PAGE_TOKENS) * of_token  # bytes of the pages of a conversation
-    plain: dict[str, Any] = {"kv_memory": one, "max_model_len": longest, "device": given.device}
-    found: dict[str, Any] = {"conversation_bytes": one}
-    answers: dict[str, dict[tuple[int, int], tuple[int, ...]]] = {}
+def told(asked: Sequence[Asked]) -> dict[str, Any]:
+    """First tokens by length and tier, errors of predictions, and regret."""
+    computed = {length: [one.ms for one in asked if one.tokens == length] for length in _computed_lengths(asked)}
+    hits = [one for one in asked if one.tier in TIERS]
+    beside = [(one, median(computed[one.tokens - MORE])) for one in hits if one.tokens - MORE in computed]
+    of_computed: dict[str, dict[str, float]] = {}
+    for tier in TIERS:
+        for length in computed:
+            ratios = [one.ms / ms for one, ms in beside if one.tier == tier and one.tokens - MORE == length]
+            if ratios:
+                of_computed.setdefault(tier, {})[str(length)] = round(median(ratios), 4)
+    prompts = [one for one in asked if one.tier == "none"]
+    return {
+        "computed_ms": {str(length): round(median(ms), 2) for length, ms in computed.items()},
+        "of_computed": of_computed,
+        "errors": {
+            **{f"reading, {tier}": _of_readings(hits, tier) for tier in TIERS},
+            **{f"first token, {tier}": _of_tokens(hits, tier) for tier in TIERS},
+            "first token, computed": _of_tokens(prompts, "none"),
+        },
+        "asked": {tier: sum(one.tier == tier for one in asked) for tier in (*TIERS, "cache", "none")},
+        "regret": {
+            "hits": len(hits),
+            "slower_than_computing_was_predicted": sum(
+                one.compute_ms is not None and one.ms > one.compute_ms for one in hits
+            ),
+            "slower_than_computing_was": sum(one.ms > ms for one, ms in beside),
+        },
+    }
 
-    def run(name: str, returns: range, **more: Any) -> None:
-        with Engine.open(folder, EngineConfig(**plain, **more)) as engine:
-            times = Times(engine, prompts)
-            times.play(returns)
-            answers[name] = times.answers
-            found[name] = {"ttft_ms": [round(ms, 2) for ms in times.ms]}
-            found[name]["median_ms"] = round(statistics.median(times.ms), 2)
-            if more:
-                found[name]["tiers"] = predicted(engine)
 
-    all_returns, room = range(RETURNS + 1), 2 * given.conversations * one
-    with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
-        run("computed", all_returns)
-        run("host", all_returns, host_memory=room)
-        disk = {"disk": place, "disk_size": 2 * room}
-        run("disk", all_returns, **disk)
-        run("restarted", range(1, RETURNS + 1), **disk)
-    for name in ("host", "disk", "restarted"):
-        if any(answers["computed"][key] != answer for key, answer in answers[name].items()):
-            raise RedlineError(f"{name}: an answer is another than where its prompt was computed")
-        found[name]["of_computed"] = round(found[name]["median_ms"] / found["computed"]["median_ms"], 4)
-    return found
+def _computed_lengths(asked: Sequence[Asked]) -> list[int]:
+    return sorted({one.tokens for one in asked if one.tier == "none"})
+
+
+def _of_readings(hits: Sequence[Asked], tier: str) -> dict[str, float]:
+    return errors([(one.tokens, one.read_predicted_ms, one.read_ms) for one in hits if one.tier == tier])
+
+
+def _of_tokens(asked: Sequence[Asked], tier: str) -> dict[str, float]:
+    return errors([(one.tokens, one.predicted_ms, one.ms) for one in asked if one.tier == tier])
+
+
+def errors(pairs: Sequence[tuple[int, float | None, float]]) -> dict[str, float]:
+    """Of |predicted - measured| / measured, where anything was predicted: how many, median and p90. floor: the same of
+    the median of what was measured of work of that size, known afterwards. pairs: (size, predicted, measured)."""
+    known = [(size, predicted, measured) for size, predicted, measured in pairs if predicted is not None]
+    if not known:
+        return {"count": 0}
+    middle = {size: median(measured for one, _, measured in known if one == size) for size, _, _ in known}
+    off = sorted(abs(predicted - measured) / measured for _, predicted, measured in known)
+    floor = sorted(abs(middle[size] - measured) / measured for size, _, measured in known)
+    return {
+        "count": len(known),
+        "median": round(median(off), 4),
+        "p90": round(_p90(off), 4),
+        "floor_median": round(median(floor), 4),
+        "floor_p90": round(_p90(floor), 4),
+    }
+
+
+def _short(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
+
+
+def _p90(ordered: Sequence[float]) -> float:
+    return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
 
 
 def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / MODEL)
-    parser.add_argument("--tokens", type=count, default=8192, help="of a conversation, when it begins")
-    parser.add_argument("--conversations", type=count, default=4)
+    parser.add_argument("--lengths", type=count, nargs="+", default=None, help="of conversations; absent: SERIES's")
+    parser.add_argument("--conversations", type=count, default=4, help="of --lengths")
+    parser.add_argument("--turns", type=int, default=3, help="of each conversation over HTTP; 0: none are served")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
     parser.add_argument("--disk", default=None, help="where the folder of pages is made; absent: where TMPDIR says")
     parser.add_argument("--save", type=output, default=None)
     return parser
@@ -137,10 +262,19 @@ def arguments() -> argparse.ArgumentParser:
 def main(said: Sequence[str] | None = None) -> None:
     """Runs the program with `said` in place of the command line's words. Raises RedlineError."""
     given = arguments().parse_args(said)
-    origin = provenance("torch")
-    what = {"model": given.folder.name, "tokens": given.tokens, "conversations": given.conversations}
-    record = {**origin, **what, "device": given.device, **measured(given.folder, given)}
-    print(json.dumps(record, indent=1))
+    device = pick_device(given.device)
+    given.device = device.type
+    record: dict[str, Any] = {**provenance("torch"), "device": device_name(device), "model": given.folder.name}
+    chosen = [Series(given.lengths, given.conversations)] if given.lengths else SERIES[device.type]
+    record["returning"] = []
+    for series in chosen:
+        record["returning"].append(played(given.folder, series, given))
+        print(
+            json.dumps({key: value for key, value in record["returning"][-1].items() if key != "prompts"}), flush=True
+        )
+    if given.turns > 0:
+        record["served"] = served_turns(given.folder, device.type, given.turns, given.seed)
+        print(json.dumps(record["served"]), flush=True)
     if given.save:
         given.save.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -32,10 +32,9 @@ Tier = Literal["host", "disk"]
 
 EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
 AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
-TOGETHER = 4  # pages of a reading between two looks at whether it is still wanted, on a GPU
+TOGETHER = 16  # pages that a GPU copies between two looks at their checksums, and at whether they are still wanted
 REST_S = 60.0  # for a disk that took no page
-WEIGHT = 0.25  # of the newest measurement in what is predicted
-DISK_S = 1e-9  # for a byte from the disk, until one was read
+DISK_S = 1e-9  # for a byte from the disk, as a first guess
 
 _log = logging.getLogger(__name__)
 
@@ -60,31 +59,48 @@ class Found(NamedTuple):
 class Reading:
     """Pages on their way back. Once `ended`, nothing writes to them any more, and the first `len(kept)` are in place.
 
-    kept: what is known of each. seconds, bytes: by tier, as they came from there. took_s: from its beginning on.
+    kept: what is known of each.
     """
 
     def __init__(self, hashes: Sequence[PageHash], found: Sequence[Found]) -> None:
         self.hashes, self.found = tuple(hashes), tuple(found)
         self.pages: tuple[PageId, ...] = ()
         self.kept: list[Found] = []
-        self.seconds: dict[Tier, float] = {}
-        self.bytes: dict[Tier, int] = {}
         self.ended = threading.Event()
-        self.began = self.until = 0.0  # of the store's clock
-        self.took_s = 0.0
+        self.until = 0.0  # of the store's clock
         self.cancelled = False
+
+
+class _Fetched(NamedTuple):
+    """A page's bytes on the host, and what they should be."""
+
+    tier: Tier
+    hash: PageHash
+    flags: int
+    checksum: int | None  # None: they are not sealed yet
+    bytes_B: Tensor
+
+
+class _Put(NamedTuple):
+    """A page that is on its way to its place."""
+
+    page: _Fetched
+    sum: Tensor  # int64 [], of what has come
 
 
 class _Order(IntEnum):
     """What the thread does first."""
 
-    SEAL = 0
-    READ = 1
+    READ = 0  # for which somebody waits; also before what its room was made of is sealed
+    SEAL = 1
     WRITE = 2
 
 
 class Store:
-    """Pages of one engine. `busy`: whether steps run, which readings make room for."""
+    """Pages of one engine.
+
+    busy: whether steps run, which readings make room for. page_s: seconds for a page of each tier, as a first guess.
+    """
 
     def __init__(
         self,
@@ -98,16 +114,15 @@ class Store:
         """host_bytes: of the host's memory, for pages. share: of the thread's time, that readings take while steps run.
         The disk is the store's from now on: its thread reads the index first."""
         self.busy = False
+        self.share = share
         self.counts: Counter[tuple[Tier, str]] = Counter()
         self.disk = disk
         self.page_bytes = pages.size
-        self._pages, self._share, self._clock = pages, share, clock
+        self._pages, self._clock = pages, clock
         gpu = pages.device.type == "cuda"
         self._host = HostPages(pages.size, host_bytes, pinned=gpu)
         self._stream = torch.cuda.Stream(pages.device) if gpu else None
         self._together = TOGETHER if gpu else 1
-        self._per_byte: dict[tuple[Tier, bool], float] = {}  # seconds, by tier and whether steps run
-        self._learnt: set[tuple[Tier, bool]] = set()  # of these, what readings have shown
         self._lock = threading.Condition()  # of all that follows
         self._on_disk: Mapping[PageHash, Place] = {} if disk is None else disk.places
         self._held: dict[Reading, list[Entry]] = {}  # by readings that have not ended
@@ -118,7 +133,7 @@ class Store:
         self._warned: set[str] = set()
         self._ended = False
         self._scratch = torch.empty(self._together, pages.size, dtype=torch.uint8, pin_memory=gpu)
-        self._measure()
+        self.page_s: Mapping[Tier, float] = self._measure()
         self._thread = threading.Thread(target=self._serve, name="tiers", daemon=True)
         self._thread.start()
         if disk is not None:
@@ -212,13 +227,8 @@ class Store:
     def read(self, reading: Reading, pages: Sequence[PageId], seconds: float) -> None:
         """Begins to put the pages that it holds into these, which nobody else writes or reads until it has ended.
         seconds: that it may take; it ends then with what is there."""
-        reading.pages, reading.began = tuple(pages), self._clock()
-        reading.until = reading.began + seconds
+        reading.pages, reading.until = tuple(pages), self._clock() + seconds
         self._put(_Order.READ, lambda: self._read(reading))
-
-    def predict(self, found: Sequence[Found]) -> list[float]:
-        """Seconds for each of these pages, if they are read now."""
-        return [self._per_byte[one.tier, self.busy] * self.page_bytes for one in found]
 
     def flush(self, seconds: float) -> None:
         """Writes to the disk what is in memory alone, most lately used first, for so long at most."""
@@ -283,7 +293,6 @@ class Store:
         with self._lock:
             for entry in self._held.pop(reading, ()):
                 entry.readings -= 1
-        reading.took_s = self._clock() - reading.began
         reading.ended.set()
 
     def _put(self, order: _Order, work: Callable[[], object]) -> None:
@@ -377,7 +386,7 @@ class Store:
 
     def _read(self, reading: Reading) -> None:
         """Puts pages in their place until one cannot be had, or the reading is wanted no more."""
-        kept: list[Found] = []
+        kept, put = list[Found](), list[_Put]()
         try:
             for at, hash in enumerate(reading.hashes):
                 if reading.cancelled or self._clock() >= reading.until or self._ended:
@@ -386,60 +395,40 @@ class Store:
                 one = self._fetch(reading, hash, self._scratch[at % self._together])
                 if one is None:
                     break
-                found, page = one
                 with self._copying():
-                    self._pages.put(reading.pages[at], page)
-                kept.append(found)
-                if len(kept) % self._together == 0:
-                    self._copied()
-                if busy and self._share < 1:
-                    time.sleep((self._clock() - began) * (1 / self._share - 1))
-                self._count(reading, found.tier, self._clock() - began)
-            began = self._clock()
-            self._copied()
-            if kept:
-                self._count(reading, kept[-1].tier, self._clock() - began, more=0)
-            self._learn(reading)
-            with self._lock:
-                for hash in reversed(reading.hashes):
-                    self._host.touch(hash)
-            if self.disk is not None:
-                files = {place.file for hash in reading.hashes if (place := self._on_disk.get(hash)) is not None}
-                self.disk.use(files, time.time_ns())
+                    put.append(_Put(one, self._pages.put(reading.pages[at], one.bytes_B, hash, one.flags)))
+                if len(put) == self._together:
+                    kept += self._good(put)
+                    put.clear()
+                    if len(kept) <= at:
+                        break
+                if busy and self.share < 1:
+                    time.sleep((self._clock() - began) * (1 / self.share - 1))
+            kept += self._good(put)
         finally:
             self._copied()
             reading.kept = kept
             self._end_of(reading)
+        with self._lock:
+            for hash in reversed(reading.hashes):
+                self._host.touch(hash)
+        if self.disk is not None:
+            files = {place.file for hash in reading.hashes if (place := self._on_disk.get(hash)) is not None}
+            self.disk.use(files, time.time_ns())
 
-    def _count(self, reading: Reading, tier: Tier, seconds: float, more: int = 1) -> None:
-        reading.seconds[tier] = reading.seconds.get(tier, 0.0) + seconds
-        reading.bytes[tier] = reading.bytes.get(tier, 0) + more * self.page_bytes
-
-    def _fetch(self, reading: Reading, hash: PageHash, scratch: Tensor) -> tuple[Found, Tensor] | None:
-        """A page's bytes, verified, in memory that stays until they are copied; None where they cannot be had. Where
-        memory has no room for what comes from the disk it goes through `scratch`."""
+    def _fetch(self, reading: Reading, hash: PageHash, scratch: Tensor) -> _Fetched | None:
+        """A page's bytes, in memory that stays until they are copied; None where they cannot be had. Where memory has
+        no room for what comes from the disk it goes through `scratch`."""
         with self._lock:
             entry, place = self._host.find(hash), self._on_disk.get(hash)
         if entry is not None:
-            found = Found("host", bool(entry.flags & EXACT), bool(entry.flags & DRAFTED))
-            if entry.checksum is None or entry.checksum == seal(
-                self._host.slots.bytes_of(entry.slot), hash, entry.flags
-            ):
-                return found, self._host.slots.bytes_of(entry.slot)
-            self._spoilt("host", hash, "has another checksum than it was sealed with")
-            with self._lock:
-                if self._host.find(hash) is entry:
-                    entry.readings = 0
-                    self._host.drop(hash)
-            if self.disk is not None:
-                self.disk.spoil(hash)  # whose bytes may be right, but the same name is not tried twice
-            return None
+            return _Fetched("host", hash, entry.flags, entry.checksum, self._host.slots.bytes_of(entry.slot))
         if place is None or self.disk is None:
             return None
         with self._lock:
             slot = self._room()
         into = scratch if slot is None else self._host.slots.bytes_of(slot)
-        why = self._from_disk(self.disk, place, hash, into)
+        why = _from_disk(self.disk, place, into)
         twice = False
         if slot is not None:
             with self._lock:
@@ -451,49 +440,56 @@ class Store:
                     self._host.give_back(slot)
         if why is not None:
             self._spoilt("disk", hash, why)
-            self.disk.spoil(hash)
         if why is not None or twice:
             return None
-        return Found("disk", bool(place.flags & EXACT), bool(place.flags & DRAFTED)), into
+        return _Fetched("disk", hash, place.flags, place.checksum, into)
 
-    def _from_disk(self, disk: DiskPages, place: Place, hash: PageHash, into: Tensor) -> str | None:
-        """Reads a page and verifies it; what is wrong with it, where anything is."""
-        try:
-            if not disk.read(place, into.numpy().data):
-                return "is not all there"
-        except OSError as error:
-            return f"cannot be read: {error.strerror or error}"
-        right = seal(into, hash, place.flags) == place.checksum
-        return None if right else "has another checksum than it was written with"
+    def _good(self, put: Sequence[_Put]) -> list[Found]:
+        """What is known of the first of these pages, up to one whose bytes are wrong: that one is forgotten."""
+        self._copied()
+        if not put:
+            return []
+        with self._copying():
+            sums = torch.stack([one.sum for one in put]).tolist()
+        good: list[Found] = []
+        for (one, _), got in zip(put, sums, strict=True):
+            if one.checksum is not None and one.checksum != got % 2**64:
+                self._spoilt(one.tier, one.hash, "has another checksum than it was sealed with")
+                break
+            good.append(Found(one.tier, bool(one.flags & EXACT), bool(one.flags & DRAFTED)))
+        return good
 
     def _spoilt(self, tier: Tier, hash: PageHash, why: str) -> None:
+        """A page is no use. That of its name in another tier may be right, but the same name is not tried twice."""
         self.counts[tier, "spoilt"] += 1
         if not any(line.startswith(f"a page of the {tier}") for line in self._warned):
             self._warn(f"a page of the {tier} {why} ({hash.hex()}): it is forgotten, and computed; others are counted")
 
-    def _learn(self, reading: Reading) -> None:
-        busy = self.busy
-        for tier, count in reading.bytes.items():
-            if count:
-                before, now = self._per_byte[tier, busy], reading.seconds[tier] / count
-                known = (tier, busy) in self._learnt
-                self._per_byte[tier, busy] = before + WEIGHT * (now - before) if known else now
-                self._learnt.add((tier, busy))
+        with self._lock:
+            if self._host.find(hash) is not None:
+                self._host.drop(hash)
+        if self.disk is not None:
+            self.disk.spoil(hash)
 
-    def _measure(self) -> None:
-        """What a page takes from the host's memory, as the first guess: of a page of zeros, into nobody's page."""
+    def _measure(self) -> dict[Tier, float]:
+        """Seconds that a page takes, as a first guess: of a page of zeros, into nobody's page."""
         page = self._scratch[0].zero_()
         seconds = math.inf
         for _ in range(3):
             began = self._clock()
-            seal(page, PageHash(bytes(16)), 0)
             with self._copying():
-                self._pages.put(self._pages.nobody, page)
+                self._pages.put(self._pages.nobody, page, PageHash(bytes(16)), 0)
             self._copied()
             seconds = min(seconds, self._clock() - began)
-        for busy, share in ((False, 1.0), (True, self._share)):
-            self._per_byte["host", busy] = seconds / self.page_bytes / share
-            self._per_byte["disk", busy] = (seconds / self.page_bytes + DISK_S) / share
+        return {"host": seconds, "disk": seconds + DISK_S * self.page_bytes}
+
+
+def _from_disk(disk: DiskPages, place: Place, into: Tensor) -> str | None:
+    """Reads a page; what is wrong, where anything is."""
+    try:
+        return None if disk.read(place, into.numpy().data) else "is not all there"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
 
 
 def _flags(exact: bool, drafted: bool) -> int:

@@ -1,0 +1,205 @@
+"""Pages of Kimi's size between a GPU and the host's memory, beside a plain copy of as many bytes: the floor.
+
+    python -m redline.bench.runs.tiers_copies [--shape kimi-k2.6] [--pages 1 8 64 128] [--repeats 7]
+        [--device cuda] [--save FILE]
+
+Of each number of pages, in turns: `read`, from the host's memory to their places in the pool, verified, as a job waits
+for it (`run/tiers/store.py`); `save`, out of the pool before they are overwritten, as the loop waits for it; `in` and
+`out`, one copy of the same bytes between pinned memory and one piece of the GPU's, which is the floor. Medians, and the
+best. `seal_bytes_per_s` is what one thread of the host adds up of a checksum: it bounds how fast what was saved can go
+on to a disk, and no reading. No weights are needed. A minute on a GPU, at most.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from redline.bench.machine import device_name
+from redline.bench.program import count, output, program
+from redline.bench.record import provenance
+from redline.errors import RedlineError
+from redline.model.k2.config import K2Config
+from redline.model.k2.cpu import K2
+from redline.model.k2.shapes import shape
+from redline.run.fit import Layout
+from redline.run.kv import KvPool
+from redline.run.tiers.pages import WholePages, seal
+from redline.run.tiers.store import Saved, Store
+from redline.wire.job import PAGE_TOKENS, PageHash, PageId
+from redline.worker.engine import pick_device
+
+LIMIT_S = 75.0  # for all of it; what has been measured by then is told
+WAIT_S = 20.0  # for one reading
+WARM = 2  # of each, that do not count
+
+
+class _Sizes(NamedTuple):
+    """What a pool of pages wants to know of a model."""
+
+    config: K2Config
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+
+
+class Copies:
+    """A pool of three times `most` pages, and a store for twice as many as are read or saved together.
+
+    The store has the first third for good. The second third is saved under new names each time; into the last is read.
+    """
+
+    def __init__(self, config: K2Config, most: int, device: torch.device) -> None:
+        self.most, self.device = most, device
+        page_bytes = PAGE_TOKENS * config.kv_bytes_per_token(torch.bfloat16)
+        layout = Layout(3 * most, PAGE_TOKENS * most, torch.bfloat16, page_bytes)
+        kv = KvPool(cast(K2, _Sizes(config, device)), layout)
+        kv.planes.view(torch.uint8).random_(0, 256)
+        self._wait()
+        self.pages = WholePages(kv)
+        self._bytes_LPTB = kv.planes.view(torch.uint8)
+        self.store = Store(self.pages, 2 * most * self.pages.size)
+        self._names = itertools.count(1)
+        self._kept = [Saved(self._name(), PageId(page), True, False) for page in range(most)]
+        self._save(self._kept)
+        self.save(most)  # all memory is pinned from here on
+        gpu = device.type == "cuda"
+        self._host = torch.empty(most * self.pages.size, dtype=torch.uint8, pin_memory=gpu).random_(0, 256)
+        self._piece = torch.empty(most * self.pages.size, dtype=torch.uint8, device=device)
+
+    def read(self, pages: int) -> float:
+        """Seconds until so many that were saved are in their places. Raises RedlineError where not all come, or not as
+        they were."""
+        hashes, first = [one.hash for one in self._kept[:pages]], 2 * self.most
+        began = time.perf_counter()
+        reading = self.store.hold(hashes)
+        assert reading is not None, "all pages are kept"
+        self.store.read(reading, [PageId(first + page) for page in range(pages)], WAIT_S)
+        reading.ended.wait(WAIT_S)
+        took = time.perf_counter() - began
+        came, were = self._bytes_LPTB[:, first : first + pages], self._bytes_LPTB[:, :pages]
+        if len(reading.kept) < pages or not torch.equal(came, were):
+            raise RedlineError(f"{len(reading.kept)} of {pages} pages were read, or not as they were saved")
+        came.zero_()
+        self._wait()
+        return took
+
+    def save(self, pages: int) -> float:
+        """Seconds until so many may be overwritten."""
+        self.store.save(self._kept)  # which marks them as used, so that others are given up
+        return self._save([Saved(self._name(), PageId(self.most + page), True, False) for page in range(pages)])
+
+    def copy(self, pages: int, *, inwards: bool) -> float:
+        """Seconds of one copy of the bytes of so many pages."""
+        host, piece = (one[: pages * self.pages.size] for one in (self._host, self._piece))
+        began = time.perf_counter()
+        (piece if inwards else host).copy_(host if inwards else piece, non_blocking=True)
+        self._wait()
+        return time.perf_counter() - began
+
+    def seal_bytes_per_s(self) -> float:
+        """Bytes of a page that a thread of the host adds up in a second, at best."""
+        page = self._host[: self.pages.size]
+        best = 0.0
+        for _ in range(20):
+            began = time.perf_counter()
+            seal(page, self._kept[0].hash, 0)
+            best = max(best, self.pages.size / (time.perf_counter() - began))
+        return best
+
+    def _save(self, pages: Sequence[Saved]) -> float:
+        began = time.perf_counter()
+        self.store.save(pages)
+        took = time.perf_counter() - began
+        if not self.store.settle(WAIT_S):
+            raise RedlineError(f"{len(pages)} pages were not sealed in {WAIT_S} s")
+        return took
+
+    def _name(self) -> PageHash:
+        return PageHash(next(self._names).to_bytes(16, "little"))
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Of each number of pages: milliseconds, bytes/s, and how many times the floor's they took."""
+    until, found = time.monotonic() + LIMIT_S, list[dict[str, Any]]()
+    for pages in counts:
+        ways: dict[str, Callable[[], float]] = {
+            "read": partial(copies.read, pages),
+            "in": partial(copies.copy, pages, inwards=True),
+            "save": partial(copies.save, pages),
+            "out": partial(copies.copy, pages, inwards=False),
+        }
+        took = {name: list[float]() for name in ways}
+        for turn in range(WARM + repeats):
+            for name, way in ways.items():
+                seconds = way()
+                if turn >= WARM:
+                    took[name].append(seconds)
+            if time.monotonic() > until and turn >= WARM:
+                break
+        size = pages * copies.pages.size
+        one: dict[str, Any] = {"pages": pages, "bytes": size}
+        for name, seconds in took.items():
+            middle = statistics.median(seconds)
+            one[name] = {
+                "ms": round(1e3 * middle, 4),
+                "best_ms": round(1e3 * min(seconds), 4),
+                "gb_per_s": round(size / middle / 1e9, 2),
+            }
+        for name, floor in (("read", "in"), ("save", "out")):
+            one[name]["of_floor"] = round(one[name]["ms"] / one[floor]["ms"], 2)
+        found.append(one)
+        print(json.dumps(one), flush=True)
+        if time.monotonic() > until:
+            break
+    return found
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The flags of the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="kimi-k2.6", help="a model's sizes by name, as `redline bench decode` has")
+    parser.add_argument("--pages", type=count, nargs="+", default=[1, 8, 64, 128])
+    parser.add_argument("--repeats", type=count, default=7)
+    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
+    parser.add_argument("--save", type=output, default=None)
+    return parser
+
+
+def main(said: Sequence[str] | None = None) -> None:
+    """Runs the program with `said` in place of the command line's words. Raises RedlineError."""
+    given = arguments().parse_args(said)
+    config, device = shape(given.shape), pick_device(given.device)
+    began = time.monotonic()
+    copies = Copies(config, max(given.pages), device)
+    try:
+        record: dict[str, Any] = {
+            **provenance("torch", "triton"),
+            "device": device_name(device),
+            "shape": given.shape,
+            "layers": config.num_hidden_layers,
+            "page_bytes": copies.pages.size,
+            "seal_bytes_per_s": round(copies.seal_bytes_per_s()),
+            "runs": measured(copies, given.pages, given.repeats),
+        }
+    finally:
+        copies.store.close()
+    record["wall_s"] = round(time.monotonic() - began, 1)
+    text = json.dumps(record, indent=1)
+    print(text)
+    if given.save is not None:
+        Path(given.save).write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    program(main)
