@@ -30,7 +30,7 @@ from redline.api.others import Others
 from redline.api.passage import Passage
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
-from redline.api.sla import Attainment, Took
+from redline.api.sla import Attainment, Took, targets_of
 from redline.api.stories import Stories, Story
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
@@ -139,6 +139,7 @@ class Gateway:
         self.profiling: Profiling | None = None  # while one is being written
         self.stories = Stories()
         self.attainment = Attainment(targets, metrics, clock)
+        self._targets = targets_of(targets)
         self.lately = Lately(clock)
         self.loads: Callable[[str, Load], object] = lambda _worker, _load: None  # told of each that comes
         self._known = KnownTexts(limits.known_bytes)
@@ -242,7 +243,7 @@ class Gateway:
                 if lane is not None and lane.link is link:  # else: aborted here before the worker knew, or moved on
                     self._deliver(lane, message)
             case Load():
-                link.load = message
+                self.links.loaded(link, message)
                 self.metrics.load(message, link.name)
                 self.loads(link.name, message)
             case Beat():
@@ -315,6 +316,8 @@ class Gateway:
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
         lane.story.ends(finish, lane.tokens, now)
         lane.came.ended = finish in ("stop", "length")
+        if lane.came.ended:
+            self.links.pace.answered(lane.generation.caller.sla, lane.tokens)
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
         first_token_s = lane.first_at - lane.began if lane.tokens else None
@@ -461,13 +464,17 @@ class Gateway:
     def _send_on(self, lane: "_Lane") -> None:
         """Sends a stranded job to a worker, with what has come of its answer, once there is one."""
         job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
-        if (route := self.links.route(job)) is None:
+        if (route := self._route(lane, job)) is None:
             return
         self._unstrand(lane)
         try:
             self._send(lane, route, job)
         except MessageTooLarge:  # with its answer
             self._fail(lane)
+
+    def _route(self, lane: "_Lane", job: Job) -> Route | None:
+        of = lane.generation.caller.sla
+        return self.links.route(job, of, self._targets.get(of) or self._targets[""])
 
     def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
@@ -591,7 +598,7 @@ class Gateway:
         try:
             for lane in generation.lanes:
                 if lane.job.id in self._lanes:  # else: it has ended meanwhile
-                    if (route := self.links.route(lane.job)) is None:
+                    if (route := self._route(lane, lane.job)) is None:
                         self._strand(lane)
                     else:
                         self._send(lane, route, lane.job)

@@ -10,6 +10,7 @@ One that ends with an error keeps nothing. One whose client leaves counts by wha
 it was not late yet, it does not count.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from redline.api.config import DEFAULT_SLA, Sla
 from redline.api.metrics import Metrics
+from redline.tune.targets import Targets
 from redline.wire.delta import Finish
 
 LATELY_S = 60.0  # of which the status tells beside all
@@ -36,6 +38,16 @@ class Kept(NamedTuple):
 
     ttft: bool
     itl: bool
+
+
+def targets_of(slas: Mapping[str, Sla]) -> dict[str, Targets]:
+    """What is promised, by class; that of "" is everybody else's. What is not promised is infinite."""
+
+    def seconds(most_ms: float | None) -> float:
+        return math.inf if most_ms is None else most_ms / 1e3
+
+    found = {name: Targets(seconds(sla.ttft_ms), seconds(sla.itl_ms)) for name, sla in slas.items()}
+    return {**found, "": found.get(DEFAULT_SLA, Targets())}
 
 
 class Attainment:

@@ -22,7 +22,8 @@ from redline.simulate.figures import Bucket, Figures, figures
 from redline.simulate.fleet import Setting, Simulation, Way
 from redline.simulate.models import worker_model
 from redline.simulate.traces import KINDS, Phase, Request
-from redline.tune.roles import Roles, Targets, WorkerModel
+from redline.tune.roles import Roles, WorkerModel
+from redline.tune.targets import Targets
 from redline.wire.base import Record
 
 DEFAULT = Targets(ttft_s=2.0, itl_s=0.05)

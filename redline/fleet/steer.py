@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from redline.api.config import DEFAULT_SLA, Sla
+from redline.api.config import Sla
 from redline.api.gateway import Gateway
+from redline.api.sla import targets_of
 from redline.fleet.config import Steer
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
-from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Targets, Traffic, WorkerModel, choose_roles
+from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, choose_roles
 from redline.tune.steps import StepFit, StepModel, Work
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
@@ -267,16 +268,6 @@ def roles_of(roles: Sequence[Role]) -> Roles:
     prefill = sum(role == "prefill" for role in roles)
     others = len(roles) - prefill
     return Roles(prefill=prefill, decode=others) if prefill else Roles(both=others)
-
-
-def targets_of(slas: Mapping[str, Sla]) -> dict[str, Targets]:
-    """What is promised, by class; that of DEFAULT_SLA is everybody else's. What is not promised is always kept."""
-
-    def seconds(most_ms: float | None) -> float:
-        return math.inf if most_ms is None else most_ms / 1e3
-
-    found = {name: Targets(seconds(sla.ttft_ms), seconds(sla.itl_ms)) for name, sla in slas.items()}
-    return {**found, "": found[DEFAULT_SLA]}
 
 
 def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from redline.route.choose import Candidate, Pace, Predicted, apart, predict
+from redline.route.choose import NO_TARGETS, Candidate, Predicted, apart, predict
 from redline.route.index import PageIndex
+from redline.route.pace import Busy, Pace
+from redline.tune.targets import Targets
 from redline.wire.channel import Outbox
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
 from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role, TakeRole
@@ -56,6 +58,8 @@ class Link:
         self.jobs_of_others = 0  # `jobs` of other replicas of the API
         self.tokens_of_others = 0  # of the prompts in their `coming`
         self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
+        self.computing = Busy()  # prompts that it has been sent
+        self.timed = 0  # the newest of its steps that `pace` has taken in
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
         self.turn_s = 0.0
@@ -239,8 +243,20 @@ class Links:
         stalled = f"a step has been running for {min(turns):.0f} s" if turns and min(turns) > STALLED_S else None
         return self.silence or stalled
 
-    def route(self, job: Job) -> Route | None:
-        """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody."""
+    def loaded(self, link: Link, load: Load) -> None:
+        """Take in what a worker tells of itself."""
+        link.load = load
+        for step in load.timed:
+            if step.number > link.timed:
+                link.timed = step.number
+                if not step.prompt and step.rows and step.tokens:
+                    self.pace.stepped(step.rows, step.ms / 1e3, step.tokens)
+
+    def route(self, job: Job, of: str = "", targets: Targets = NO_TARGETS) -> Route | None:
+        """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody.
+
+        of: its class. targets: what that is promised.
+        """
         able = [link for link in self if link.answers and not link.draining]
         answering = [link for link in able if self.silent_s(link) <= MOVE_S] or able
         answering.sort(key=lambda link: link.given)  # of several alike the one whose last job is the oldest
@@ -248,9 +264,8 @@ class Links:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
         lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
-        all = predict(
-            len(job.tokens), [self.candidate(link, job, pages) for link in (*answering, *lenders)], self.pace.token_s
-        )
+        candidates = [self.candidate(link, job, pages) for link in (*answering, *lenders)]
+        all = predict(len(job.tokens), candidates, self.pace, of, targets)
         here, there = all[: len(answering)], all[len(answering) :]
         place, computes = apart(here, there)
         if computes is None:
@@ -267,7 +282,9 @@ class Links:
         if route.prefill is not None:
             route.prefill.jobs += 1
         computes = route.prefill or route.link
-        computes.coming[job.id] = Coming(len(job.tokens) - route.expected.cached_tokens, job.pages)
+        tokens = len(job.tokens) - route.expected.cached_tokens
+        computes.coming[job.id] = Coming(tokens, job.pages)
+        computes.computing.add(tokens * self.pace.token_s, self._clock())
 
     def computed(self, route: Route, id: JobId) -> None:
         """The prompt of a job is computed, or will not be."""
@@ -282,7 +299,8 @@ class Links:
         answers = 0 if link.role == "prefill" else link.jobs + link.jobs_of_others
         room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
         free = max(0, room * PAGE_TOKENS - queue)
-        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free)
+        busy = link.computing.share(self._clock())
+        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy)
 
     def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
         """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""

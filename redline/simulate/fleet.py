@@ -1,9 +1,9 @@
 """A fleet on a trace, by events: requests come, are sent, are played, and keep their targets or do not.
 
-What is the product's: `route.choose` (`predict`, `apart`, `Pace`) says where a request goes, `tune.roles.choose_roles`
-which roles workers have, where they are not fixed. What is played: workers (`worker.py`), caches (`caches.py`) and
-handoffs (a time for each token). In a pool of more than EVERYBODY workers not all are looked at for each request, but
-those that have most of the prompt, and a few at random.
+What is the product's: `route.choose` (`predict`, `apart`) says where a request goes, by what `route.pace` has learned,
+and `tune.roles.choose_roles` which roles workers have, where they are not fixed. What is played: workers (`worker.py`),
+caches (`caches.py`) and handoffs (a time for each token). In a pool of more than EVERYBODY workers not all are looked
+at for each request, but those that have most of the prompt, and a few at random.
 """
 
 import heapq
@@ -14,12 +14,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from redline.route.choose import Candidate, Pace, Predicted, apart, cheapest, predict
+from redline.route.choose import Candidate, Predicted, apart, cheapest, predict
+from redline.route.pace import Busy, Pace
 from redline.simulate.caches import Caches, Depth
 from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
-from redline.tune.roles import Asked, Choice, Roles, Targets, Traffic, WorkerModel, choose_roles
+from redline.tune.roles import Asked, Choice, Roles, Traffic, WorkerModel, choose_roles
 from redline.tune.roles import Fleet as Chosen
+from redline.tune.targets import Targets
 from redline.wire.news import Role
 
 EVERYBODY = 16  # workers of a pool, up to which each is looked at for every request
@@ -86,6 +88,7 @@ class Simulation:
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
         self._pace = Pace()
+        self._busy = [Busy() for _ in self.workers]
         self._draw = random.Random(setting.seed)
         self._given = itertools.count(1)
         self._numbers = itertools.count()
@@ -148,6 +151,8 @@ class Simulation:
                 worker.land(landed, self.now)
                 self._push(worker)
         elif version == worker.version:
+            if (plain := worker.plain) is not None:
+                self._pace.stepped(*plain)
             whole, ended = worker.advance()
             for job in whole:
                 self._computed(job, worker)
@@ -163,8 +168,9 @@ class Simulation:
         depths = self._caches.depths(request.blocks)
         here = self._candidates(self._answering, depths, job)
         there = self._candidates(self._computing, depths, job) if self._computing and job.output > 1 else []
-        token_s = self._pace.token_s
-        expected = predict(job.prompt, [each[1] for each in (*here, *there)], token_s)
+        targets = self._setting.targets
+        wanted = targets.get(job.of) or targets[""]
+        expected = predict(job.prompt, [each[1] for each in (*here, *there)], self._pace, job.of, wanted)
         place, computes = self._way(expected[: len(here)], expected[len(here) :])
         answerer = here[place][0]
         computer = answerer if computes is None else there[computes][0]
@@ -176,6 +182,7 @@ class Simulation:
         answerer.given = next(self._given)
         answerer.outputs += job.output
         computer.queue += job.work
+        self._busy[computer.index].add(job.work * self._pace.token_s, self.now)
         for worker in {answerer.index: answerer, computer.index: computer}.values():
             room = self._caches.blocks - worker.outputs // BLOCK_TOKENS
             self._caches.use(worker.index, request.blocks, max(1, room))
@@ -226,7 +233,8 @@ class Simulation:
             cached = min(blocks * BLOCK_TOKENS, job.prompt - 1)
             free = max(0, (caches.blocks - caches.kept(worker.index)) * BLOCK_TOKENS - worker.queue)
             answers = 0 if worker.role == "prefill" else worker.jobs
-            found.append((worker, Candidate(worker.name, cached, worker.queue, answers, free)))
+            busy = self._busy[worker.index].share(self.now)
+            found.append((worker, Candidate(worker.name, cached, worker.queue, answers, free, busy)))
         return found
 
     def _computed(self, job: Played, worker: Worker) -> None:
@@ -251,6 +259,7 @@ class Simulation:
         assert job.answerer is not None
         job.answerer.jobs -= 1
         job.answerer.outputs -= job.output
+        self._pace.answered(job.of, job.output)
         first_s = job.first - job.came
         itl_s = (self.now - job.first) / (job.output - 1) if job.output > 1 else 0.0
         targets = self._setting.targets

@@ -140,6 +140,13 @@ class Worker:
         self._plan(now)
         return whole, ended
 
+    @property
+    def plain(self) -> tuple[int, float, float] | None:
+        """What runs, where it has no prompt: rows, seconds of a step, tokens of one."""
+        if self._parts or not self.rows:
+            return None
+        return self.rows, (self.wake - self._began) / self._steps, self.rows * self.model.tokens_per_step
+
     def check(self) -> None:
         """Raises AssertionError unless slots and room are those of who is here; and, where nobody is, all of them."""
         assert 0 <= self._slots <= self.model.slots, f"{self._slots} of {self.model.slots} slots are in use"

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from redline.tune.steps import StepModel
+from redline.tune.targets import Targets
 from redline.wire.base import Record
 
 SAMPLE = 512  # requests that are looked at: more change nothing
@@ -65,13 +66,6 @@ class Traffic(NamedTuple):
 
     rate: float
     requests: Sequence[Asked]
-
-
-class Targets(NamedTuple):
-    """Seconds to the first token, and between two tokens of an answer, on its mean. Who keeps both is good."""
-
-    ttft_s: float
-    itl_s: float
 
 
 class Roles(NamedTuple):

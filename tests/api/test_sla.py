@@ -1,5 +1,6 @@
 """What requests are promised, and which have had it."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from redline.api.config import KeyLimits, Sla
 from redline.api.keys import Keyring
 from redline.api.metrics import Metrics
 from redline.api.quota import CALLER, Caller
-from redline.api.sla import LATELY_S, Attainment, Kept, Took, keeps
+from redline.api.sla import LATELY_S, Attainment, Kept, Took, keeps, targets_of
 from redline.wire.delta import Delta, Finish
 from tests.api.test_edge import keys_file
 from tests.api.test_gateway import text_ask
@@ -98,3 +99,10 @@ async def test_a_request_counts_in_the_class_of_its_key(tmp_path: Path) -> None:
     keys.path.write_text("alice one\nbob two sla=quick\n")
     keys.reload()
     assert {name: account.sla for name, account in keys.accounts.items()} == {"alice": "default", "bob": "quick"}
+
+
+def test_what_is_not_promised_is_kept_by_everybody() -> None:
+    targets = targets_of({"default": Sla(ttft_ms=500), "batch": Sla(itl_ms=100)})
+    assert targets[""] == targets["default"] == (0.5, math.inf)
+    assert targets["batch"] == (math.inf, 0.1)
+    assert targets_of({}) == {"": (math.inf, math.inf)}

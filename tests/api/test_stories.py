@@ -6,6 +6,7 @@ import time
 from redline.api.stories import MOST_JOBS, Stories, Story
 from redline.route.choose import Candidate, predict
 from redline.route.links import Link, Route
+from redline.route.pace import Pace
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta
 from redline.wire.job import JobId
@@ -13,7 +14,7 @@ from redline.wire.job import JobId
 
 def story() -> Story:
     one = Story(0, 100, time.perf_counter())
-    here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], 1e-3)
+    here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
     one.goes(Route(Link("a", MemoryChannel()), None, here, (there,)), "")
     one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), time.perf_counter())
     one.ends("stop", 2, time.perf_counter())

@@ -1,6 +1,5 @@
 """Who gives workers other roles: what it sees, what it does, and what keeps it from doing too much."""
 
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.fleet.config import Steer
-from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of, targets_of
+from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
 from redline.route.roles import is_done, refusal
 from redline.tune.roles import Roles
 from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
@@ -263,9 +262,3 @@ def test_a_step_is_counted_once_and_a_worker_that_is_started_again_counts_anew()
 )
 def test_roles_are_counted_as_they_work(roles: list[Role], expected: Roles) -> None:
     assert roles_of(roles) == expected
-
-
-def test_what_is_not_promised_is_kept_by_everybody() -> None:
-    targets = targets_of({"default": Sla(ttft_ms=500), "batch": Sla(itl_ms=100)})
-    assert targets[""] == targets["default"] == (0.5, math.inf)
-    assert targets["batch"] == (math.inf, 0.1)

@@ -1,25 +1,63 @@
 """Who gets a job: pure functions over what is known of the workers."""
 
+import time
+
 import pytest
 
-from redline.route.choose import ANSWER_TOKENS, FRESH_TOKEN_S, Candidate, Pace, Predicted, apart, cheapest, predict
+from redline.route.choose import Candidate, Predicted, apart, cheapest, predict
+from redline.route.pace import FRESH_TOKEN_S, Pace
+from redline.tune.targets import Targets
+
+TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
 
 
-def chosen(tokens: int, *candidates: Candidate) -> str:
-    return candidates[cheapest(predict(tokens, candidates, FRESH_TOKEN_S))].worker
+def measured(step_s: float = 0.005, row_s: float = 0.001, output: int = 100) -> Pace:
+    """Prompts of 10,000 tokens a second, steps so long, answers of so many tokens."""
+    pace = Pace()
+    pace.computed(10_000, 1.0)
+    for rows in (2, 8, 16):
+        pace.stepped(rows, step_s + row_s * rows, rows)
+    pace.answered("", output)
+    return pace
+
+
+def chosen(tokens: int, *candidates: Candidate, pace: Pace | None = None, targets: Targets = TARGETS) -> str:
+    return candidates[cheapest(predict(tokens, candidates, pace or Pace(), "", targets))].worker
 
 
 def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_are_worth() -> None:
     pages, empty = Candidate("pages", 1920, 0, 3, 9999), Candidate("empty", 0, 0, 0, 9999)
-    assert chosen(2000, empty, pages) == "pages"
-    assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS - 1)) == "pages"
-    assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS + 1)) == "empty"
+    promised_nothing = Targets()
+
+    def goes(queue: int) -> str:
+        return chosen(2000, empty, pages._replace(queue=queue), targets=promised_nothing)
+
+    assert goes(0) == "pages"
+    # What is computed counts twice, and half once more for an answer that it holds up.
+    beside = 0.5 * (3 * 80 - 2000)
+    worth = 2 * 1920 - beside
+    assert goes(int(worth) - 1) == "pages"
+    assert goes(int(worth) + 1) == "empty"
+
+
+def test_a_conversation_leaves_its_pages_where_answers_are_slow() -> None:
+    pages, empty = Candidate("pages", 4000, 0, 20, 9999), Candidate("empty", 0, 0, 2, 9999)
+    assert chosen(5000, empty, pages, pace=measured(row_s=0.0)) == "pages", "a row adds nothing"
+    assert chosen(5000, empty, pages, pace=measured(row_s=0.002)) == "empty", "they lose 0.45 of what is promised"
+
+
+def test_an_answer_avoids_a_worker_that_computes_prompts() -> None:
+    idle, busy = Candidate("idle", 0, 0, 5, 9999), Candidate("busy", 0, 0, 4, 9999)
+    assert chosen(100, idle, busy, pace=measured()) == "busy"
+    assert chosen(100, idle, busy._replace(busy=0.7), pace=measured()) == "idle"
+    assert chosen(100, idle, busy._replace(busy=9.0), pace=measured()) == "idle", "more comes than it can compute"
 
 
 def test_among_workers_alike_the_one_with_fewest_answers_and_of_those_the_first() -> None:
     a, b = Candidate("a", 0, 0, 2, 9999), Candidate("b", 0, 0, 1, 9999)
-    assert chosen(10, a, b) == "b"
-    assert chosen(10, b, a._replace(answers=1)) == "b"
+    for pace in (Pace(), measured()):
+        assert chosen(10, a, b, pace=pace) == "b"
+        assert chosen(10, b, a._replace(answers=1), pace=pace) == "b"
 
 
 def test_a_worker_with_free_pages_is_preferred_to_one_that_would_forget_others_for_it() -> None:
@@ -28,19 +66,10 @@ def test_a_worker_with_free_pages_is_preferred_to_one_that_would_forget_others_f
     assert chosen(1000, full._replace(cached=512), free) == "full"
 
 
-def test_a_pace_follows_what_is_measured() -> None:
-    pace = Pace()
-    assert pace.token_s == FRESH_TOKEN_S
-    for _ in range(50):
-        pace.computed(1000, 1.0)
-    assert pace.token_s == pytest.approx(1e-3)
-    for _ in range(50):
-        pace.computed(100, 0.3)
-    assert pace.token_s == pytest.approx(3e-3, rel=0.05)
-
-
-def expected(worker: str, cached: int, queue: int = 0, answers: int = 0, tokens: int = 4000) -> Predicted:
-    (found,) = predict(tokens, [Candidate(worker, cached, queue, answers, 9999)], FRESH_TOKEN_S)
+def expected(
+    worker: str, cached: int, queue: int = 0, answers: int = 0, tokens: int = 4000, targets: Targets = TARGETS
+) -> Predicted:
+    (found,) = predict(tokens, [Candidate(worker, cached, queue, answers, 9999)], measured(), "", targets)
     return found
 
 
@@ -49,15 +78,45 @@ def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left
     assert apart([nothing, nothing], [expected("p", 0)]) == (0, 0)
     assert apart([nothing, most], [expected("p", 0)]) == (1, None), "100 tokens are left"
     assert apart([nothing, most], [expected("p", 3900)]) == (1, 0), "as many there, where nobody is held up"
-    assert apart([nothing, expected("e", 3500, answers=9)], [expected("p", 2000)])[1] == 0, "9 would wait"
+    assert apart([nothing, expected("e", 3500, answers=9)], [expected("p", 3000)])[1] == 0, "9 would wait"
     assert apart([nothing, nothing], [expected("p", 0, queue=9000)]) == (0, None), "others wait there"
     assert apart([nothing, nothing], [expected("p", 0, queue=9000), expected("q", 0)]) == (0, 1)
     assert apart([expected("d", 0, answers=4), expected("e", 0, answers=2)], [expected("p", 0)]) == (1, 0)
     assert apart([expected("d", 0, answers=1), nothing], []) == (1, None)
 
 
-def test_an_answer_that_is_held_up_counts_half() -> None:
-    """Of 500 tokens beside nine answers: (2 x 500 + 9 x 64) x (1 + 9 / 2) = 8,668; elsewhere 4,676 and what waits."""
-    beside = expected("d", 3500, answers=9)
-    assert apart([beside], [expected("p", 2000, queue=3_900)]) == (0, 0)
-    assert apart([beside], [expected("p", 2000, queue=4_100)]) == (0, None)
+@pytest.mark.parametrize(("answers", "waits"), [(4, True), (40, False)])
+def test_answers_near_their_promise_are_not_held_up_for_a_first_token_that_has_time(answers: int, waits: bool) -> None:
+    """Beside 40 rows two tokens are 46 ms apart, and 50 are promised."""
+    promised = Targets(ttft_s=3.0, itl_s=0.05)
+    here = expected("d", 2000, answers=answers, targets=promised)
+    there = expected("p", 2000, queue=5000, targets=promised)
+    assert (apart([here], [there])[1] is None) == waits
+
+
+def test_a_first_token_that_is_late_anyway_is_not_bought_with_the_answers_of_others() -> None:
+    """In the queue for prompts it would wait for 12 s where 3 are promised; where 30 answers are for none, but for 2 s
+    of its own, and then all of these would be late."""
+    promised = Targets(ttft_s=1.5, itl_s=0.05)
+    here = expected("d", 0, answers=30, tokens=20_000, targets=promised)
+    assert apart([here], [expected("p", 0, queue=100_000, tokens=20_000, targets=promised)]) == (0, 0)
+
+
+def test_64_workers_are_weighed_in_milliseconds() -> None:
+    pace = measured()
+    here = [Candidate(str(number), 640 * number, 100 * number, number, 50_000, 0.3) for number in range(48)]
+    there = [Candidate(str(number), 640 * number, 100 * number, 0, 50_000, 0.3) for number in range(16)]
+    seconds: list[float] = []
+    for _ in range(30):
+        began = time.process_time()
+        found = predict(100_000, [*here, *there], pace, "", TARGETS)
+        apart(found[:48], found[48:])
+        seconds.append(time.process_time() - began)
+    assert min(seconds) < 0.005
+
+
+def test_costs_are_seconds_where_nothing_is_promised() -> None:
+    (found,) = predict(1000, [Candidate("a", 200, 300, 0, 9999)], Pace())
+    assert found.first_token_s == pytest.approx(1100 * FRESH_TOKEN_S)
+    assert found.prompt_cost_s == pytest.approx(1900 * FRESH_TOKEN_S), "its own, and who comes behind"
+    assert found.beside_cost_s == pytest.approx(0.5 * 800 * FRESH_TOKEN_S), "an answer that may come is held up"

@@ -9,7 +9,8 @@ from redline.simulate.figures import figures
 from redline.simulate.fleet import EVERYBODY, Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
-from redline.tune.roles import Roles, Targets
+from redline.tune.roles import Roles
+from redline.tune.targets import Targets
 
 TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.05)}
 SHIFTING = [Phase(CHAT, 60, 15.0), Phase(DOCUMENTS, 60, 3.0), Phase(AGENTS, 60, 4.0)]

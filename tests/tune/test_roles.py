@@ -2,8 +2,9 @@
 
 import pytest
 
-from redline.tune.roles import Asked, Fleet, Roles, Targets, Traffic, WorkerModel, choose_roles, predict_roles
+from redline.tune.roles import Asked, Fleet, Roles, Traffic, WorkerModel, choose_roles, predict_roles
 from redline.tune.steps import StepModel
+from redline.tune.targets import Targets
 
 STEPS = StepModel(base=5.0, row=0.2, context=1e-5, prompt=0.02)
 MODEL = WorkerModel(name="made", steps=STEPS, step_tokens=8192, slots=256, kv_tokens=4_000_000, gpus=8)

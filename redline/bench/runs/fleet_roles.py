@@ -22,7 +22,8 @@ from redline.bench.record import provenance
 from redline.simulate.fleet import Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Kind, Phase, Request, made
-from redline.tune.roles import Roles, Targets
+from redline.tune.roles import Roles
+from redline.tune.targets import Targets
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "fleet-roles.json"
 TARGETS = {

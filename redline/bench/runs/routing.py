@@ -148,6 +148,7 @@ class Fleet:
         def first(at: float, cached: int) -> None:
             self.first_token_s.append(at - began)
             self.links.pace.computed(len(prompt) - cached, (len(prompt) - cached) * TOKEN_S)
+            self.links.pace.stepped(worker.link.jobs, ANSWER_S, worker.link.jobs)
             self.links.computed(route, job.id)
             whole = make_job(job.id, prompt + answered, job.sampling, "played").pages
 
@@ -159,6 +160,7 @@ class Fleet:
                     worker.cache.release(page)
                 self.links.cached(worker.link, worker.news())
                 worker.link.jobs -= 1
+                self.links.pace.answered("", len(answered))
                 ended(self.now)
 
             self.at(at + len(answered) * ANSWER_S, told)
@@ -199,7 +201,7 @@ class Fleet:
             if self._policy == "in turn"
             else min(links, key=lambda each: each.jobs)
         )
-        expected = predict(len(job.tokens), [self.links.candidate(link, job, {})], TOKEN_S)
+        expected = predict(len(job.tokens), [self.links.candidate(link, job, {})], self.links.pace)
         return Route(link, None, expected[cheapest(expected)])
 
 
