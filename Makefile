@@ -31,7 +31,9 @@ help:
 serve: .venv/.runtime
 	@exec .venv/bin/redline serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DRAFT),--draft $(DRAFT))
 
-test: check tests
+# Types take one core for a minute: the tests begin beside them.
+test: .venv/.test
+	@$(MAKE) --no-print-directory -j2 check tests
 
 check: .venv/.test
 	.venv/bin/ruff format --check .
@@ -40,8 +42,9 @@ check: .venv/.test
 	.venv/bin/lint-imports
 
 # One thread each: the tests themselves run side by side, neighbours in one process, which then loads and builds once.
+# They start a hundred processes, for which bytecode is kept, whatever the shell says of it.
 tests: .venv/.test
-	OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-train: .venv/.train
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_train -v -rP

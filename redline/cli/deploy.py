@@ -13,9 +13,6 @@ from redline.cli.hub import fetched
 from redline.cli.options import SYNTHETIC
 from redline.cli.terminal import Terminal
 from redline.errors import ConfigError
-from redline.fleet import config as deployment
-from redline.fleet.serve import serve as run_server
-from redline.fleet.shown import as_toml
 
 SHIPPED = Path(redline.__file__).parent / "shipped"  # the small model that comes with the package, and its drafter
 
@@ -187,6 +184,9 @@ def _serve(source: Path, flags: dict[str, Any]) -> int:
     and browsers with a page at /. Every flag is a key of deployment.toml (--draft and those after it: of its table
     engine.speculation), and wins over the file; `redline config` shows what is in force.
     """
+    from redline.fleet import config as deployment
+    from redline.fleet.serve import serve as run_server
+
     terminal = Terminal()
     return run_server(deployment.read(fetched(source, terminal), flags), terminal)
 
@@ -196,6 +196,9 @@ def _config(source: Path, flags: dict[str, Any]) -> int:
 
     `redline config FOLDER > deployment.toml` is a file to begin with. Nothing is loaded or served.
     """
+    from redline.fleet import config as deployment
+    from redline.fleet.shown import as_toml
+
     print(as_toml(deployment.read(source, flags), source, flags), end="")
     return 0
 
@@ -218,6 +221,7 @@ def manifests(
     ] = "redline",
 ) -> None:
     """Kubernetes manifests of a deployment, for `kubectl apply`: a server, and pods whose agents join it."""
+    from redline.fleet import config as deployment
     from redline.fleet.manifests import Around, as_yaml, rendered
 
     config = deployment.read(source, {})

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
-from redline.cli import app
+from redline.cli import app, main
 from redline.cli.bench.speculation_tables import SpeculateConfig
 from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import EvalConfig
@@ -84,13 +84,18 @@ def test_every_verb_has_help_for_every_option(verb: str):
         (["chat", "--url", "http://127.0.0.1:9", "hi"], "no server at http://127.0.0.1:9"),
     ],
 )
-def test_a_mistake_is_one_line_and_code_1(words: list[str], says: str):
-    done = subprocess.run([REDLINE, *words], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    *_, last = done.stderr.splitlines()
+def test_a_mistake_is_one_line_and_code_1(
+    words: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["redline", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    said = capfd.readouterr().err
+    *_, last = said.splitlines()
     assert last.startswith("error: ")
     assert says in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
 
 
 # ---------------------------------------------------------------------------------------------------------- quantize

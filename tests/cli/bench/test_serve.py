@@ -150,7 +150,9 @@ def test_a_mistake_is_one_line_before_anything_is_asked(given: list[str], says: 
 
 
 def test_help_imports_nothing_that_takes_time():
-    program = "import sys; from redline.cli import app; print({'numpy', 'httpx', 'torch'} & set(sys.modules))"
+    program = (
+        "import sys; from redline.cli import app; print({'numpy', 'httpx', 'torch', 'starlette'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()"
 

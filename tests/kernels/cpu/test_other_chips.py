@@ -1,4 +1,8 @@
-"""The CPU kernels as other chips get them: law 1 with AVX-512 but no bf16 pairs, with AVX2, and with neither."""
+"""The CPU kernels as other chips get them: law 1 with AVX-512 but no bf16 pairs, with AVX2, and with neither.
+
+Each is built from nothing, so the compiler is asked for half of its work (-O1): the ways that a source takes by chip
+are the same, and what -O3 makes of them is held by law 1 on the chip that is here.
+"""
 
 import os
 import platform
@@ -13,8 +17,9 @@ LAW_1 = "tests/laws/test_law_1_kernel_is_reference.py"
 PROGRAM = """
 import sys, pytest
 from redline.kernels.cpu import native
-native.FLAGS = tuple("-march=" + sys.argv[1] if flag == "-march=native" else flag for flag in native.FLAGS)
-assert "-march=" + sys.argv[1] in native.FLAGS
+instead = {"-march=native": "-march=" + sys.argv[1], "-O3": "-O1"}
+assert set(instead) <= set(native.FLAGS)
+native.FLAGS = tuple(instead.get(flag, flag) for flag in native.FLAGS)
 sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", sys.argv[2]]))
 """
 
