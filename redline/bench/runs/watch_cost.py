@@ -8,9 +8,9 @@ written, about twice what an op of Kimi-Nano reads, as a step leaves the caches 
 after 64 MB, where nothing of it is in any cache (far), which the first look of a step may meet.
 
 Beside it the ratio, measured: steps over the kernels as they are, over a build of the same sources without the look,
-and over a copy of the first, in turns; of each build the mean of its fastest tenth. The copy shows what the machine makes
-of two equal builds: a share below that cannot be seen in a ratio. One thread computes, so that no thread is waited for.
-Takes two to three minutes, most of it the build.
+and over a copy of the first, in turns; of each build the mean of its fastest tenth. The copy shows what the machine
+makes of two equal builds: a share below that cannot be seen in a ratio. One thread computes, so that no thread is
+waited for. Takes two to three minutes, most of it the build.
 """
 
 import argparse
