@@ -35,18 +35,30 @@ def product_rate(device: torch.device, rounds: int, side: int | None = None) -> 
     The higher of bf16 and float32; on a GPU of bf16, which is always faster there. side: of the matrices; None: what
     reaches the rate.
     """
-    on_gpu = device.type == "cuda"
-    side = side or (GPU_SIDE if on_gpu else CPU_SIDE)
-    best = best_small = math.inf
-    for dtype in (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16):
-        small = torch.ones(side // 4, side // 4, device=device, dtype=dtype)
-        seconds = _seconds(lambda a=small: a @ a, device, 1, best_small)
-        if seconds > 10 * best_small:  # bf16 on a CPU that has no instructions for it
-            continue
-        best_small = min(best_small, seconds)
+    if device.type == "cuda":
+        side, dtypes = side or GPU_SIDE, [torch.bfloat16]
+    else:
+        side = side or CPU_SIDE
+        dtypes = [torch.float32, torch.bfloat16] if _multiplies_bf16(side // 4) else [torch.float32]
+    best = math.inf
+    for dtype in dtypes:
         a = torch.ones(side, side, device=device, dtype=dtype)
         best = min(best, _seconds(lambda a=a: a @ a, device, rounds, best))
     return 2 * side**3 / best
+
+
+def _multiplies_bf16(side: int) -> bool:
+    """Whether this CPU has instructions for it: without them small products take ten times as long as float32's, and
+    larger ones seconds. One thread multiplies, since others would be waited for longer than that on a busy machine."""
+    cpu, threads = torch.device("cpu"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a = torch.ones(side, side)
+        b = a.bfloat16()
+        float32 = _seconds(lambda: a @ a, cpu, 1)
+        return _seconds(lambda: b @ b, cpu, 1) <= 10 * float32
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seconds(work: Callable[[], Tensor], device: torch.device, rounds: int, best: float = math.inf) -> float:

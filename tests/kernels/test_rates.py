@@ -11,16 +11,13 @@ from redline.kernels import rates
 def test_a_format_that_the_chip_has_no_instructions_for_is_tried_on_small_matrices_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tried: list[float] = []
-    seconds = iter([0.001, 0.1, 0.02])  # float32 small and whole, bf16 small
-
-    def timed(*_: object) -> float:
-        tried.append(next(seconds))
-        return tried[-1]
-
-    monkeypatch.setattr(rates, "_seconds", timed)
-    assert rates.product_rate(torch.device("cpu"), 1, side=64) == 2 * 64**3 / 0.1
-    assert tried == [0.001, 0.1, 0.02]
+    before = torch.get_num_threads()
+    for bf16, whole, best in ((0.02, [0.1], 0.1), (0.001, [0.1, 0.05], 0.05)):
+        left = iter([0.001, bf16, *whole])  # float32 small, bf16 small, and whole ones
+        monkeypatch.setattr(rates, "_seconds", lambda *_, left=left: next(left))
+        assert rates.product_rate(torch.device("cpu"), 1, side=64) == 2 * 64**3 / best
+        assert next(left, None) is None
+    assert torch.get_num_threads() == before
 
 
 @pytest.mark.parametrize(("seconds", "times"), [(0.02, 2), (0.005, 13)])

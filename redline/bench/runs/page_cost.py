@@ -26,7 +26,7 @@ from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.frontend import MODEL, Server, free_gateway
 from redline.disk import save
-from redline.wire.news import Load
+from redline.wire.news import Load, StepTimes
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "page-cost-cpu.json"
 STREAMS, TOKENS = 64, 2000  # tokens of each: some seconds, since the page hears once a second
@@ -39,6 +39,10 @@ LOAD = Load(
     generation_tokens=50_000_000,
     drafts=900_000, draft_tokens=3_000_000, accepted_tokens=2_000_000, accepted_per_pos=(800_000, 600_000, 400_000),
     step_sizes=(100_000,) * 12, step_positions=9_000_000, handoffs=(("handed_over", 1000), ("short", 100)),
+    step_times=(
+        StepTimes(kind="decode", steps=110_000, seconds=1234.567890123, floor_s=987.654321098),
+        StepTimes(kind="prompts", steps=12_000, seconds=4567.890123456, floor_s=3456.789012345),
+    ),
 )  # fmt: skip
 
 
