@@ -1,9 +1,10 @@
-"""What choosing roles and places is worth, simulated: three figures, each beside what it has to be measured by.
+"""What choosing roles and places is worth, simulated: four figures, each beside what it has to be measured by.
 
-    python -m redline.bench.runs.fleet_roles [--only shifting|places|speed]... [--save FILE]
+    python -m redline.bench.runs.fleet_roles [--only shifting|again|places|speed]... [--save FILE]
 
 `shifting`: chat, then long documents, then agents, on eight workers. Every fixed ratio, and roles that are chosen as a
 server chooses them: of each phase, good requests a second beside the best fixed ratio of that phase, and over all.
+`again`: the same with another seed, and with less and more load, where the ratios that are best anywhere are played.
 `places`: prompts computed where the router expects less, always apart, and always where answers are, on the same
 workers, over a sweep of loads. `speed`: how long an hour of 2,000 GPUs takes to simulate, on one core. All of it is
 played with `kimi-8xh200`, which was never measured whole: these are figures of decisions, not of GPUs.
@@ -35,6 +36,8 @@ WORKERS = 8
 LOOK_S = 5.0
 PHASE_S = 1800.0
 PHASES = ((CHAT, 24.0), (DOCUMENTS, 4.0), (AGENTS, 5.0))
+LOADS = 0.8, 1.2  # times the rates of PHASES
+FEW = range(4)  # workers for prompts, where not every ratio is played again
 SPLITS: dict[str, tuple[Kind, tuple[int, ...], tuple[float, ...]]] = {  # workers for prompts; requests a second
     "chat": (CHAT, (1, 2), (10.0, 15.0, 20.0, 23.0)),
     "documents": (DOCUMENTS, (1, 3, 5), (2.0, 3.0, 4.0, 5.0)),
@@ -46,12 +49,21 @@ BIG_WORKERS, BIG_RATE, HOUR_S, BIG_LOOK_S = 250, 60.0, 3600.0, 10.0
 
 def shifting(seed: int) -> dict[str, Any]:
     """Good requests a second in each phase, for every fixed ratio and for chosen roles."""
-    phases = [Phase(kind, PHASE_S, rate) for kind, rate in PHASES]
+    return _shifting(seed, 1.0, range(WORKERS))
+
+
+def again(seed: int) -> dict[str, Any]:
+    """What `shifting` gives with the next seed, and with its own at other loads."""
+    return {"runs": [_shifting(*each, FEW) for each in ((seed + 1, 1.0), *((seed, times) for times in LOADS))]}
+
+
+def _shifting(seed: int, times: float, prefills: Iterable[int]) -> dict[str, Any]:
+    phases = [Phase(kind, PHASE_S, times * rate) for kind, rate in PHASES]
     requests = list(made(phases, seed))
-    fixed = [Roles(both=WORKERS), *(Roles(prefill=count, decode=WORKERS - count) for count in range(1, WORKERS))]
     static: dict[str, list[float]] = {}
-    for roles in fixed:
-        name = "both" if roles.both else f"{roles.prefill}:{roles.decode}"
+    for count in prefills:
+        roles = Roles(prefill=count, decode=WORKERS - count) if count else Roles(both=WORKERS)
+        name = f"{roles.prefill}:{roles.decode}" if count else "both"
         static[name] = _by_phase(_played(requests, roles, seed=seed))
         print(json.dumps({name: static[name]}), flush=True)
     simulation = _played(requests, Roles(both=WORKERS), plan_s=LOOK_S, seed=seed)
@@ -60,7 +72,8 @@ def shifting(seed: int) -> dict[str, Any]:
     return {
         "workers": WORKERS,
         "seed": seed,
-        "phases": [[kind.name, PHASE_S, rate] for kind, rate in PHASES],
+        "times_the_load": times,
+        "phases": [[kind.name, PHASE_S, round(times * rate, 3)] for kind, rate in PHASES],
         "requests": len(requests),
         "good_per_s": {"chosen": chosen, **static},
         "of_the_best_of_each_phase": [round(a / b, 4) for a, b in zip(chosen, best, strict=True)],
@@ -116,7 +129,7 @@ def speed(seed: int) -> dict[str, Any]:
     }
 
 
-PARTS = {"shifting": shifting, "places": places, "speed": speed}
+PARTS = {"shifting": shifting, "again": again, "places": places, "speed": speed}
 
 
 def _played(requests: Iterable[Request], roles: Roles, **setting: Any) -> Simulation:
