@@ -32,7 +32,7 @@ def step_work(
         expert_bytes=part.routed_parameters * config.bits_per_routed_parameter / 8,
         experts_of=config.n_routed_experts if part.moe_layers else 0,
         experts_chosen=config.num_experts_per_tok,
-        latent_bytes=part.kv_bytes_per_token(kv_dtype),
+        latent_bytes=part.kv_bytes_per_token(kv_dtype) / ranks,  # each may read a part of the context
         position_ops=2 * (part.active_parameters - part.embedding_parameters),
         head_ops=2 * head / ranks,
         pair_ops=2 * layers * heads * (2 * part.kv_lora_rank + part.qk_rope_head_dim),

@@ -43,7 +43,7 @@ class Links:
     control: Tensor  # int64 [2], the host's: nanoseconds that a rank may be waited for; 1 + the rank that did not come
     turns: Tensor  # int32 [2]: `gather_ranks` counts its launches there
     rooms: Rooms
-    contexts: Contexts = "whole"  # whether ranks read a part of every context each, or all of it
+    contexts: Contexts = "auto"  # whether ranks read a part of every context each, or all of it
 
     def of_sums(self, site: Site) -> dict[str, Any]:
         """What a kernel's record takes to add up the ranks at this site."""
