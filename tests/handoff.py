@@ -15,6 +15,8 @@ from redline.wire.job import Job, PagesFrom
 from redline.worker.engine import EngineCore
 from redline.worker.exchange import Exchange
 from redline.worker.loop import StepInFlight, turn
+from redline.worker.parcel_memory import HostParcels
+from redline.worker.ways import Carrier
 from tests.tiny_model import Answer, joined
 
 
@@ -35,12 +37,16 @@ class Box:
 class Side:
     """A worker: its engine, its exchange, and the step that is in flight."""
 
-    def __init__(self, name: str, engine: EngineCore, transport: Transport, boxes: dict[str, Box], **how: Any) -> None:
+    def __init__(
+        self, name: str, engine: EngineCore, carriers: Sequence[Carrier], boxes: dict[str, Box], **how: Any
+    ) -> None:
         self.engine = engine
         self.box = boxes.setdefault(name, Box())
         self.name = name
         self.exchange: Exchange = engine.exchange(
-            transport, connect=lambda address: boxes.setdefault(address, Box()), **how
+            carriers,
+            outbox_of=lambda address: boxes.setdefault(address, Box()),
+            **how,
         )
         self.flight: StepInFlight | None = None
         self.stopped = False
@@ -88,13 +94,16 @@ class Pair:
         answers: EngineCore,
         transport: Transport | None = None,
         clock: Callable[[], float] | None = None,
+        carriers: Callable[[], Sequence[Carrier]] | None = None,
         **how: Any,
     ) -> None:
+        """transport: of both; None: `memory`. carriers: makes those of each in its place."""
         self.boxes: dict[str, Box] = {}
         timed: dict[str, Any] = {} if clock is None else {"clock": clock}
         self.transport = transport or MemoryTransport(**timed)
-        self.computes = Side("prefill", computes, self.transport, self.boxes, lends=True, **timed, **how)
-        self.answers = Side("decode", answers, self.transport, self.boxes, lends=False, **timed)
+        made = carriers or (lambda: [Carrier("memory", self.transport, HostParcels())])
+        self.computes = Side("prefill", computes, made(), self.boxes, lends=True, **timed, **how)
+        self.answers = Side("decode", answers, made(), self.boxes, lends=False, **timed)
         self.deltas: dict[str, list[Delta]] = {}
 
     def send(self, jobs: Sequence[Job]) -> None:

@@ -24,6 +24,7 @@ from redline.errors import ConfigError
 from redline.fleet.cluster import address_towards, check_address, check_join, read_key
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS, LocalProcess, folder_for_parcels, start_worker
+from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.machines import SAY_S, Machine, Order, Orders, Refused, Running
 from redline.worker.config import WorkerConfig
@@ -218,13 +219,13 @@ class Agent:
             config = msgspec.json.decode(order.config, type=WorkerConfig)
             if not config.outbox.startswith("tcp://"):
                 raise ConfigError(f"its words are to go to {config.outbox}, which is not on the network")
-            if config.transport == "shared" and self._parcels is None:
+            if config.transport in WITHIN_A_HOST and self._parcels is None:
                 self._parcels = folder_for_parcels(1)
             config = msgspec.structs.replace(
                 config,
                 inbox=f"tcp://{self._listen}:*",
                 key=self._key,
-                parcels=str(self._parcels) if config.transport == "shared" else None,
+                parcels=str(self._parcels) if config.transport in WITHIN_A_HOST else None,
             )
             process = LocalProcess(start_worker(config, order.devices), self._parcels)
         except (OSError, ConfigError, msgspec.MsgspecError) as error:

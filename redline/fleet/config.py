@@ -57,7 +57,7 @@ drafter = "weights/kimi-k2.6-eagle3"   # its folder
 head_bits = 8                          # how its head is kept; 16 where nothing is said
 
 [handoff]
-transport = "nixl"                     # how prompts travel from worker to worker; "shared" where nothing is said
+transport = "nixl"                     # how prompts travel from worker to worker; "auto" where nothing is said
 
 [cluster]                              # other machines; absent: all workers are on this one
 listen = "10.0.0.1:7600"               # where `redline agent` joins: the address by which machines reach this one
@@ -90,7 +90,7 @@ from redline.api.config import DEFAULT_SLA, Count, KeyLimits, Limits, Sla
 from redline.errors import ConfigError
 from redline.fleet.cluster import check_listen
 from redline.plan.planner import MOST_STEP_TOKENS
-from redline.transport.choice import TransportName, check_installed
+from redline.transport.choice import WITHIN_A_HOST, TransportName, check_installed
 from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
 from redline.wire.news import Role
@@ -133,7 +133,9 @@ class Requests(Record, frozen=True):
 class Handoff(Record, frozen=True):
     """How workers hand prompts over to one another."""
 
-    transport: TransportName = "shared"  # memory that processes of a host share; "nixl": over NIXL, host memory
+    # From GPU to GPU of one host ("peer"), or memory that processes of a host share ("shared"); "auto": the first where
+    # two workers can, and else the second; "nixl": over NIXL, host memory.
+    transport: TransportName = "auto"
 
 
 Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
@@ -501,11 +503,11 @@ def _check_machines(config: ServeConfig, source: Path) -> None:
                 raise ConfigError(f"{place}.{key} is a path on another machine; set at, or leave it out")
             if path is not None and not os.path.isabs(path):
                 raise ConfigError(f"{place}.{key} is {path}; expected a whole path on that machine, from / on")
-    machines = {place.at: place.name for place in config.places if place.transport == "shared"}
+    machines = {place.at: place.name for place in config.places if place.transport in WITHIN_A_HOST}
     if len(machines) > 1:
         where = ", ".join(f"{name} is {f'at {at}' if at else 'here'}" for at, name in machines.items())
         raise ConfigError(
-            f'{source}: handoff.transport is "shared", the memory of one machine, and {where}: set '
+            f'{source}: handoff.transport is "{config.handoff.transport}", within one machine, and {where}: set '
             'handoff.transport = "nixl"'
         )
     if config.cluster is not None and all(place.at is None for place in config.places):

@@ -24,6 +24,7 @@ from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
 from redline.route.links import Link, Links
 from redline.route.roles import refusal
+from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.machines import Listening, Order
@@ -379,7 +380,7 @@ class Supervisor:
     def __init__(self, config: ServeConfig, gateway: Follower, sockets: Path, machines: Machines | None = None) -> None:
         again, places = config.resume_s > 0, config.places
         here = [place for place in places if place.at is None]
-        lenders = sum(place.transport == "shared" for place in here)
+        lenders = sum(place.transport in WITHIN_A_HOST for place in here)
         self._parcels = folder_for_parcels(lenders) if lenders else None
         self.workers = [
             Supervised(

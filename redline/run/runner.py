@@ -298,8 +298,7 @@ class Runner:
         if wants.refusal is not None or not step.rows:
             if wants.refusal is not None:
                 self.led[wants.refusal] += 1
-            result = self.run(step)
-            return lambda: result
+            return _once_done(self.run(step), captured.mark())
         try:
             replayed = self._replay(decode, wants, captured) if decoding else None
             if not prompts:
@@ -321,11 +320,11 @@ class Runner:
     def _read(self, step: Step) -> WaitForStep:
         """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
         assert self._chunks is not None, "there are chunks where steps are recorded"
+        assert self._captured is not None, "likewise"
         self.begins("prompts")
         if self._chunks.refused(step.rows):
             self.led["prompt"] += 1
-            result = self.run(step)
-            return lambda: result
+            return _once_done(self.run(step), self._captured.mark())
         self.chunks += 1
         return self._chunks.launch(step)
 
@@ -558,6 +557,17 @@ class Runner:
             for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
             for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
         )
+
+
+def _once_done(result: StepResult, done: Callable[[], None]) -> WaitForStep:
+    """A result that the host has by now, once the device has done all of its step: what is told to be computed is read
+    by others than its stream, too (`worker/parcel_memory.py`)."""
+
+    def wait() -> StepResult:
+        done()
+        return result
+
+    return wait
 
 
 def _together(step: Step, decoded: WaitForStep, read: WaitForStep) -> StepResult:

@@ -44,6 +44,7 @@ class Want(Message, frozen=True):
 
     job: JobId
     first: int
+    way: str  # by which they are read: the transport's name, among those that whoever computes has told of
 
 
 class Piece(Record, frozen=True):

@@ -63,7 +63,7 @@ class PagesFrom(Record, frozen=True):
     worker: str
     epoch: int  # of its start
     inbox: str  # the address that it reads
-    area: bytes = b""  # where its parcels lie, in its transport's words; of one that computes
+    area: bytes = b""  # where its parcels lie, in its transports' words; of one that computes
     format: str = ""  # of its parcels
 
 

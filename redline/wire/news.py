@@ -17,7 +17,7 @@ class Ready(Message, frozen=True):
     pages: int  # of PAGE_TOKENS tokens
     fingerprint: str  # of the model and its pages' number format: enters the page hashes
     summary: str  # one line for the operator: model, device, memory
-    area: bytes = b""  # where others may read its parcels, in its transport's words; empty: it hands none over
+    area: bytes = b""  # where others may read its parcels, in its transports' words; empty: it hands none over
     format: str = ""  # of its parcels
     step_tokens: int = 512  # positions of a step, at most
     slots: int = 64  # jobs at once, at most

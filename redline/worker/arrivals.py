@@ -6,22 +6,19 @@ predicted from what its bytes have taken so far. While nothing runs, nobody is h
 """
 
 import contextlib
-import ctypes
+import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-import torch
-from torch import Tensor
-
-from redline.kernels.cpu import checksum
 from redline.run.handoff import Parcels
-from redline.transport.base import Memory, Peer, Reading, TransferFailed, Transport
+from redline.transport.base import Peer, Reading, TransferFailed, Transport
 from redline.transport.ledger import Lender, Parcel
-from redline.transport.memory import host_memory
 from redline.wire.handoff import Offer
+from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 
-LANDING_BYTES = 32 << 20  # that may be under way at once: eight of the largest parcels
+LOOK_S = 0.00002  # between two looks at what is under way to a GPU
 READ_S = 5.0  # for one parcel to come
 WEIGHT = 0.25  # of the newest measurement in what is predicted
 
@@ -53,6 +50,15 @@ class Budget:
         """The turn has ended: from here on the time is the steps'."""
         self._ended = self._clock()
 
+    def patience(self, most: float) -> float:
+        """Seconds that may be waited for what is under way, `most` at most."""
+        return most if not self._busy else min(most, max(0.0, self._left))
+
+    def charge(self, seconds: float) -> None:
+        """So long was waited."""
+        if self._busy:
+            self._left -= seconds
+
     def predict(self, work: Work, count: int) -> float:
         """Seconds for so many bytes; 0 before the first were measured."""
         return self._per_byte.get(work, 0.0) * count
@@ -75,25 +81,35 @@ class Budget:
 
 @dataclass(eq=False)
 class Arrival(Generic[Of]):
-    """A parcel that is being read."""
+    """A parcel that is being read, and then added up."""
 
     of: Of
     offer: Offer
     space: Parcel
     reading: Reading
+    summed: Summed | None = None  # None: its bytes are not all there
 
 
 class Arrivals(Generic[Of]):
     """The landing area of a worker, and what is under way to it. The loop's thread uses it."""
 
-    def __init__(self, parcels: Parcels, transport: Transport, budget: Budget, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        parcels: Parcels,
+        transport: Transport,
+        memory: ParcelMemory,
+        budget: Budget,
+        clock: Callable[[], float],
+    ) -> None:
         """Raises ConfigError where reads cannot go to this process's memory."""
         self.under_way: list[Arrival[Of]] = []
-        self._parcels, self._budget = parcels, budget
-        self._memory = host_memory(LANDING_BYTES)
-        self._landing_B = tensor_of(self._memory)
-        self._landing = transport.landing(self._memory)
-        self._lender = Lender(LANDING_BYTES, clock)
+        self.budget = budget
+        self._parcels, self._memory = parcels, memory
+        self._landing = memory.make(memory.sizes.landing)
+        self._landing_B = memory.tensor(self._landing)
+        self._told = transport.landing(self._landing)
+        self._lender = Lender(memory.sizes.landing, clock)
+        self._placing: deque[tuple[Parcel, Ended]] = deque()  # verified, and being put into pages
 
     @property
     def sizes(self) -> list[int]:
@@ -106,14 +122,16 @@ class Arrivals(Generic[Of]):
         Raises TransferFailed where it cannot be read.
         """
         ticket = offer.ticket
-        if not self._budget.allows("read", ticket.size):
+        if not self.budget.allows("read", ticket.size):
             return False
+        while self._placing and self._placing[0][1]():
+            self._lender.drop(self._placing.popleft()[0])
         space = self._lender.lend(ticket.size, "", READ_S)
         if space is None:
             return False
         try:
-            with self._budget.spend("read", ticket.size):
-                reading = peer.read(ticket.offset, self._memory.address + space.offset, ticket.size, READ_S)
+            with self.budget.spend("read", ticket.size):
+                reading = peer.read(ticket.offset, self._landing.address + space.offset, ticket.size, READ_S)
         except ValueError as error:
             self._lender.drop(space)
             raise TransferFailed(str(error)) from None
@@ -127,20 +145,38 @@ class Arrivals(Generic[Of]):
         Raises TransferFailed, and it is under way no more, where it will not come, or has a wrong byte.
         """
         ticket = arrival.offer.ticket
+        parcel_B = self._landing_B[arrival.space.offset : arrival.space.offset + ticket.size]
         try:
-            if not arrival.reading.done() or not self._budget.allows("place", ticket.size):
+            if arrival.summed is None and not arrival.reading.done():
                 return False
-            at = arrival.space.offset
-            with self._budget.spend("place", ticket.size):
-                seen = checksum.of_memory(self._memory.address + at, ticket.size, ticket.seed)
-                if seen != ticket.checksum:
+            if not self.budget.allows("place", ticket.size):
+                return False
+            if arrival.summed is not None and not arrival.summed.ended():
+                return False
+            with self.budget.spend("place", ticket.size):
+                if arrival.summed is None:
+                    arrival.summed = self._memory.sum(parcel_B, ticket.seed)
+                    if not arrival.summed.ended():
+                        return False
+                if arrival.summed.number() != ticket.checksum:
                     raise TransferFailed(f"parcel {ticket.id} of epoch {ticket.epoch} has another checksum than told")
-                self._parcels.scatter(arrival.offer.piece, pages, self._landing_B[at : at + ticket.size])
+                placed = self._memory.scatter(self._parcels, arrival.offer.piece, pages, parcel_B)
         except TransferFailed:
             self._forget(arrival)
             raise
-        self._forget(arrival)
+        self.under_way.remove(arrival)
+        self._placing.append((arrival.space, placed))
         return True
+
+    def patience(self) -> float:
+        """Seconds that this turn may wait for what is under way: on a GPU that is there long before the next turn."""
+        return self.budget.patience(self._memory.patience_s) if self.under_way else 0.0
+
+    def wait(self) -> None:
+        """Waits a moment."""
+        began = time.perf_counter()
+        time.sleep(LOOK_S)
+        self.budget.charge(time.perf_counter() - began)
 
     def cancel(self, of: Of) -> list[Offer]:
         """Returns once nothing for it can arrive any more: -> what was under way."""
@@ -151,16 +187,12 @@ class Arrivals(Generic[Of]):
         return [arrival.offer for arrival in cancelled]
 
     def check(self) -> None:
-        """Raises AssertionError unless every byte of the landing area is free or has a parcel under way to it."""
+        """Raises AssertionError unless every byte of the landing area is free, or has a parcel under way to it or from
+        it into pages."""
         self._lender.check()
-        assert sorted(one.id for one in self._lender.lent) == sorted(one.space.id for one in self.under_way)
+        held = [one.space.id for one in self.under_way] + [space.id for space, _ in self._placing]
+        assert sorted(one.id for one in self._lender.lent) == sorted(held)
 
     def _forget(self, arrival: Arrival[Of]) -> None:
         self.under_way.remove(arrival)
         self._lender.drop(arrival.space)
-
-
-def tensor_of(memory: Memory) -> Tensor:
-    """uint8 [size] over memory of this process, which has to outlive it."""
-    held = (ctypes.c_char * memory.size).from_address(memory.address)
-    return torch.frombuffer(memoryview(held), dtype=torch.uint8)

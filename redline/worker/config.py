@@ -96,8 +96,8 @@ def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
 # Of the steps' time, that parcels which come in may take while steps run. On a CPU a first token would otherwise wait
 # for many of a small model's short steps.
 HANDOFF_SHARE = {"cpu": 0.1, "cuda": 0.02}
-AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet: more than one prompt's are seldom there
-
+PEER_SHARE = 0.1  # over `peer`: the host only launches, while the next step runs already
+AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet, in the host's memory: seldom more than a prompt's
 
 STAGING_BYTES = 512 << 20  # of host memory, where there is a disk and nothing is said: what waits to be written
 
@@ -115,7 +115,7 @@ class WorkerConfig(Record, frozen=True):
     cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
     tells_cache: bool = False  # what comes into its prefix cache and what leaves it: there are others to choose from
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
-    parcels: str | None = None  # of the transport "shared": the folder of the areas that the workers of a host share
+    parcels: str | None = None  # of transports within a host: the folder of the areas that the workers of a host share
     key: str | None = None  # that the deployment's machines share, for what goes over TCP; None: all are on one
 
 

@@ -39,20 +39,18 @@ from redline.model.k2.load import load, why_not
 from redline.model.k2.random_weights import check_in_memory, random_k2
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.fit import Layout, Sizes, fit
-from redline.run.handoff import PARCEL_BYTES, Parcels
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages
 from redline.run.tiers.store import Store
-from redline.transport.base import Transport
 from redline.tune.floor import StepFloor
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import AREA_BYTES, HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
+from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
 from redline.worker.exchange import Exchange
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
@@ -61,6 +59,7 @@ from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
 from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
+from redline.worker.ways import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
@@ -184,17 +183,26 @@ class EngineCore:
             ops_per_s=self._floor.ops_per_s if self._floor is not None else 0.0,
         )
 
-    def exchange(self, transport: Transport, *, lends: bool, area_bytes: int = AREA_BYTES, **how: Any) -> Exchange:
+    def exchange(
+        self,
+        carriers: Sequence[Carrier],
+        *,
+        lends: bool,
+        area_bytes: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        **how: Any,
+    ) -> Exchange:
         """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
 
-        lends: whether it computes prompts for others. Raises ConfigError where there is no room for their parcels, or
+        carriers: the ways that parcels may go, best first. lends: whether it computes prompts for others. area_bytes:
+        for the parcels of each way; None: as many as suit it. Raises ConfigError where there is no room for them, or
         several ranks share the model: each would need the pages.
         """
         if self._ranks > 1:
             raise ConfigError(f"engine.ranks is {self._ranks}; a prompt is handed over by one rank to one")
-        parcels = Parcels(self.runner.kv, min(PARCEL_BYTES, area_bytes // 4))
         share = HANDOFF_SHARE[self.model.device.type]
-        return Exchange(self.planner, parcels, transport, area_bytes=area_bytes if lends else 0, share=share, **how)
+        ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
+        return Exchange(self.planner, ways, clock=clock, **how)
 
     def serve(
         self,

@@ -20,24 +20,19 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
-import torch
 
 from redline.errors import RedlineError
-from redline.kernels.cpu import checksum
 from redline.plan.planner import Planner
-from redline.run.handoff import Parcels
-from redline.transport.base import Area, Peer, TransferFailed, Transport
-from redline.transport.ledger import Lender
+from redline.transport.base import Peer, TransferFailed
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Taken, Want
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
-from redline.worker.arrivals import Arrivals, Budget, tensor_of
-from redline.worker.config import AREA_BYTES, HANDOFF_SHARE
+from redline.worker.departures import Departures
+from redline.worker.ways import Way, connect, told_of
 
-LEASE_S = 10.0  # for a parcel to be read
 WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
 ROOM_S = 2.0  # likewise, where others wait for its pages
 SILENCE_S = 10.0  # without a word of the worker that computes: then the prompt is computed here
@@ -58,7 +53,9 @@ class _Outgoing:
     pieces: Iterator[Piece] | None = None  # of what is computed and not offered
     piece: Piece | None = None  # the one that waits for room
     end: int | None = None  # positions [.., end) are in `pieces`, offered, or there already; None: not wanted yet
-    parcels: int = 0
+    way: str = ""  # by which it is read, once it is wanted
+    filling: int = 0  # parcels that are not offered yet
+    parcels: int = 0  # all of them
     begun: bool = False  # the other side has been told that it is no longer queued
     said_at: float = 0.0  # when it was last told how far the prompt is
     handed: Handed | None = None  # once its first token is chosen
@@ -74,6 +71,7 @@ class _Incoming:
     source: PagesFrom
     outbox: Outbox
     heard_at: float
+    way: str  # by which it is read
     begun: bool = False
     offered: bool = False
     first: int | None = None  # positions [0, first) were cached here; None: it has no pages yet
@@ -87,6 +85,10 @@ class _Incoming:
 class _Peer(NamedTuple):
     peer: Peer | None  # None: its parcels are not read here
     outbox: Outbox
+    way: str = ""  # by which they are
+
+
+Ways = Sequence[Way[_Outgoing, _Incoming]]
 
 
 class Exchange:
@@ -99,32 +101,22 @@ class Exchange:
     def __init__(
         self,
         planner: Planner,
-        parcels: Parcels,
-        transport: Transport,
+        ways: Ways,
         *,
-        area_bytes: int = AREA_BYTES,
-        share: float = HANDOFF_SHARE["cpu"],
         clock: Callable[[], float] = time.monotonic,
-        connect: Callable[[str], Outbox] = SocketOutbox,
+        outbox_of: Callable[[str], Outbox] = SocketOutbox,
     ) -> None:
-        """area_bytes: for parcels; 0: it computes for nobody. share: of the steps' time, that may go to parcels which
-        come in, while steps run. connect: to another worker's inbox, by its address.
-        """
+        """ways: best first. outbox_of: to another worker's inbox, by its address."""
         self.counts: Counter[str] = Counter()
         self.changes = 0
         self._planner = planner
-        self._parcels = parcels
-        self._transport = transport
+        self._ways = {way.name: way for way in ways}
+        self._parcels = ways[0].parcels  # as far as all ways have the same
         self._clock = clock
-        self._connect = connect
-        self._area: Area | None = transport.area(area_bytes) if area_bytes else None
-        self._lender = Lender(area_bytes, clock)
-        self._space = tensor_of(self._area.memory) if self._area is not None else torch.empty(0, dtype=torch.uint8)
-        self._budget = Budget(share, clock)
-        self._arrivals: Arrivals[_Incoming] = Arrivals(parcels, transport, self._budget, clock)
+        self._outbox_of = outbox_of
         self._out: dict[JobId, _Outgoing] = {}
         self._leases: dict[JobId, list[tuple[int, int]]] = {}  # of each job; forgotten once none is lent any more
-        self._early: dict[JobId, tuple[int | None, float]] = {}  # what was wanted before it was asked for, and when
+        self._early: dict[JobId, tuple[Want | None, float]] = {}  # what was wanted before it was asked for, and when
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
         self._listened_at = clock()  # when what others say had last been heard
@@ -133,8 +125,8 @@ class Exchange:
 
     @property
     def told(self) -> bytes:
-        """What others have to know of the area; empty where it has none."""
-        return b"" if self._area is None else self._area.told
+        """What others have to know of its areas; empty where it has none."""
+        return told_of(tuple(self._ways.values()))
 
     @property
     def format(self) -> str:
@@ -144,11 +136,11 @@ class Exchange:
     @property
     def idle(self) -> bool:
         """Whether there is nothing under way."""
-        return not (self._out or self._in or self._lender.lent)
+        return not (self._out or self._in or self._lent)
 
     def due_in(self) -> float | None:
         """Seconds until `work` may have something to do without another message; None: never."""
-        if self._arrivals.under_way or self._offers:
+        if self._offers or any(way.arrivals.under_way for way in self._ways.values()):
             return SOON_S
         return None if self.idle else 0.05
 
@@ -159,10 +151,10 @@ class Exchange:
         job, to = asked.job, asked.to
         out = _Outgoing(job, to, self._peer(to, reads=False).outbox)
         if job.id in self._early:  # the other worker was quicker than the gateway
-            first, _ = self._early.pop(job.id)
-            if first is None:
+            want, _ = self._early.pop(job.id)
+            if want is None or want.way not in self._ways:
                 return []
-            out.end = first
+            out.end, out.way = want.first, want.way
         self._out[job.id] = out
         return self.keep(self._planner.submit(_for_another(job), lends=True))
 
@@ -176,15 +168,15 @@ class Exchange:
             )
             return self._submit_here(job, source, "another format")
         try:
-            outbox = self._peer(source, reads=True).outbox
+            other = self._peer(source, reads=True)
         except RedlineError as error:
             _log.error("%s cannot be read: %s", source.worker, error)
             return self._submit_here(job, source, "no connection")
         deltas = self._planner.expect(job)
         if deltas:
-            outbox.put(Abort(job=job.id))
+            other.outbox.put(Abort(job=job.id))
         else:
-            self._in[job.id] = _Incoming(job, source, outbox, self._clock())
+            self._in[job.id] = _Incoming(job, source, other.outbox, self._clock(), other.way)
         return deltas
 
     def _submit_here(self, job: Job, source: PagesFrom, why: str) -> list[Delta]:
@@ -203,19 +195,19 @@ class Exchange:
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at, incoming.begun = self._clock(), True
                     if incoming.first is not None and not incoming.offered:  # lost on the way, perhaps
-                        incoming.outbox.put(Want(job=id, first=incoming.first))
-            case Want(job=id, first=first):
+                        incoming.outbox.put(Want(job=id, first=incoming.first, way=incoming.way))
+            case Want(job=id):
                 if (out := self._out.get(id)) is None:
-                    self._early[id] = first, self._clock()
-                elif out.end is None:
-                    out.end = first
+                    self._early[id] = message, self._clock()
+                elif out.end is None and message.way in self._ways:
+                    out.end, out.way = message.first, message.way
             case Offer(job=id):
                 incoming = self._in.get(id)
                 if incoming is not None:
                     incoming.heard_at, incoming.offered = self._clock(), True
                     self._offers.append((incoming, message))
             case Taken(id=id, epoch=epoch):
-                self._lender.taken(id, epoch)
+                self._taken(id, epoch)
             case Handed(job=id):
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at, incoming.handed = self._clock(), message
@@ -254,7 +246,7 @@ class Exchange:
             self._drop(out)
         elif id in self._leases:
             self._take_back(id)
-        elif self._area is not None:
+        elif self._departures:
             self._early[id] = None, self._clock()
         if (incoming := self._in.pop(id, None)) is not None:
             self._fence(incoming)
@@ -275,16 +267,22 @@ class Exchange:
         """Moves on what is under way: offers what there is room for, takes in what there is time for. The deltas to
         tell. The time between two calls is taken for that of a step, where one runs."""
         now = self._clock()
-        sizes = [offer.ticket.size for _, offer in self._offers] + self._arrivals.sizes
-        self._budget.begin(busy=not self._planner.idle, most=max(sizes, default=0))
-        if self._lender.lent:
-            self._lender.expire(now)
+        offered = [offer.ticket.size for _, offer in self._offers]
+        for way in self._ways.values():
+            most = max(offered + way.arrivals.sizes, default=0)
+            way.arrivals.budget.begin(busy=not self._planner.idle, most=most)
+        if self._lent:
+            for departures in self._departures:
+                departures.lender.expire(now)
         else:
             self._leases.clear()
         while self._early and now - next(iter(self._early.values()))[1] > WANT_S:
             del self._early[next(iter(self._early))]
         for out in list(self._out.values()):
-            self._offer(out, now)
+            self._fill(out, now)
+        self._offer_filled()
+        for out in [one for one in self._out.values() if one.handed is not None]:
+            self._hand_over(out)
         if not self._planner.starved:
             self._starved_at = None
         else:
@@ -301,25 +299,37 @@ class Exchange:
                 self._compute_here(incoming, "silence")
         self._listened_at = now
         told += self._receive()
-        self._budget.end()
+        for way in self._ways.values():
+            way.arrivals.budget.end()
         return told
 
     def close(self) -> None:
         """Lets go of every connection and of the area. Whoever still waits for a parcel computes its prompt itself."""
-        self._transport.close()
+        for way in self._ways.values():
+            way.transport.close()
         for peer in self._peers.values():
             if isinstance(peer.outbox, SocketOutbox):
                 peer.outbox.close()
 
     def check(self) -> None:
         """Raises AssertionError unless every byte of the areas is lent or free."""
-        self._lender.check()
-        self._arrivals.check()
+        for way in self._ways.values():
+            way.arrivals.check()
+            if way.departures is not None:
+                way.departures.lender.check()
 
     # ------------------------------------------------------------------------------------ the side that computes
 
-    def _offer(self, out: _Outgoing, now: float) -> None:
-        """Offers what has been computed since, as far as there is room; at the end, the first token."""
+    @property
+    def _departures(self) -> list[Departures[_Outgoing]]:
+        return [way.departures for way in self._ways.values() if way.departures is not None]
+
+    @property
+    def _lent(self) -> bool:
+        return any(departures.lender.lent for departures in self._departures)
+
+    def _fill(self, out: _Outgoing, now: float) -> None:
+        """Begins to fill parcels with what has been computed since, as far as there is room."""
         computed = self._planner.computed(out.job.id)
         if computed is None:  # it could not be computed
             if out.handed is not None:
@@ -337,46 +347,49 @@ class Exchange:
                 out.outbox.put(msgspec.structs.replace(out.handed, error=f"nobody wanted it for {WANT_S:g} s"))
                 self._drop(out)
             return
-        whole = out.handed is not None
-        prompt = len(out.job.tokens)
+        way, whole, prompt = self._ways[out.way], out.handed is not None, len(out.job.tokens)
+        assert way.departures is not None, "whoever computes has an area"
         while True:
             if out.piece is None:
                 out.piece = next(out.pieces, None) if out.pieces is not None else None
             if out.piece is None:
                 end = prompt if whole else computed.positions // PAGE_TOKENS * PAGE_TOKENS
                 if end <= out.end:
-                    break
+                    out.pieces = None
+                    return
                 draft_end = end + (whole and bool(prompt % PAGE_TOKENS))
-                out.pieces, out.end = self._parcels.pieces(out.end, end, draft_end), end
+                out.pieces, out.end = way.parcels.pieces(out.end, end, draft_end), end
                 continue
-            if not self._lend(out, out.piece, computed.pages):
+            if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
                 return  # no room now
-            out.piece = None
-        if whole and out.handed is not None:
-            handed = msgspec.structs.replace(
-                out.handed, parcels=out.parcels, exact=computed.exact, drafting=computed.drafting
-            )
-            out.outbox.put(handed)
-            self.counts["handed over"] += 1
-            del self._out[out.job.id]
-            self._planner.give_back(out.job.id)
-            self.changes += 1
+            out.piece, out.filling = None, out.filling + 1
 
-    def _lend(self, out: _Outgoing, piece: Piece, pages: Sequence[int]) -> bool:
-        """Offers a piece as a parcel; False where there is no room for it now."""
-        size = self._parcels.size(piece)
-        parcel = self._lender.lend(size, f"{out.to.worker}.{out.to.epoch}", LEASE_S)
-        if parcel is None:
-            return False
-        into_B = self._space[parcel.offset : parcel.offset + size]
-        self._parcels.gather(piece, pages, into_B)
-        of_bytes = checksum.of_memory(into_B.data_ptr(), size, parcel.seed)
-        ticket = self._lender.offer(parcel, of_bytes)
-        assert ticket is not None, "nothing runs out while it is filled"
-        out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, ticket=ticket))
-        out.parcels += 1
-        self._leases.setdefault(out.job.id, []).append((ticket.id, ticket.epoch))
-        return True
+    def _offer_filled(self) -> None:
+        """Tells of parcels that have been filled."""
+        for departures in self._departures:
+            for out, piece, ticket in departures.filled():
+                out.filling -= 1
+                if ticket is None or self._out.get(out.job.id) is not out:
+                    if ticket is not None:
+                        departures.lender.taken(ticket.id, ticket.epoch)
+                    continue
+                out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, ticket=ticket))
+                out.parcels += 1
+                self._leases.setdefault(out.job.id, []).append((ticket.id, ticket.epoch))
+
+    def _hand_over(self, out: _Outgoing) -> None:
+        """The first token, once all parcels are offered."""
+        computed, left = self._planner.computed(out.job.id), out.pieces is not None or out.filling
+        if computed is None or out.handed is None or out.end is None or out.end < len(out.job.tokens) or left:
+            return
+        handed = msgspec.structs.replace(
+            out.handed, parcels=out.parcels, exact=computed.exact, drafting=computed.drafting
+        )
+        out.outbox.put(handed)
+        self.counts["handed over"] += 1
+        del self._out[out.job.id]
+        self._planner.give_back(out.job.id)
+        self.changes += 1
 
     def _make_room(self, now: float) -> None:
         """Prompts wait for the pages of those that are computed and that nobody has wanted yet: whoever answers may
@@ -398,7 +411,11 @@ class Exchange:
 
     def _take_back(self, job: JobId) -> None:
         for id, epoch in self._leases.pop(job, ()):
-            self._lender.taken(id, epoch)
+            self._taken(id, epoch)
+
+    def _taken(self, id: int, epoch: int) -> None:
+        for departures in self._departures:  # no two parcels of a worker have the same epoch
+            departures.lender.taken(id, epoch)
 
     # ------------------------------------------------------------------------------------ the side that answers
 
@@ -410,7 +427,7 @@ class Exchange:
         if len(incoming.job.tokens) - incoming.first <= LEAST:
             self._compute_here(incoming, "short")
             return
-        incoming.outbox.put(Want(job=incoming.job.id, first=incoming.first))
+        incoming.outbox.put(Want(job=incoming.job.id, first=incoming.first, way=incoming.way))
 
     def _give_room(self) -> None:
         """Jobs wait for the pages of prompts that are still to come: the youngest of these is queued behind them."""
@@ -421,14 +438,31 @@ class Exchange:
 
     def _receive(self) -> list[Delta]:
         """Takes in parcels that have come, begins to read others, and lets jobs go on of which all is there."""
-        for arrival in list(self._arrivals.under_way):
-            if arrival in self._arrivals.under_way:  # and not given up, with its job, in the meantime
+        for way in self._ways.values():
+            self._take(way)
+        self._read_offered()
+        for way in self._ways.values():
+            until = time.perf_counter() + way.arrivals.patience()
+            while way.arrivals.under_way and time.perf_counter() < until:
+                way.arrivals.wait()
+                self._take(way)
+                self._read_offered()
+        told: list[Delta] = []
+        for incoming in [one for one in self._in.values() if one.handed is not None]:
+            told += self._land(incoming)
+        return told
+
+    def _take(self, way: Way[_Outgoing, _Incoming]) -> None:
+        for arrival in list(way.arrivals.under_way):
+            if arrival in way.arrivals.under_way:  # and not given up, with its job, in the meantime
                 incoming, offer = arrival.of, arrival.offer
                 try:
-                    if self._arrivals.take(arrival, incoming.pages):
+                    if way.arrivals.take(arrival, incoming.pages):
                         self._count(incoming, offer)
                 except TransferFailed as error:
                     self._lose(incoming, offer, error)
+
+    def _read_offered(self) -> None:
         while self._offers:
             incoming, offer = self._offers[0]
             if self._in.get(offer.job) is not incoming:  # wanted no more
@@ -440,10 +474,6 @@ class Exchange:
                 except RedlineError as error:
                     self._lose(incoming, offer, error)
             self._offers.popleft()
-        told: list[Delta] = []
-        for incoming in [one for one in self._in.values() if one.handed is not None]:
-            told += self._land(incoming)
-        return told
 
     def _read(self, incoming: _Incoming, offer: Offer) -> bool:
         """Begins to read a parcel; False where it has to wait. Raises TransferFailed, or ConfigError."""
@@ -452,9 +482,12 @@ class Exchange:
         twice = offer.number in incoming.reads
         if not known or twice or not self._parcels.fits(piece, incoming.pages, ticket.size):
             raise TransferFailed(f"a parcel that nobody wants: {piece} of {ticket.size:,} bytes")
-        peer = self._peer(incoming.source, reads=True).peer
-        assert peer is not None
-        begun = self._arrivals.read(incoming, offer, peer)
+        other = self._peer(incoming.source, reads=True)
+        if other.peer is None or other.way != incoming.way:
+            raise TransferFailed(
+                f"a parcel over `{incoming.way}`, which is no way to {incoming.source.worker} any more"
+            )
+        begun = self._ways[other.way].arrivals.read(incoming, offer, other.peer)
         if begun:
             incoming.reads.add(offer.number)
         return begun
@@ -506,7 +539,7 @@ class Exchange:
 
     def _fence(self, incoming: _Incoming) -> None:
         """Returns once nothing of this job's can arrive any more."""
-        for offer in self._arrivals.cancel(incoming):
+        for offer in self._ways[incoming.way].arrivals.cancel(incoming):
             incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
     # ------------------------------------------------------------------------------------------------- both sides
@@ -522,7 +555,8 @@ class Exchange:
             handed = out.handed or Handed(job=out.job.id)
             out.outbox.put(msgspec.structs.replace(handed, error=f"nothing was heard of {gone.worker}"))
             self._drop(out)
-        self._lender.give_up(f"{gone.worker}.{gone.epoch}")
+        for departures in self._departures:
+            departures.lender.give_up(f"{gone.worker}.{gone.epoch}")
         self._offers = deque(one for one in self._offers if (one[0].source.worker, one[0].source.epoch) != of)
         if (peer := self._peers.pop(of, None)) is not None:
             if peer.peer is not None:
@@ -535,9 +569,10 @@ class Exchange:
         of = (other.worker, other.epoch)
         known = self._peers.get(of)
         if known is None:
-            known = self._peers[of] = _Peer(None, self._connect(other.inbox))
+            known = self._peers[of] = _Peer(None, self._outbox_of(other.inbox))
         if reads and known.peer is None:
-            known = self._peers[of] = known._replace(peer=self._transport.connect(other.area))
+            way, peer = connect(tuple(self._ways.values()), other.area, other.worker)
+            known = self._peers[of] = known._replace(peer=peer, way=way.name)
         return known
 
 

@@ -26,7 +26,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
-from redline.transport.choice import open_transport
 from redline.wire.channel import IPC, SocketInbox, SocketOutbox
 from redline.wire.machines import Listening
 from redline.wire.news import Beat, Failed
@@ -36,6 +35,7 @@ from redline.worker.hearers import Hearers
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 from redline.worker.urgency import Urgency
+from redline.worker.ways import carriers
 
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -107,10 +107,11 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         exchange, ready = None, engine.ready
         hearers = opened.enter_context(Hearers(outbox))
         if config.transport is not None:
-            transport = open_transport(config.transport, Path(config.parcels) if config.parcels is not None else None)
-            connect = functools.partial(SocketOutbox, key=key)
+            folder = Path(config.parcels) if config.parcels is not None else None
+            found = carriers(config.transport, folder, engine.model.device)
+            outbox_of = functools.partial(SocketOutbox, key=key)
             # Whatever its role is it can lend: another may be asked of it.
-            exchange = engine.exchange(transport, lends=True, connect=connect)
+            exchange = engine.exchange(found, lends=True, outbox_of=outbox_of)
             opened.callback(exchange.close)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 

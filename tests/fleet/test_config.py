@@ -91,7 +91,7 @@ def test_classes_of_requests_have_targets_and_roles_are_steered_by_them(tmp_path
     config = read(write(tmp_path, STEERED), {})
     assert config.sla == {"default": Sla(ttft_ms=2000), "interactive": Sla(ttft_ms=500, itl_ms=30)}
     assert config.steer == Steer(every_s=2.0)
-    assert {place.transport for place in config.places} == {"shared"}, "any of them may come to compute prompts"
+    assert {place.transport for place in config.places} == {"auto"}, "any of them may come to compute prompts"
     alone = read(write(tmp_path, STEERED.replace("[steer]\nevery_s = 2\n", "")), {})
     assert alone.steer is None
     assert {place.transport for place in alone.places} == {None}
@@ -417,7 +417,7 @@ def test_how_prompts_are_handed_over_is_one_key_and_reaches_each_worker(
     file = tmp_path / "deployment.toml"
     pools = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
     file.write_text(f'weights = "w"\n{pools}')
-    assert [place.transport for place in read(file, {}).places] == ["shared", "shared"]
+    assert [place.transport for place in read(file, {}).places] == ["auto", "auto"]
     file.write_text('weights = "w"\n')
     assert [place.transport for place in read(file, {}).places] == [None], "nobody hands anything over"
     file.write_text(f'weights = "w"\n[handoff]\ntransport = "nixl"\n{pools}')
@@ -476,7 +476,7 @@ def test_ray_gives_every_worker_a_machine_of_its_own_name(tmp_path: Path):
         (CLUSTER.replace("key_file", "keyfile"), "unknown key cluster.keyfile; did you mean cluster.key_file"),
         (
             CLUSTER + '[[workers]]\nrole = "prefill"\nat = "gpu-1"\n[[workers]]\nrole = "decode"',
-            'handoff.transport is "shared", the memory of one machine, and prefill is at gpu-1, decode is here: set '
+            'handoff.transport is "auto", within one machine, and prefill is at gpu-1, decode is here: set '
             'handoff.transport = "nixl"',
         ),
     ],
@@ -488,7 +488,7 @@ def test_a_mistake_about_machines_names_its_place(tmp_path: Path, text: str, why
 
 def test_pools_of_one_other_machine_may_share_its_memory_and_of_two_use_nixl(tmp_path: Path):
     pools = '[[workers]]\nrole = "prefill"\nat = "a"\n[[workers]]\nrole = "decode"\nat = "%s"'
-    assert {place.transport for place in read(write(tmp_path, CLUSTER + pools % "a"), {}).places} == {"shared"}
+    assert {place.transport for place in read(write(tmp_path, CLUSTER + pools % "a"), {}).places} == {"auto"}
     text = CLUSTER + '[handoff]\ntransport = "nixl"\n' + pools % "b"
     assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, "which they have to have"
 

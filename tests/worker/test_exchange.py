@@ -17,7 +17,9 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Want
 from redline.wire.job import Abort, Job, JobId
-from redline.worker import arrivals, exchange
+from redline.worker import arrivals, departures, exchange
+from redline.worker.parcel_memory import HostParcels
+from redline.worker.ways import Carrier
 from tests.handoff import Box, Pair, Side
 from tests.tiny_model import BOTH, Answer, job, joined, open_engine, prompt, run_alone, tiny_model
 
@@ -191,16 +193,17 @@ def test_a_parcel_that_nobody_has_read_in_time_fails_its_checksum_or_is_gone() -
     """The lease runs out, its space is lent again, and the late reader notices."""
     clock, polls = Clock(), 6
     both = pair(lambda *_: Disturbance(polls=polls), clock)
-    both.computes.exchange._lender.size  # noqa: B018
     try:
         both.send([asked()])
         with torch.inference_mode():
             for _ in range(3):
                 both.turn()
-            clock.now += exchange.LEASE_S + 1
+            clock.now += departures.LEASE_S + 1
             both.computes.exchange.work()
-            assert not both.computes.exchange._lender.lent
-            both.computes.exchange._space.random_(0, 255)  # others' parcels lie there now
+            leaving = both.computes.exchange._ways["memory"].departures
+            assert leaving is not None
+            assert not leaving.lender.lent
+            leaving.space_B.random_(0, 255)  # others' parcels lie there now
         answers = both.run()
         finished(both)
     finally:
@@ -283,7 +286,7 @@ class Three:
             Side(
                 name,
                 open_engine(tiny_model(), speculation=BOTH, step_tokens=100),
-                transport,
+                [Carrier("memory", transport, HostParcels())],
                 self.boxes,
                 lends=name == "prefill",
                 clock=self.clock,
@@ -321,8 +324,8 @@ class Three:
 
 LATE: list[Wire] = [
     Abort(job=JobId("asked")),
-    Want(job=JobId("asked"), first=0),
-    Want(job=JobId("asked"), first=128),
+    Want(job=JobId("asked"), first=0, way="memory"),
+    Want(job=JobId("asked"), first=128, way="memory"),
 ]
 
 
@@ -509,10 +512,10 @@ def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_conn
 ) -> None:
     """Nothing is said to a socket that is closed."""
     clock = Clock()
-    monkeypatch.setattr(arrivals, "LANDING_BYTES", 256 << 10)
+    monkeypatch.setattr(HostParcels, "sizes", HostParcels.sizes._replace(landing=256 << 10))
     both = pair(lambda *_: Disturbance(polls=10), clock=clock)
     computes, answers = both.computes, both.answers
-    answers.exchange._connect = lambda name: SocketOutbox(ipc_address(tmp_path / "run", name))
+    answers.exchange._outbox_of = lambda name: SocketOutbox(ipc_address(tmp_path / "run", name))
     try:
         with SocketInbox(ipc_address(tmp_path / "run", "prefill")) as inbox, torch.inference_mode():
             both.send([asked(), asked("other", seed=2)])
@@ -536,7 +539,7 @@ def test_a_worker_to_which_no_connection_can_be_made_is_not_waited_for() -> None
         raise ConfigError("no more sockets")
 
     both = pair()
-    both.answers.exchange._connect = refuse
+    both.answers.exchange._outbox_of = refuse
     both.computes.stopped = True
     try:
         answers = both.run([asked()])
@@ -605,7 +608,7 @@ def test_several_parcels_are_on_their_way_at_once() -> None:
         with torch.inference_mode():
             for _ in range(40):
                 both.turn()
-                most = max(most, len(both.answers.exchange._arrivals.under_way))
+                most = max(most, len(both.answers.exchange._ways["memory"].arrivals.under_way))
         answers = both.run()
         finished(both)
     finally:

@@ -155,6 +155,13 @@ def close_shared(address: int) -> None:
     _check(_cuda().cuIpcCloseMemHandle(ctypes.c_uint64(address)))
 
 
+def copy(into: int, source: int, count: int, stream: int) -> None:
+    """Enqueues a copy of so many bytes on a stream; each address is of any memory that the driver knows. Raises
+    CudaError."""
+    target, origin = ctypes.c_uint64(into), ctypes.c_uint64(source)
+    _check(_cuda().cuMemcpyAsync(target, origin, ctypes.c_size_t(count), ctypes.c_void_p(stream)))
+
+
 def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:
     """A cubin for the current GPU, from the cache if it was made before. check: C++ that is compiled behind the source,
     of `layout_check`."""

@@ -1,0 +1,128 @@
+"""The ways by which parcels travel between workers, best first: each a transport, and the memory that it moves.
+
+A worker tells others of its area on each way. Whoever reads takes the first way on which it can connect, and says which
+(`Want.way`): two GPUs that do not reach each other's memory meet on the next one.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+import torch
+
+from redline.errors import ConfigError
+from redline.run.handoff import Parcels
+from redline.run.kv import KvPool
+from redline.transport.base import Peer, TransferFailed, Transport
+from redline.transport.choice import TransportName, open_transport
+from redline.worker.arrivals import Arrivals, Budget
+from redline.worker.config import PEER_SHARE
+from redline.worker.departures import Departures
+from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory
+
+Out = TypeVar("Out")  # whatever a parcel that leaves is for
+In = TypeVar("In")  # whatever one that comes is for
+
+_log = logging.getLogger(__name__)
+
+
+class Carrier(NamedTuple):
+    """A transport by its name, and the memory that it moves."""
+
+    name: str
+    transport: Transport
+    memory: ParcelMemory
+    share: float | None = None  # of the steps' time, that may go to parcels which come; None: as the device has it
+
+
+class Way(Generic[Out, In]):
+    """A carrier with the parcels of one worker's pages. `departures`: None where it computes for nobody."""
+
+    def __init__(
+        self, carrier: Carrier, kv: KvPool, share: float, clock: Callable[[], float], area_bytes: int | None
+    ) -> None:
+        """area_bytes: for parcels; 0: it computes for nobody; None: as many as suit the memory. share: of the steps'
+        time, where the carrier says none. Raises ConfigError where there is no room for them."""
+        self.name, self.transport = carrier.name, carrier.transport
+        sizes = carrier.memory.sizes
+        size = sizes.area if area_bytes is None else area_bytes
+        self.parcels = Parcels(kv, min(sizes.parcel, (size or sizes.area) // 4))
+        budget = Budget(share if carrier.share is None else carrier.share, clock)
+        self.arrivals: Arrivals[In] = Arrivals(self.parcels, self.transport, carrier.memory, budget, clock)
+        self.departures: Departures[Out] | None = None
+        if size:
+            self.departures = Departures(self.parcels, self.transport, carrier.memory, size, clock)
+
+
+def told_of(ways: Sequence[Way[Out, In]]) -> bytes:
+    """What others have to know of all areas; empty where there are none."""
+    told = {way.name: way.departures.area.told for way in ways if way.departures is not None}
+    return msgspec.msgpack.encode(told) if told else b""
+
+
+def connect(ways: Sequence[Way[Out, In]], told: bytes, other: str) -> tuple[Way[Out, In], Peer]:
+    """The first way on which the other worker's area can be read, and a warning where that is not the best.
+
+    Raises TransferFailed, with each way's reason, where there is none, and ConfigError as a transport does.
+    """
+    try:
+        areas = msgspec.msgpack.decode(told, type=dict[str, bytes])
+    except msgspec.MsgspecError as error:
+        raise TransferFailed(f"what {other} tells of its areas cannot be read ({error})") from error
+    failed: list[str] = []
+    for way in ways:
+        if way.name not in areas:
+            failed.append(f"`{way.name}`: it has none")
+            continue
+        try:
+            peer = way.transport.connect(areas[way.name])
+        except TransferFailed as error:
+            failed.append(f"`{way.name}`: {error}")
+            continue
+        if failed:
+            _log.warning("parcels of %s travel over `%s`: %s", other, way.name, "; ".join(failed))
+        else:
+            _log.info("parcels of %s travel over `%s`", other, way.name)
+        return way, peer
+    raise TransferFailed("; ".join(failed) or "it has no area")
+
+
+def carriers(name: TransportName, folder: Path | None, device: torch.device) -> list[Carrier]:
+    """What a worker's configuration asks for. folder: of `shared`'s areas. device: that has its pages.
+
+    `peer` and `auto` are `peer` on a GPU, and behind it `shared`. Raises ConfigError where no way can be had.
+    """
+    if name not in ("peer", "auto"):
+        return [Carrier(name, open_transport(name, folder), HostParcels())]
+    found = [Carrier("shared", open_transport("shared", folder), HostParcels())]
+    if device.type == "cuda":
+        from redline.kernels.hopper.peers import PeerGpu
+        from redline.transport.peer import PeerTransport
+
+        try:
+            found.insert(0, Carrier("peer", PeerTransport(PeerGpu(device)), GpuParcels(device), PEER_SHARE))
+        except (RuntimeError, OSError) as error:
+            _log.warning("handoff.transport: this GPU has no way `peer` (%s): `shared` stands in", error)
+    elif name == "peer":
+        _log.warning("handoff.transport is `peer`, and the pages are in a CPU's memory: `shared` stands in")
+    return found
+
+
+def open_ways(
+    found: Sequence[Carrier], kv: KvPool, share: float, clock: Callable[[], float], area_bytes: int | None
+) -> list[Way[Out, In]]:
+    """A worker's ways. One whose memory cannot be had is left out, with a warning, where another is there.
+
+    Raises ConfigError where none is left.
+    """
+    ways: list[Way[Out, In]] = []
+    for number, carrier in enumerate(found):
+        try:
+            ways.append(Way(carrier, kv, share, clock, area_bytes))
+        except (ConfigError, RuntimeError) as error:
+            if not ways and number == len(found) - 1:
+                raise
+            _log.warning("handoff.transport: `%s` cannot be had here (%s)", carrier.name, error)
+    return ways

@@ -1,0 +1,166 @@
+"""Handoffs from GPU to GPU, over books in the place of driver and GPU: what is launched ends later, or never."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.run.handoff import Parcels
+from redline.transport.memory import MemoryTransport
+from redline.transport.peer import PeerTransport
+from redline.wire.handoff import Piece
+from redline.wire.job import Abort, Job, JobId
+from redline.worker.parcel_memory import Ended, HostParcels, Summed
+from redline.worker.ways import Carrier
+from tests.handoff import Pair
+from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run_alone, tiny_model
+from tests.transport.books import Book
+
+
+class LateParcels(HostParcels):
+    """As a GPU's memory: what it is told to do is done some looks later."""
+
+    fill_s = patience_s = 0.001
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+
+    def later(self) -> Ended:
+        left = [self._looks]
+
+        def ended() -> bool:
+            left[0] -= 1
+            return left[0] < 0
+
+        return ended
+
+    def sum(self, parcel_B: Tensor, seed: int) -> Summed:
+        return Summed(self.later(), super().sum(parcel_B, seed).number)
+
+    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+        super().scatter(parcels, piece, pages, from_B)
+        return self.later()
+
+
+@pytest.fixture
+def book() -> Book:
+    return Book(polls=2)
+
+
+def pair(book: Book, looks: int = 2) -> Pair:
+    """Two workers with `peer` and, behind it, `memory`."""
+    memory = MemoryTransport()
+    engines = [open_engine(tiny_model(), speculation=BOTH, step_tokens=100) for _ in range(2)]
+
+    def carriers() -> list[Carrier]:
+        return [
+            Carrier("peer", PeerTransport(book.gpu()), LateParcels(looks)),
+            Carrier("memory", memory, HostParcels()),
+        ]
+
+    return Pair(*engines, carriers=carriers)
+
+
+def asked(name: str = "asked", seed: int = 1) -> Job:
+    return job(name, prompt(seed=seed, length=300), max_tokens=12)
+
+
+def told(answer: Answer) -> Answer:
+    return answer._replace(cached_tokens=0, proposed=0, accepted=0)
+
+
+def alone(one: Job) -> Answer:
+    return told(run_alone(tiny_model(), one))
+
+
+def finished(both: Pair) -> None:
+    for side in (both.computes, both.answers):
+        side.engine.planner.check()
+        side.exchange.check()
+        assert side.engine.planner.load().pages_used == 0
+        assert side.exchange.idle
+
+
+@pytest.mark.parametrize("looks", [0, 200], ids=["within the turn", "turns later"])
+def test_a_prompt_travels_from_gpu_to_gpu(book: Book, looks: int) -> None:
+    both = pair(book, looks)
+    try:
+        answers = both.run([asked(), asked("other", seed=2)])
+        assert both.answers.exchange.counts == {"taken over": 2}
+        assert both.answers.engine.planner.load().prompt_tokens == 0
+        assert book.mapped.total() == 1
+        finished(both)
+    finally:
+        both.close()
+    assert book.mapped.total() == 0
+    for one in (asked(), asked("other", seed=2)):
+        assert told(answers[one.id]) == alone(one)
+
+
+def test_where_the_gpus_do_not_reach_each_other_it_travels_over_the_next_way(
+    book: Book, caplog: pytest.LogCaptureFixture
+) -> None:
+    book.refuse = "CUDA driver error 217: peer access is not supported between these two devices"
+    both = pair(book)
+    try:
+        answers = both.run([asked()])
+        assert both.answers.exchange.counts == {"taken over": 1}
+        finished(both)
+    finally:
+        both.close()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("parcels of prefill travel over `memory`: `peer`: this GPU cannot map")
+    assert "217" in line
+    assert told(answers["asked"]) == alone(asked())
+
+
+def flip(address: int, count: int) -> None:
+    import ctypes
+
+    byte = ctypes.c_ubyte.from_address(address + count // 2)
+    byte.value ^= 4
+
+
+def failing(book: Book) -> None:
+    book.fail = "CUDA driver error 719: unspecified launch failure"
+
+
+def flipping(book: Book) -> None:
+    book.change = flip
+
+
+@pytest.mark.parametrize("harm", [failing, flipping], ids=["no copy", "a wrong bit"])
+def test_what_does_not_come_right_is_computed_where_the_answer_is(book: Book, harm: Callable[[Book], None]) -> None:
+    harm(book)
+    both = pair(book)
+    try:
+        answers = both.run([asked()])
+        assert both.answers.exchange.counts == {"transfer": 1}
+        finished(both)
+    finally:
+        both.close()
+    assert told(answers["asked"]) == alone(asked())
+
+
+@pytest.mark.parametrize("turns", [2, 3, 5])
+def test_an_abort_or_an_end_may_come_while_things_are_on_their_way(book: Book, turns: int) -> None:
+    """The one job is given up by its client; then the worker that computes ends, and with it what it has exported."""
+    both = pair(book, looks=200)
+    try:
+        both.send([asked(), asked("other", seed=2)])
+        with torch.inference_mode():
+            for _ in range(turns):
+                both.turn()
+            both.answers.box.put(Abort(job=JobId("asked")))
+            for _ in range(2):
+                both.turn()
+        both.stop_computing()
+        answers = both.run()
+        both.answers.exchange.check()
+        both.answers.engine.planner.check()
+        assert both.answers.exchange.idle
+        assert book.mapped.total() == 0, "nothing of it stays mapped"
+    finally:
+        both.close()
+    assert told(answers["other"]) == alone(asked("other", seed=2))
