@@ -21,6 +21,7 @@ from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 LOOK_S = 0.00002  # between two looks at what is under way to a GPU
 READ_S = 5.0  # for one parcel to come
 WEIGHT = 0.25  # of the newest measurement in what is predicted
+HICCUP = 4.0  # times what was predicted: what takes longer has waited for something else
 
 Of = TypeVar("Of")  # whatever a parcel is for
 Work = Literal["read", "place"]
@@ -40,19 +41,22 @@ class Budget:
         """A turn begins. busy: whether steps run, and wait for it. most: bytes of the largest parcel that waits.
 
         What is left over from turns before is kept up to the time of one such parcel: a parcel that takes longer than
-        a turn's share comes every few turns, and a long wait for parcels is no claim to many at once.
+        a turn's share comes every few turns, and a long wait for parcels is no claim to many at once. Nor is more than
+        the time of one owed: where a parcel took a second, by a thread that slept, steps had that second.
         """
         share = self._share * (self._clock() - self._ended)
         self._busy = busy
-        self._left = min(self._left + share, max(share, self.predict("read", most), self.predict("place", most)))
+        one = max(share, self.predict("read", most), self.predict("place", most))
+        self._left = min(max(self._left, -one) + share, one)
 
     def end(self) -> None:
         """The turn has ended: from here on the time is the steps'."""
         self._ended = self._clock()
 
-    def patience(self, most: float) -> float:
-        """Seconds that may be waited for what is under way, `most` at most."""
-        return most if not self._busy else min(most, max(0.0, self._left))
+    def patience(self, most: float, count: int) -> float:
+        """Seconds that may be waited for what is under way, `most` at most, so that there is time left to place so many
+        bytes: who waited away what placing takes would wait for ever."""
+        return most if not self._busy else min(most, max(0.0, self._left - self.predict("place", count)))
 
     def charge(self, seconds: float) -> None:
         """So long was waited."""
@@ -76,7 +80,7 @@ class Budget:
         if self._busy:
             self._left -= seconds
         before = self._per_byte.get(work, seconds / count)
-        self._per_byte[work] = before + WEIGHT * (seconds / count - before)
+        self._per_byte[work] = before + WEIGHT * (min(seconds / count, HICCUP * before) - before)
 
 
 @dataclass(eq=False)
@@ -88,6 +92,13 @@ class Arrival(Generic[Of]):
     space: Parcel
     reading: Reading
     summed: Summed | None = None  # None: its bytes are not all there
+
+    def is_there(self) -> bool:
+        """Whether nothing but the loop's thread is missing for its next step, which may be to find that it failed."""
+        try:
+            return self.reading.done() if self.summed is None else self.summed.ended()
+        except TransferFailed:
+            return True
 
 
 class Arrivals(Generic[Of]):
@@ -169,8 +180,12 @@ class Arrivals(Generic[Of]):
         return True
 
     def patience(self) -> float:
-        """Seconds that this turn may wait for what is under way: on a GPU that is there long before the next turn."""
-        return self.budget.patience(self._memory.patience_s) if self.under_way else 0.0
+        """Seconds that this turn may wait for what is under way: on a GPU that is there long before the next turn.
+
+        What is there, and waits for time alone, is not waited for.
+        """
+        comes = [one.offer.ticket.size for one in self.under_way if not one.is_there()]
+        return self.budget.patience(self._memory.patience_s, max(comes)) if comes else 0.0
 
     def wait(self) -> None:
         """Waits a moment."""

@@ -61,6 +61,35 @@ def test_nothing_is_held_back_while_nothing_runs() -> None:
     assert thread.turn(50) == 0, "a step has come: what was taken is not owed to it, and its share is still small"
 
 
+def test_waiting_leaves_time_to_place_what_is_waited_for() -> None:
+    """A turn that waits as long as it may, every time, still comes to place a parcel."""
+    thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
+    thread.turn(1)
+    placed = 0
+    for _ in range(60):
+        thread.now += STEP_S
+        thread.budget.begin(busy=True, most=PARCEL)
+        waited = thread.budget.patience(0.002, PARCEL)
+        thread.now += waited
+        thread.budget.charge(waited)
+        if thread.budget.allows("place", PARCEL):
+            with thread.budget.spend("place", PARCEL):
+                thread.now += PARCEL * thread.per_byte
+            placed += 1
+        thread.budget.end()
+    assert placed >= 10, "one in five turns, and one where it begins"
+
+
+def test_a_thread_that_slept_for_a_second_owes_one_parcel() -> None:
+    thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
+    thread.turn(1)
+    thread.per_byte = 1.0 / PARCEL
+    while not thread.turn(1):
+        pass
+    thread.per_byte = 0.003 / PARCEL
+    assert sum(thread.turn(1) for _ in range(60)) >= 4, "it had been 3 ms, so no more than 12 are expected of the next"
+
+
 def test_what_a_byte_takes_is_measured_anew_all_the_time() -> None:
     thread = Thread(share=0.1, per_byte=0.003 / PARCEL)
     thread.turn(1)

@@ -57,6 +57,7 @@ from redline.wire.news import Failed, Load, Ready, Role, Stop
 from redline.worker.config import EngineConfig, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"
+STREAM = 16384  # tokens of a stream, so that it outlasts all windows
 LOAD_S = 120.0  # for both workers to be ready
 ANSWER_S = 60.0  # for one answer
 STOP_S = 10.0
@@ -95,8 +96,8 @@ class Worker:
         self._inbox = SocketInbox(ipc_address(folder, f"{name}.deltas"))
         self.address = ipc_address(folder, f"{name}.jobs")
         self._outbox = SocketOutbox(self.address)
-        longest = max(asked.prompt, asked.stream_prompt + 8192) + 256
-        tokens = 4 * asked.prompt + asked.streams * (asked.stream_prompt + 8192)
+        longest = max(asked.prompt, asked.stream_prompt + STREAM) + 256
+        tokens = 4 * asked.prompt + asked.streams * (asked.stream_prompt + STREAM)
         engine = EngineConfig(
             kv_memory=tokens * asked.config.kv_bytes_per_token(torch.bfloat16),
             max_model_len=longest,
@@ -345,7 +346,7 @@ class Prompts:
 
 def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: int) -> dict[str, Any]:
     """Steps of streams, with pages coming and without."""
-    streams = [pools.job(draw(asked.stream_prompt), 8000, f"stream {i}") for i in range(asked.streams)]
+    streams = [pools.job(draw(asked.stream_prompt), STREAM, f"stream {i}") for i in range(asked.streams)]
     for job in streams:
         pools.answers.put(job)
     worker = pools.answers
