@@ -240,6 +240,8 @@ class Runner:
             self._work.put(None)
             self._thread.join()
             _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
+        if self._captured is not None:
+            self._captured.close()
         if self._matchers is not None:
             self._matchers.close()
 

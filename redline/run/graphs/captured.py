@@ -279,6 +279,10 @@ class CapturedSteps:
             *(len(self._recorded), len(self._first), time.perf_counter() - began, len(self._left)),
         )
 
+    def close(self) -> None:
+        """Lets go of all recorded shapes: no step may come any more."""
+        self._recorder.close()
+
     def record_more(self) -> bool:
         """Records one more of the shapes that `record` has left; false where there was none.
 

@@ -23,7 +23,7 @@ class Recorder:
         self._device = device
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._first: torch.cuda.CUDAGraph | None = None  # whose memory the others share
+        self._graphs: list[torch.cuda.CUDAGraph] = []  # the others share the memory of the first
 
     def record(self, *pieces: Piece) -> tuple[Piece, ...]:
         """For each piece a call that does the same again. They are recorded in this order.
@@ -42,7 +42,7 @@ class Recorder:
     def _capture(self, piece: Piece) -> Piece:
         """Records what the piece does on the current stream."""
         graph = torch.cuda.CUDAGraph()
-        pool = self._first.pool() if self._first is not None else None
+        pool = self._graphs[0].pool() if self._graphs else None
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             piece()
@@ -51,8 +51,17 @@ class Recorder:
                 graph.capture_end()
             raise
         graph.capture_end()
-        self._first = self._first or graph
+        self._graphs.append(graph)
         return graph.replay
+
+    def close(self) -> None:
+        """Lets go of all that was recorded, which must run no more. NCCL waits, as ranks part, for as long as anything
+        that was recorded has a sum of theirs in it."""
+        with contextlib.suppress(RuntimeError):  # of a device that has failed, which is known
+            if self._graphs:
+                torch.cuda.synchronize(self._device)
+        while self._graphs:
+            self._graphs.pop().reset()
 
     def host_tensor(self, like: Tensor) -> Tensor:
         """Zeros of this shape and type on the host; pinned where there is a GPU, for copies that nobody waits for."""
