@@ -1,0 +1,29 @@
+"""What bench.runs.tiers says of prompts that were asked: errors beside their floor, and regret."""
+
+import pytest
+
+from redline.bench.runs.tiers import MORE, Asked, errors, told
+
+
+def asked(tier: str, ms: float, **more: float | None) -> Asked:
+    hit = 0 if tier == "none" else 512
+    known = {"predicted_ms": ms, "read_ms": 2.0, "read_predicted_ms": 2.0, "compute_ms": 1000.0, **more}
+    return Asked(tier, 512 if tier == "none" else 512 + MORE, hit, ms, **known)  # type: ignore[arg-type]
+
+
+def test_an_error_is_relative_to_what_was_measured_and_its_floor_is_of_the_same_size() -> None:
+    found = errors([(1, 10.0, 8.0), (1, 10.0, 10.0), (1, 10.0, 20.0), (2, 5.0, 5.0), (2, None, 99.0)])
+    assert found["count"] == 4
+    assert found["median"] == pytest.approx(0.125)
+    assert found["p90"] == found["floor_p90"] == 0.5
+    assert found["floor_median"] == pytest.approx(0.125)
+    assert errors([(1, None, 1.0)]) == {"count": 0}
+
+
+def test_hits_stand_beside_prompts_that_were_computed_and_slower_ones_are_counted() -> None:
+    prompts = [asked("none", 1000.0), asked("none", 1200.0), asked("none", 800.0)]
+    found = told([*prompts, asked("host", 300.0), asked("host", 1100.0), asked("disk", 400.0), asked("cache", 1.0)])
+    assert found["of_computed"] == {"host": {"512": 0.7}, "disk": {"512": 0.4}}
+    assert found["asked"] == {"host": 2, "disk": 1, "cache": 1, "none": 3}
+    slower = "slower_than_computing_was", "slower_than_computing_was_predicted"
+    assert [found["regret"][key] for key in ("hits", *slower)] == [3, 1, 1]
