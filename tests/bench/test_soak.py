@@ -77,7 +77,7 @@ def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.Captu
         "kv-tokens": 1000,
         "known-bytes": 1,
         "alone": 0.5,
-        "requests": 30,
+        "requests": 12,
         "minutes": 0.05,
         "save": saved,
     }

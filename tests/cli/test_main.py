@@ -16,6 +16,8 @@ from redline.errors import ConfigError
 from tests.cli.pty_session import session
 
 COMMAND = [sys.executable, "-m", "redline"]
+NANO = str(Path(__file__).parents[2] / "models" / "kimi-nano")
+SHOWN = ["config", NANO]  # a verb that prints a page, and needs no torch
 
 
 def run(*words: str, **how: Any) -> "subprocess.CompletedProcess[str]":
@@ -91,11 +93,11 @@ def test_a_pipe_that_nobody_reads_is_no_error():
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as nobody:
-        done = subprocess.run([*COMMAND, "doctor"], stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run([*COMMAND, *SHOWN], stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=120)
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("words", [["doctor"], ["--help"]])
+@pytest.mark.parametrize("words", [SHOWN, ["--help"]], ids=lambda words: words[0])
 def test_a_full_disk_is_one_line(words: list[str]):
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
@@ -105,11 +107,20 @@ def test_a_full_disk_is_one_line(words: list[str]):
 
 @pytest.mark.parametrize(
     ("redirected", "code"),
-    [("doctor >&-", 0), ("--help >&-", 0), ("serve nowhere 2>&-", 1), ("serve nowhere >&- 2>&-", 1), ("chat <&-", 1)],
+    [
+        ("config $1 >&-", 0),
+        ("--help >&-", 0),
+        ("serve nowhere 2>&-", 1),
+        ("serve nowhere >&- 2>&-", 1),
+        ("chat <&-", 1),
+    ],
 )
 def test_a_stream_that_is_closed_is_done_without(redirected: str, code: int):
     done = subprocess.run(
-        ["sh", "-c", f'exec "$0" -m redline {redirected}', sys.executable], capture_output=True, text=True, timeout=120
+        ["sh", "-c", f'exec "$0" -m redline {redirected}', sys.executable, NANO],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == code
     assert "Traceback" not in done.stderr
@@ -130,7 +141,7 @@ def test_a_stream_that_is_closed_is_done_without(redirected: str, code: int):
     ids=str,
 )
 def test_every_environment_will_do(environment: dict[str, str]):
-    for words, code in ((["--help"], 0), (["doctor", "/no/[/földer]\udcff"], 1), (["serve", "--port", "[/x]"], 2)):
+    for words, code in ((["--help"], 0), (["config", "/no/[/földer]\udcff"], 1), (["serve", "--port", "[/x]"], 2)):
         done = run(*words, env={**os.environ, **environment}, errors="surrogateescape")
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
@@ -230,7 +241,7 @@ def test_where_ctrl_c_is_ignored_it_stays_so(program: str):
 
 
 def test_the_greeting_of_a_terminal_that_is_one_column_wide():
-    with session("doctor", "/no/such/folder", size=(1, 1)) as one:
+    with session("config", "/no/such/folder", size=(1, 1)) as one:
         assert one.ends() == 1
         shown = one.shown.replace("\r\n", "")  # Rich 15 folds the word itself
         assert "error:" in shown

@@ -36,7 +36,7 @@ def ordered(schema: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_calls_fit_their_declaration_in_its_order_and_ids_count_up(kind: str, split: Split) -> None:
-    for sample in draw(kind, split, 300):
+    for sample in draw(kind, split, 100):
         functions = declared(sample)
         assert len(functions) == len(sample.tools)
         for index, call in enumerate(calls(sample)):
@@ -50,7 +50,7 @@ def test_calls_fit_their_declaration_in_its_order_and_ids_count_up(kind: str, sp
 @pytest.mark.parametrize("kind", GENERATORS)
 @pytest.mark.parametrize("split", SPLITS)
 def test_the_check_accepts_the_samples_own_answer(kind: str, split: Split) -> None:
-    for sample in draw(kind, split, 300):
+    for sample in draw(kind, split, 100):
         last = sample.messages[-1]
         made: list[Call] = [call["function"] for call in last.get("tool_calls", [])]
         assert sample.check
@@ -116,7 +116,7 @@ def test_every_string_argument_is_in_the_users_words() -> None:
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_function_names_of_the_families_split_never_reach_training(kind: str) -> None:
     for split in SPLITS:
-        for sample in draw(kind, split, 300):
+        for sample in draw(kind, split, 100):
             assert {held_name(name) for name in declared(sample)} == {split == "families"}
 
 

@@ -263,6 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=count, default=12_000, help="of each run of the API")
     parser.add_argument("--jobs", type=count, default=3000, help="of the engine")
     parser.add_argument("--kv-memory", type=count, default=1_000_000_000, help="bytes of its pages")
+    parser.add_argument("--known-bytes", type=count, default=Limits().known_bytes, help="of texts that the API keeps")
     parser.add_argument("--api", action="store_true", help="the API alone")
     parser.add_argument("--save", type=output, default=RESULT)
     asked = parser.parse_args(words)
@@ -276,13 +277,13 @@ def main(words: Sequence[str] | None = None) -> int:
             print(name, "  ".join(f"{key} {value:,}" for key, value in row.items()), flush=True)
 
     began = time.monotonic()
-    rows, jobs = uvloop.run(api(asked.model, asked.requests, Limits().known_bytes, asked.jobs))
+    rows, jobs = uvloop.run(api(asked.model, asked.requests, asked.known_bytes, asked.jobs))
     note("api", rows)
     note("api, few texts known", uvloop.run(api(asked.model, asked.requests, SMALL))[0])
     draft = Path(f"{str(asked.model).rstrip('/')}-eagle3")
     speculation = Learned(drafter=str(draft)) if draft.is_dir() else None
     config = EngineConfig(device="cpu", kv_memory=asked.kv_memory, speculation=speculation)
-    note("api, texts full", uvloop.run(api(asked.model, asked.requests, Limits().known_bytes, full=True))[0])
+    note("api, texts full", uvloop.run(api(asked.model, asked.requests, asked.known_bytes, full=True))[0])
     if not asked.api:
         note("engine", engine(config, asked.model, jobs, asked.jobs))
     record: dict[str, Any] = {

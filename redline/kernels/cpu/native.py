@@ -41,8 +41,14 @@ def why_not() -> str | None:
 
 
 def threads() -> int:
-    """As many as this process may run at once: a thread that its quota stops holds up those that wait for it."""
-    return max(1, processors() // _sharing)
+    """As many as this process may run at once: a thread that its quota stops holds up those that wait for it.
+
+    OMP_NUM_THREADS, which bounds torch's own, bounds these too: threads that wait for one another spin, so where many
+    processes share few cores one thread each does the same in half the processor time.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # the first of nested levels
+    most = int(asked) if asked.isdecimal() and int(asked) else processors()
+    return max(1, min(most, processors() // _sharing))
 
 
 def share_processors(processes: int) -> None:

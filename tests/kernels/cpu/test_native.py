@@ -50,6 +50,21 @@ def built_library() -> str:
     return library._name
 
 
+@pytest.mark.parametrize(
+    ("said", "threads"), [("1", 1), (" 3,2", 3), ("99", 8), ("", 8), ("0", 8), ("many", 8), (None, 8)]
+)
+def test_threads_are_as_many_as_may_run_and_no_more_than_openmp_is_told(
+    said: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(native, "processors", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    assert native.threads() == threads
+    monkeypatch.setattr(native, "_sharing", 4)
+    assert native.threads() == min(threads, 2)
+
+
 def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -199,7 +199,17 @@ class Work:
         assert_near(plane[written], self.planes[1][written])
 
 
-@pytest.mark.parametrize("name", PASSES)
+# Of each architecture one reads many rows where kernels are emulated: how many there are is no matter of their config.
+LONG = ("reduced, normed residual", "Llama")
+CASES = [
+    (config, name)
+    for config in CONFIGS
+    for name in PASSES
+    if DEVICE.type == "cuda" or config in LONG or not name.startswith("70 rows")
+]
+
+
+@pytest.mark.parametrize(("drafters", "name"), CASES, indirect=["drafters"])
 def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
     work, rows = Work(drafters.ours.config.kv_width), PASSES[name]
     feature = 3 * work.bf16(len(rows.slots), HIDDEN)
