@@ -171,6 +171,8 @@ def test_axe_finds_nothing_serious(tab: Tab, look: str):
         tab.run(f"document.getElementById('show-{view}').click()")
         tab.until("document.getElementById('engine').hidden || document.querySelectorAll('#workers tr').length")
         tab.picture(PICTURES / f"{view}-{look}.png")
+        section = f"document.getElementById('{view}')"
+        assert tab.run(f"{section}.scrollWidth <= {section}.clientWidth"), f"{view} is wider than its window"
         found = tab.run(AXE)
         assert not [one for one in found if one[1] in ("serious", "critical")], view
 
