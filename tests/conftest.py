@@ -1,6 +1,7 @@
 """Where there is no GPU, Triton's kernels run in its interpreter, whose bf16 has to be mended first.
 
-And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit.
+And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit. Tests run
+in half as many processes again as there are cores, since those of servers wait more than they compute.
 """
 
 import logging
@@ -10,6 +11,8 @@ import signal
 import pytest
 import torch
 
+from redline.limits import processors
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -18,6 +21,11 @@ if not torch.cuda.is_available():
     from tests import triton_bf16
 
     triton_bf16.mend()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means."""
+    return processors() * 3 // 2
 
 
 @pytest.fixture(autouse=True)

@@ -177,7 +177,8 @@ def _session(
         whole = prompt // BLOCK_TOKENS  # the last block, where it is not full, is named by no other prompt
         blocks += itertools.islice(names, whole - len(blocks))
         answer = length(kind.answer)
-        yield Request(at, prompt, answer, tuple(blocks), kind.name)
+        # To the millisecond, as a trace is kept: whatever plays it again decides alike.
+        yield Request(round(at, 3), prompt, answer, tuple(blocks), kind.name)
         if draw.random() < 1 / kind.turns:
             return
         prompt += answer

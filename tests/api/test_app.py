@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 from openai import AuthenticationError
 
@@ -294,10 +295,8 @@ async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:
 
 
 def load(**values: Any) -> Load:
-    names = Load.__struct_fields__
-    return Load(
-        **{**dict.fromkeys(names, 0), "accepted_per_pos": (), "step_sizes": (), "handoffs": (), "tiers": (), **values}
-    )
+    counts = [field.name for field in msgspec.structs.fields(Load) if field.required]
+    return Load(**{**dict.fromkeys(counts, 0), "accepted_per_pos": (), "step_sizes": (), "handoffs": (), **values})
 
 
 async def test_metrics_carry_vllms_names_and_the_counts() -> None:

@@ -123,15 +123,20 @@ def test_what_was_missed_is_asked_for_once() -> None:
 def test_a_prompt_of_100_000_tokens_is_looked_up_among_64_workers_in_a_millisecond() -> None:
     index, draw = PageIndex(), random.Random(1)
     pages = [PageHash(draw.randbytes(16)) for _ in range(1563)]
+    told = set(pages)
     for number in range(64):
         index.begin(str(number))
         index.take(
             str(number), Cached(number=1, stored=tuple(pages[: 20 * number] if number < 63 else pages), whole=True)
         )
-    seconds: list[float] = []
+    seconds, plain = list[float](), list[float]()
     for _ in range(30):
         began = time.perf_counter()
         index.cached(pages)
         seconds.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        sum(page in told for page in pages * 10)
+        plain.append(time.perf_counter() - began)
     assert index.cached(pages) == {str(number): 20 * number if number < 63 else 1563 for number in range(64)}
-    assert min(seconds) < 0.001
+    # A millisecond where looking for 15,630 pages in a set takes 0.7; both are slower on slower cores.
+    assert min(seconds) < 0.001 * max(1.0, min(plain) / 0.0007), (min(seconds), min(plain))

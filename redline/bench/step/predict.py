@@ -171,7 +171,7 @@ class Machines:
         depth, machine, all_tokens = self.depth(rows, tokens, context, kv_dtype), self.machine, rows * tokens
         layer = distinct_experts(self.config, all_tokens)
         experts = layer * self.config.moe_layers
-        cost = depth.cost(experts)
+        cost = depth.cost(experts, divided=False)  # four ranks and more have divided none yet, so nothing is claimed
         kept, divided = excess(all_tokens)
         kept += long_ms(kv_dtype) * rows * max(context - SHORT, 0) / (LONG - SHORT)
         nvfp4 = NVFP4_OVER_INT4 * experts * depth.expert_bytes / machine.bytes_per_s

@@ -57,6 +57,7 @@ def test_threads_are_as_many_as_may_run_and_no_more_than_openmp_is_told(
     said: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(native, "processors", lambda: 8)
+    monkeypatch.setattr(native, "_sharing", 1)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if said is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", said)
