@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     triton_bf16.mend()
 
 
+@pytest.hookimpl(optionalhook=True)  # of a plugin that a test's own pytest leaves out
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` means."""
     return processors() * 3 // 2

@@ -99,6 +99,15 @@ def test_who_waits_learns_soon_that_a_rank_has_ended(tmp_path: Path):
     assert time.monotonic() - began < 5
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C is an exception, whatever a command that ran in this process before has made of it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_call_that_is_interrupted_ends_the_group(tmp_path: Path):
     zero, _ = opened(tmp_path / "meet", 2)
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
