@@ -5,8 +5,11 @@ knows who writes to it: itself. What may be read, and for how long, is the ledge
 """
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from redline.errors import RedlineError
 
@@ -145,3 +148,36 @@ def inside(source_offset: int, count: int, size: int) -> None:
     """Raises ValueError where there are none, or they do not lie in an area of `size`."""
     if count <= 0 or source_offset < 0 or source_offset + count > size:
         raise ValueError(f"bytes [{source_offset:,}, {source_offset + count:,}) are not in an area of {size:,}")
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What is told of an area. kind: of which transport, and in which form."""
+
+    kind: str
+
+
+class _Lies(Protocol):
+    memory: Memory
+
+
+AnyTold = TypeVar("AnyTold", bound=Told)
+AnyLanding = TypeVar("AnyLanding", bound=_Lies)
+
+
+def heard(told: bytes, of: type[AnyTold], kind: str, transport: str) -> AnyTold:
+    """What a peer has told, of this kind. Raises TransferFailed where it is none."""
+    try:
+        facts = msgspec.msgpack.decode(told, type=of)
+    except msgspec.MsgspecError as error:
+        raise TransferFailed(f"what the peer told is not of the transport `{transport}` ({error})") from error
+    if facts.kind != kind:
+        raise TransferFailed(f"what the peer told is not of the transport `{transport}`")
+    return facts
+
+
+def landing_at(landings: Iterable[AnyLanding], address: int, count: int) -> AnyLanding:
+    """The one that has these bytes. Raises ValueError where none does."""
+    for landing in landings:
+        if landing.memory.holds(address, count):
+            return landing
+    raise ValueError(f"a read of {count:,} bytes to memory that the transport was not told of (`landing`)")

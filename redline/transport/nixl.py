@@ -21,7 +21,7 @@ from weakref import WeakSet
 import msgspec
 
 from redline.errors import ConfigError
-from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
 from redline.transport.memory import host_memory
 
 LOOK_S = 0.001  # between two looks of an area's owner at what its peers ask: about 3 % of a core
@@ -30,8 +30,7 @@ GRACE_S = 0.1  # that a cancelled read may take to end by itself before its peer
 _KIND = "redline-nixl-1"
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    kind: str
+class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
     agent: str
     metadata: bytes  # NIXL's, of the agent that has registered the memory
     address: int
@@ -189,7 +188,7 @@ class NixlPeer:
         """As `Peer.read`. Over shared memory it may be done before this returns."""
         inside(source_offset, count, self.size)
         address, held = address_of(into, count)
-        landing = self._transport.landing_at(address, count)
+        landing = landing_at(self._transport.landings, address, count)
         if self._failed is None:
             with self._failing():
                 here = [(address, count, landing.memory.device or 0)]
@@ -289,13 +288,6 @@ class NixlTransport:
         self.landings.append(landing)
         return landing
 
-    def landing_at(self, address: int, count: int) -> NixlLanding:
-        """The landing that has these bytes. Raises ValueError where none does."""
-        for landing in self.landings:
-            if landing.memory.holds(address, count):
-                return landing
-        raise ValueError(f"a read of {count:,} bytes to memory that the transport was not told of (`landing`)")
-
     def forget(self, landing: NixlLanding) -> None:
         """Its memory may go. Raises ValueError while a reading goes there."""
         if any(reading.into is landing for peer in self._peers for reading in peer.readings):
@@ -306,12 +298,7 @@ class NixlTransport:
 
     def connect(self, told: bytes) -> NixlPeer:
         """As `Transport.connect`. A peer that cannot be reached may be found out only by the first read."""
-        try:
-            facts = msgspec.msgpack.decode(told, type=_Told)
-        except msgspec.MsgspecError as error:
-            raise TransferFailed(f"what the peer told is not of the transport `nixl` ({error})") from error
-        if facts.kind != _KIND:
-            raise TransferFailed("what the peer told is not of the transport `nixl`")
+        facts = heard(told, _Told, _KIND, "nixl")
         peer = NixlPeer(self, self._nixl, facts)
         self._peers.add(peer)
         return peer

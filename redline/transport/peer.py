@@ -17,7 +17,7 @@ from weakref import WeakSet
 import msgspec
 
 from redline.errors import ConfigError, WorkerLost
-from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
 
 HANG_S = 10.0  # for a copy that was given up to end
 LOOK_S = 0.00005  # between two looks at one that is waited for
@@ -63,8 +63,7 @@ class Chip(Protocol):
         ...
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    kind: str
+class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
     host: str
     handle: bytes
     size: int
@@ -178,7 +177,7 @@ class PeerPeer:
         inside(source_offset, count, self.size)
         assert self._address is not None, "a peer that has been closed"
         address, held = address_of(into, count)
-        landing = self._transport.landing_at(address, count)
+        landing = landing_at(self._transport.landings, address, count)
         try:
             ended = self._chip.copy(address, self._address + source_offset, count)
         except RuntimeError as error:
@@ -207,7 +206,7 @@ class PeerTransport:
 
     def __init__(self, chip: Chip) -> None:
         self._chip = chip
-        self._landings: list[PeerLanding] = []
+        self.landings: list[PeerLanding] = []
         self._areas: list[PeerArea] = []
         self._peers: WeakSet[PeerPeer] = WeakSet()
 
@@ -224,30 +223,18 @@ class PeerTransport:
         if memory.device != self._chip.device:
             raise ConfigError("transport: `peer` copies into memory of its own GPU, and this is none of it")
         landing = PeerLanding(self, memory)
-        self._landings.append(landing)
+        self.landings.append(landing)
         return landing
-
-    def landing_at(self, address: int, count: int) -> PeerLanding:
-        """The landing that has these bytes. Raises ValueError where none does."""
-        for landing in self._landings:
-            if landing.memory.holds(address, count):
-                return landing
-        raise ValueError(f"a read of {count:,} bytes to memory that the transport was not told of (`landing`)")
 
     def forget(self, landing: PeerLanding) -> None:
         """Its memory may go. Raises ValueError while a reading goes there."""
         if any(reading.into is landing for peer in self._peers for reading in peer.readings):
             raise ValueError("a landing that a reading still goes to")
-        self._landings.remove(landing)
+        self.landings.remove(landing)
 
     def connect(self, told: bytes) -> PeerPeer:
         """As `Transport.connect`: the memory is mapped once, here."""
-        try:
-            facts = msgspec.msgpack.decode(told, type=_Told)
-        except msgspec.MsgspecError as error:
-            raise TransferFailed(f"what the peer told is not of the transport `peer` ({error})") from error
-        if facts.kind != _KIND:
-            raise TransferFailed("what the peer told is not of the transport `peer`")
+        facts = heard(told, _Told, _KIND, "peer")
         if facts.host != _host():
             raise TransferFailed("the peer's GPU is of another host")
         peer = PeerPeer(self, self._chip, facts)

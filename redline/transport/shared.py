@@ -18,14 +18,13 @@ import msgspec
 import numpy as np
 
 from redline.errors import ConfigError
-from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside
 
 INLINE = 1 << 17  # bytes that are copied at once by whoever asks: about 10 us, what waking a thread takes
 PIECE = 1 << 20  # bytes between two looks at whether the read has been cancelled: about 0.1 ms
 
 
-class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    kind: str
+class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
     name: str  # of the file in the folder
     size: int
 
@@ -190,11 +189,8 @@ class SharedTransport:
 
     def connect(self, told: bytes) -> SharedPeer:
         """As `Transport.connect`."""
-        try:
-            facts = msgspec.msgpack.decode(told, type=_Told)
-        except msgspec.MsgspecError as error:
-            raise TransferFailed(f"what the peer told is not of the transport `shared` ({error})") from error
-        if facts.kind != _KIND or not facts.name or "/" in facts.name or facts.name in (".", ".."):
+        facts = heard(told, _Told, _KIND, "shared")
+        if not facts.name or "/" in facts.name or facts.name in (".", ".."):
             raise TransferFailed("what the peer told names no file of the transport `shared`")
         peer = SharedPeer(self._folder / facts.name, facts.size, self._copier)
         self._peers.add(peer)

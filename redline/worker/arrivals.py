@@ -93,13 +93,6 @@ class Arrival(Generic[Of]):
     reading: Reading
     summed: Summed | None = None  # None: its bytes are not all there
 
-    def is_there(self) -> bool:
-        """Whether nothing but the loop's thread is missing for its next step, which may be to find that it failed."""
-        try:
-            return self.reading.done() if self.summed is None else self.summed.ended()
-        except TransferFailed:
-            return True
-
 
 class Arrivals(Generic[Of]):
     """The landing area of a worker, and what is under way to it. The loop's thread uses it."""
@@ -180,12 +173,8 @@ class Arrivals(Generic[Of]):
         return True
 
     def patience(self) -> float:
-        """Seconds that this turn may wait for what is under way: on a GPU that is there long before the next turn.
-
-        What is there, and waits for time alone, is not waited for.
-        """
-        comes = [one.offer.ticket.size for one in self.under_way if not one.is_there()]
-        return self.budget.patience(self._memory.patience_s, max(comes)) if comes else 0.0
+        """Seconds that this turn may wait for what is under way: on a GPU that is there long before the next turn."""
+        return self.budget.patience(self._memory.patience_s, max(self.sizes)) if self.under_way else 0.0
 
     def wait(self) -> None:
         """Waits a moment."""

@@ -62,7 +62,9 @@ def measure(work: StepWork, device: torch.device) -> StepFloor | None:
     size = min(round(work.bytes(Counted(positions=1, heads=1))), WORKING_SET_BYTES)
     try:
         if device.type == "cuda":
-            return StepFloor(work, read_rate(device, size, 1), product_rate(device, 1))
+            floor = StepFloor(work, read_rate(device, size, 1), product_rate(device, 1))
+            torch.cuda.empty_cache()  # others of this process ask the driver for memory
+            return floor
         threads, before = native.threads(), torch.get_num_threads()
         try:
             torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,15 @@ def first_token_ms(port: int, model: str, prompt: Sequence[int]) -> float:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, the 99th percentile and the largest."""
+    """The median, the mean, the 99th percentile, the largest, and how many there are."""
+    if not values:
+        return {"count": 0}
     ordered = sorted(values)
     return {
-        "p50": round(statistics.median(ordered), 2),
-        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 2),
-        "most": round(ordered[-1], 2),
+        "p50": round(statistics.median(ordered), 3),
+        "mean": round(statistics.fmean(ordered), 3),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3),
+        "most": round(ordered[-1], 3),
         "count": len(ordered),
     }
 
@@ -123,15 +126,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 class Prompts:
     """Prompts that come one after another, each once the one before has its first token. Use as a context manager."""
 
-    def __init__(self, port: int, model: str, prompts: Iterator[Sequence[int]], ttft_ms: list[float]) -> None:
-        """ttft_ms: the time of each first token is put there."""
+    def __init__(self, ask: Callable[[], float], ttft_ms: list[float]) -> None:
+        """ask: sends one and tells milliseconds to its first token, which are put into ttft_ms."""
         self._stopping = threading.Event()
         self._failed: Exception | None = None
 
         def send() -> None:
             try:
                 while not self._stopping.is_set():
-                    ttft_ms.append(first_token_ms(port, model, next(prompts)))
+                    ttft_ms.append(ask())
             except (OSError, RedlineError) as error:
                 self._failed = error
 
@@ -157,7 +160,7 @@ def measured(asked: argparse.Namespace, port: int, prompts: Iterator[Sequence[in
     for _ in range(asked.turns):
         for intervals, company in (
             (alone, contextlib.nullcontext()),
-            (beside, Prompts(port, model, prompts, ttft_ms)),
+            (beside, Prompts(lambda: first_token_ms(port, model, next(prompts)), ttft_ms)),
         ):
             with company:
                 stream = Stream(port, model, asked.tokens)

@@ -43,6 +43,7 @@ import torch
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.full_depth import write_folder
+from redline.bench.runs.pools import Prompts, spread
 from redline.bench.runs.trees import ROOT
 from redline.chat.hashing import page_hashes
 from redline.errors import RedlineError
@@ -257,20 +258,6 @@ class Pools:
         return Answer(1000 * (first - began), tokens, gaps, parts[-1][1].cached_tokens)
 
 
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, mean, 99th percentile and count."""
-    if not values:
-        return {"count": 0}
-    ordered = sorted(values)
-    return {
-        "p50": round(statistics.median(ordered), 3),
-        "mean": round(statistics.fmean(ordered), 3),
-        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 3),
-        "most": round(ordered[-1], 3),
-        "count": len(ordered),
-    }
-
-
 def alone(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[str, Any]:
     """First tokens with nothing beside."""
     times: dict[str, list[float]] = {"local": [], "handed": [], "local_cached": [], "handed_cached": []}
@@ -318,32 +305,6 @@ def answers(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dic
     return {"asked": asked.answers, "tokens_each": asked.tokens, "equal": equal, "parted": parted}
 
 
-class Prompts:
-    """Prompts that are handed over one after another, in a thread. Use as a context manager."""
-
-    def __init__(self, pools: Pools, make: Callable[[], Job], first_ms: list[float]) -> None:
-        """first_ms: the time of each first token is put there."""
-        self._stopping, self._failed = threading.Event(), list[RedlineError]()
-
-        def send() -> None:
-            try:
-                while not self._stopping.is_set():
-                    first_ms.append(pools.ask(make(), handed=True).first_ms)
-            except RedlineError as error:
-                self._failed.append(error)
-
-        self._thread = threading.Thread(target=send, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join(ANSWER_S)
-        if self._failed:
-            raise self._failed[0]
-
-
 def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: int) -> dict[str, Any]:
     """Steps of streams, with pages coming and without."""
     streams = [pools.job(draw(asked.stream_prompt), STREAM, f"stream {i}") for i in range(asked.streams)]
@@ -359,9 +320,12 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
     kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         "nothing": contextlib.nullcontext,
         "prompts": lambda: Prompts(
-            pools, lambda: pools.job(draw(asked.prompt), 1, f"{time.time_ns()}"), first_ms["prompts"]
+            lambda: pools.ask(pools.job(draw(asked.prompt), 1, f"{time.time_ns()}"), handed=True).first_ms,
+            first_ms["prompts"],
         ),
-        "pages": lambda: Prompts(pools, lambda: pools.job(repeated, 1, "repeated"), first_ms["pages"]),
+        "pages": lambda: Prompts(
+            lambda: pools.ask(pools.job(repeated, 1, "repeated"), handed=True).first_ms, first_ms["pages"]
+        ),
     }
     order = ["nothing", "prompts", "pages", "pages", "prompts", "nothing"]
     for kind in order * turns:

@@ -77,8 +77,11 @@ def _section(group: Sequence[DepthRecord]) -> Iterator[str]:
     yield f"## {one.shape}, {ranks}{one.gpu}, context {one.context:,}, {one.kv_dtype} pages, routing {one.routing}\n"
     yield f"{one.layers} layers{whole}; {one.experts} experts a layer.\n"
     yield from _table(["", *map(_title, group)], _step_rows(group))
-    yield "Each op: us of a launch / floor (floor over time).\n"
-    yield from _table(["op", "launches", *map(_title, group)], _op_rows(group))
+    if all(record.ops for record in group):
+        yield "Each op: us of a launch / floor (floor over time).\n"
+        yield from _table(["op", "launches", *map(_title, group)], _op_rows(group))
+    else:
+        yield "Its ops were not timed one by one.\n"
     yield from _origins(group)
 
 

@@ -26,9 +26,11 @@ from redline.kernels.hopper.decode.gates import gates
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
+from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.forced_routing import draw
 from redline.model.k2.hopper import GpuK2
@@ -66,8 +68,10 @@ class GpuStep:
             self.captures: Sequence[Callable[[], object]] = [
                 captured(partial(self.run, rotation), device) for rotation in range(min(ROTATIONS, depth.physical))
             ]
-            # A step of more tokens takes other forms, which are not timed one by one.
-            self.ops: Sequence[Stage] = _Ops(self).stages() if depth.rows * depth.tokens <= MOST_DECODED else ()
+            # Steps of more tokens take other forms, and ranks that divide contexts meet in attention: neither is timed
+            # op by op.
+            apart = depth.rows * depth.tokens <= MOST_DECODED and not self._divides(group)
+            self.ops: Sequence[Stage] = _Ops(self).stages() if apart else ()
 
     def run(self, rotation: int = 0) -> Tensor:
         """The likeliest token of each row, int64 [T].
@@ -78,6 +82,12 @@ class GpuStep:
         model.gpu_blocks = [self._blocks[depth.physical_layer(i, rotation)] for i in range(len(model.gpu_blocks))]
         hidden, _ = model.forward(self._inputs, self._planes)
         return best(model.logits(hidden))[0]
+
+    def _divides(self, group: Group) -> bool:
+        depth, c = self._depth, self._depth.part
+        links = group.links if isinstance(group, Linked) else None
+        sizes = depth.rows * depth.tokens, c.num_attention_heads, c.kv_lora_rank, depth.context + depth.tokens
+        return divides(links, *sizes)
 
     @property
     def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:

@@ -301,6 +301,13 @@ def _measure(case: Depth, build: Build, device: torch.device, repeats: int) -> T
 
 
 def _print(record: DepthRecord, machine: Machine, console: Console) -> None:
+    if record.ops:
+        console.print(_op_table(record, machine))
+    for line in _sums(record):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _op_table(record: DepthRecord, machine: Machine) -> Table:
     what = f"{record.rows} x {record.tokens_per_row} tokens, context {record.context:,}, {record.kv_dtype} pages"
     table = Table(
         title=f"decode, {record.shape} on {record.gpu}: {what}, routing {record.routing}",
@@ -315,9 +322,7 @@ def _print(record: DepthRecord, machine: Machine, console: Console) -> None:
     floor = sum(op.floor_us for op in record.ops) / 1e3
     table.add_section()
     table.add_row("sum of ops", "", "", f"{1e3 * floor:,.0f}", f"{floor / record.ops_ms:.0%}", f"{record.ops_ms:.3f}")
-    console.print(table)
-    for line in _sums(record):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    return table
 
 
 def _sums(record: DepthRecord) -> list[str]:

@@ -24,8 +24,8 @@ class Rooms(NamedTuple):
 
     sums: int  # at each of the two sites
     gathered: int  # in each of the two rooms of `gather_ranks`
-    queries: int = 0  # in the room of `gather_queries`
-    latents: int = 0  # in the room of `share_latents`
+    queries: int  # in the room of `gather_queries`
+    latents: int  # in the room of `share_latents`
 
     @property
     def words(self) -> int:
@@ -100,11 +100,11 @@ def ranks_of(links: Links | None) -> int:
     return 1 if links is None else links.ranks
 
 
-def rooms_of(hidden: int, vocabulary: int, heads: int = 0, rank: int = 0, rope: int = 0) -> Rooms:
+def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int) -> Rooms:
     """What a step of MOST_TOKENS tokens needs.
 
     hidden: D, padded to 128. vocabulary: rows of the head that a rank has, a multiple of 4. heads: H of a rank, whose
-    queries are [latent R | rotated P]; 0: contexts are never divided.
+    queries are [latent R | rotated P].
     """
     queries, latents = heads * (rank + rope) // 2, heads * (rank // 2 + 1)  # a latent's log-sum-exp is a word
     return Rooms(hidden * MOST_TOKENS, GATHERED_ROWS * vocabulary, MOST_TOKENS * queries, MOST_TOKENS * latents)

@@ -65,6 +65,13 @@ def test_a_case_has_time_floor_ratio_peer_and_where_it_comes_from():
     assert "commit abc1234, 2026-11-22 12:00 UTC" in text
 
 
+def test_a_case_whose_ops_were_not_timed_has_no_table_of_them():
+    text = speed_page.page([record(ops=())])
+    assert "| step, ms | **9.00** |" in text
+    assert "Its ops were not timed one by one." in text
+    assert "sum over step" not in text
+
+
 def test_the_last_measurement_of_a_case_is_the_one_that_is_shown():
     text = speed_page.page([record(ms=9.5), record(ms=9.0), record(rows=4, ms=18.0)])
     assert "| step, ms | **9.00** | **18.00** |" in text

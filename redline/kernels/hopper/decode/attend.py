@@ -147,7 +147,7 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 def part_length(length: int, ranks: int) -> int:
     """Tokens of a context of so many that one of so many ranks reads at most: whole pages."""
-    return -(-length // (PAGE_TOKENS * ranks)) * PAGE_TOKENS if ranks > 1 else length
+    return -(-length // (PAGE_TOKENS * ranks)) * PAGE_TOKENS
 
 
 def has_warpgroups(rows: int, rank: int) -> bool:

@@ -68,7 +68,7 @@ def divides(links: Links | None, queries: int, heads: int, rank: int, longest: i
 
     heads: of a rank. rank: R. longest: tokens, at least those of any query's context, so a recorded shape has one way.
     """
-    if links is None or not links.rooms.latents or queries > MOST_TOKENS or rank % _SLICE or links.contexts == "whole":
+    if links is None or queries > MOST_TOKENS or rank % _SLICE or links.contexts == "whole":
         return False
     return links.contexts == "divided" or gain(queries, heads, links.ranks, longest) > 0
 
