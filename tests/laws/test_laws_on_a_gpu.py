@@ -174,16 +174,22 @@ def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answ
         same(asked[:8], answer(engine, asked[:8], together=False), plain[:8], kv_dtype)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(each, marks=pytest.mark.skipif(torch.cuda.device_count() < each, reason=f"needs {each} GPUs"))
+        for each in (2, 4)
+    ],
+)
 @pytest.mark.parametrize(
     "speculation",
     [None, Suffix(adaptive=False), Learned(drafter=str(DRAFTER), adaptive=False)],
     ids=["plain", "suffix", "drafter"],
 )
-def test_law_6_two_ranks_are_one(
-    asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, speculation: DraftConfig | None
+def test_law_6_several_ranks_are_one(
+    asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, speculation: DraftConfig | None, ranks: int
 ):
-    with opened(speculation=speculation, kv_dtype=kv_dtype, ranks=2) as engine:
+    with opened(speculation=speculation, kv_dtype=kv_dtype, ranks=ranks) as engine:
         given = answer(engine, asked)
         assert engine.engine.runner.replays > 0, f"no step was replayed; led: {engine.engine.runner.led}"
     same(asked, given, plain, kv_dtype)
