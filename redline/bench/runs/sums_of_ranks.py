@@ -5,8 +5,9 @@
 Every rank is a process with a GPU of its own. At Kimi's sizes, divided among the ranks, it times graphs in which the
 two products that end in a sum follow one another as in a layer (attention's projection, then the experts' second half),
 once over all ranks and once as if each were alone: the difference is what the sums add. Weights lie in several places,
-so that none is in a cache. And the sum of a launch of its own, the gather of logits, and torch's NCCL beside them.
-Before a time counts, the sums are compared with those of NCCL.
+so that none is in a cache. And `project_a`, multiplied whole by each rank or a part by each with a sum, as the product
+that begins such a layer; the sum of a launch of its own, the gather of logits, and torch's NCCL beside them. Before a
+time counts, the sums are compared with those of NCCL, and the shared product with the whole one.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,8 +29,10 @@ from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import ConfigError
 from redline.kernels.hopper.decode.choose_experts import MOST_TOKENS, choose_experts
+from redline.kernels.hopper.decode.dense import MOST_TOKENS as MOST_SHARED
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
+from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.group import GpuGroup
@@ -94,7 +98,7 @@ def show(times: dict[str, dict[str, float]]) -> None:
     names = list(next(iter(times.values())))
     print(f"{'rows':>5}  " + "  ".join(f"{name:>22}" for name in names))
     for rows, of in times.items():
-        print(f"{rows:>5}  " + "  ".join(f"{of[name]:>22.2f}" for name in names))
+        print(f"{rows:>5}  " + "  ".join(f"{of[name]:>22.2f}" if name in of else f"{'':>22}" for name in names))
 
 
 def measure(rank: int, ranks: int, meet: str) -> dict[str, dict[str, float]]:
@@ -125,14 +129,17 @@ class Products:
             for _ in range(PLACES)
         ]
         self.shared = [Slabs.prepare(self.normal(g, self.hidden, self.width)) for _ in range(PLACES)]
+        same = torch.Generator(device).manual_seed(1)
+        self.rank_q, kv = c.q_lora_rank, c.kv_width
+        self.into = [Tiled.prepare(self.normal(same, self.rank_q + kv, self.hidden)) for _ in range(PLACES)]
         self.device, self.generator = device, g
 
     def normal(self, g: torch.Generator, *shape: int) -> Tensor:
         """bf16, whose products keep the variance of their inputs."""
         return (torch.randn(*shape, generator=g, device=g.device) * shape[-1] ** -0.5).bfloat16()
 
-    def layers(self, rows: int) -> Callable[[Links | None], list[Tensor]]:
-        """LAYERS pairs of products over random rows: the residual behind each."""
+    def layers(self, rows: int, *, begins: bool = False) -> Callable[[Links | None], list[Tensor]]:
+        """LAYERS pairs of products over random rows: the residual behind each. begins: behind `project_a`."""
         g, device = self.generator, self.device
         same = torch.Generator(device).manual_seed(rows)  # what all ranks have alike
         y = self.normal(g, rows, self.inputs)
@@ -144,10 +151,15 @@ class Products:
         h = (torch.randn(rows * self.chosen, form.width, generator=g, device=device) * 0.1).half()
         shared_h = self.normal(g, rows, self.width)
 
+        gamma_q = torch.rand(self.rank_q, generator=same, device=device) + 0.5
+        x, squares = self.normal(same, rows, self.hidden), torch.ones(1, 8, device=device)
+
         def run(links: Links | None) -> list[Tensor]:
             given, kept = residual, []
             for layer in range(LAYERS):
                 place = layer % PLACES
+                if begins:
+                    project_a(x, squares, self.into[place], gamma_q, 1e-5, links)
                 given = project_out(y, self.out[place], given, gamma, None, links, ATTENTION)[0]
                 kept.append(given)
                 given = experts_down(h, pairs, self.down[place], shared_h, self.shared[place], given, gamma, links)[0]
@@ -156,12 +168,28 @@ class Products:
 
         return run
 
+    def projected(self, rows: int) -> Callable[[Links | None], tuple[Tensor, Tensor, Tensor]]:
+        """`project_a` of random rows that all ranks have."""
+        g = torch.Generator(self.device).manual_seed(rows)
+        x, squares = self.normal(g, rows, self.hidden), torch.rand(3, 8, generator=g, device=self.device)
+        gamma = torch.rand(self.rank_q, generator=g, device=self.device) + 0.5
+        return lambda links: project_a(x, squares, self.into[rows % PLACES], gamma, 1e-5, links)
+
 
 def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]:
     """Microseconds of what is named. Raises AssertionError where sums are not those of NCCL, or differ among ranks."""
     links, device, hidden = group.links, products.device, products.hidden
     run = products.layers(rows)
     check(run, group)
+    into: dict[str, float] = {}
+    if rows <= MOST_SHARED:
+        check_shared(products.projected(rows), group)
+        whole, shared = (replace(links, projection=how) for how in ("whole", "divided"))
+        begun = products.layers(rows, begins=True)
+        into = {
+            f"with project_a, {how}": timed(partial(begun, given), LAYERS, group)
+            for how, given in (("whole", whole), ("shared", shared))
+        }
     both, alone = (timed(partial(run, given), 2 * LAYERS, group) for given in (links, None))
     partials = torch.randn(rows, hidden, device=device)
     residual, gamma = torch.randn(rows, hidden, device=device), torch.rand(hidden, device=device)
@@ -189,6 +217,7 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
         "sum_ranks, one rank": timed(partial(sums, None), 2 * LAYERS, group),
         "gather_ranks": timed(gathers, LAYERS, group),
         "NCCL all-reduce": timed(nccl, LAYERS, group),
+        **into,
     }
     group.check()
     return result
@@ -213,6 +242,26 @@ def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup) -> None:
             others = [torch.empty_like(residual) for _ in range(group.ranks)]
             dist.all_gather(others, residual)
             assert all(torch.equal(residual, other) for other in others), "ranks have other bits"
+
+
+def check_shared(run: Callable[[Links | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
+    """What ranks multiply a part of each is what one multiplies whole, to rounding, and has equal bits."""
+    links = replace(group.links, projection="divided")
+    for _ in range(3):
+        whole, shared = run(None), run(links)
+        torch.cuda.synchronize()
+        group.check()
+        for name, one, of_all in zip(("queries", "squares", "latents"), whole, shared, strict=True):
+            (a, b) = (
+                (one.double().sum(0), of_all.double().sum(0)) if name == "squares" else (one.double(), of_all.double())
+            )
+            error = (a - b).abs().max() / a.abs().max()
+            assert error < (1e-2 if name == "queries" else 1e-4), f"{name}: off by {error:.1e}"
+            others = [torch.empty_like(of_all) for _ in range(group.ranks)]
+            dist.all_gather(others, of_all)
+            assert all(torch.equal(of_all, other) for other in others), f"{name}: ranks have other bits"
+        # The sites are used in turn: what follows in a layer comes before the next.
+        dist.barrier()
 
 
 def timed(work: Callable[[], object], times: int, group: GpuGroup) -> float:

@@ -74,20 +74,17 @@ class Depth:
     def cost(self, experts: float, *, divided: bool = True) -> Cost:
         """Bytes and operations of the step, from the model's sizes alone; the embedding is a gather, and is left out.
 
-        Of one rank: each weight is read once, each row's context once by all ranks together, and of the routed experts
-        `experts`, over all layers together. divided: false: each rank reads all contexts.
+        Of one rank: each weight is read once, each row's context and the projections into attention once by all ranks
+        together, and of the routed experts `experts`, over all layers together. divided: false: each rank reads all
+        contexts and projections.
         """
         c, tokens = self.part, self.rows * self.tokens
         elsewhere = c.vocab_size * c.hidden_size + head_left_out(self.config, self.ranks)
         seen = self.context + self.tokens
-        kv = (
-            self.rows
-            * seen
-            * c.kv_width
-            * self.kv_dtype.itemsize
-            * c.num_hidden_layers
-            // (self.ranks if divided else 1)
-        )
+        shared_by = self.ranks if divided else 1
+        kv = self.rows * seen * c.kv_width * self.kv_dtype.itemsize * c.num_hidden_layers // shared_by
+        projections = c.num_hidden_layers * c.hidden_size * (c.q_lora_rank + c.kv_width)
+        elsewhere += projections - projections // shared_by
         pairs = self.rows * sum(range(self.context + 1, seen + 1)) * c.num_hidden_layers
         attention = 2 * pairs * c.num_attention_heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
         read = 2 * (c.dense_parameters - elsewhere) + round(experts * self.expert_bytes) + kv

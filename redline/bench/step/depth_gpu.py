@@ -23,14 +23,14 @@ from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
-from redline.kernels.hopper.decode.project_a import project_a
+from redline.kernels.hopper.decode.project_a import project_a, shares
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.grouped import grouped_experts
-from redline.kernels.hopper.ranks import Linked
+from redline.kernels.hopper.ranks import Linked, Links
 from redline.kernels.inputs import Inputs
 from redline.model.k2.forced_routing import draw
 from redline.model.k2.hopper import GpuK2
@@ -85,14 +85,18 @@ class GpuStep:
 
     def _divides(self, group: Group) -> bool:
         depth, c = self._depth, self._depth.part
-        links = group.links if isinstance(group, Linked) else None
         sizes = depth.rows * depth.tokens, c.num_attention_heads, c.kv_lora_rank, depth.context + depth.tokens
-        return divides(links, *sizes)
+        return divides(links_of(group), *sizes)
 
     @property
     def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
         """What the ops are timed on: the case, model, blocks by physical layer, inputs and the pages of all layers."""
         return self._depth, self._model, self._blocks, self._inputs, self._planes
+
+
+def links_of(group: Group) -> Links | None:
+    """A group's links, where its ranks reach one another's memory."""
+    return group.links if isinstance(group, Linked) else None
 
 
 def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
@@ -214,16 +218,25 @@ class _Ops:
     def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> Stage:
         return Stage(name, run, cost, self.layers, self.every)
 
+    def projections(self, tokens: int) -> tuple[list[Tiled], bool]:
+        """W_a of each physical layer as a step of so many tokens reads it, and whether that is a rank's part alone."""
+        links, whole = links_of(self.model.group), [block.attention.w_a for block in self.blocks]
+        if links is None or not shares(whole[0], links, tokens):
+            return whole, False
+        return [Tiled.prepare(w.dense()[:, : w.inputs // links.ranks]) for w in whole], True
+
     def stages(self) -> list[Stage]:
         i, last, w = self.inputs, self.last, self.last.attention
         table, plane = self.model.embedding_VD, self.planes[-1]
         residual, x, squares = embed(i.ids_T, table, last.attention_norm)
 
-        def a(layer: int):
-            part = self.blocks[layer].attention
-            return project_a(x, squares, part.w_a, part.q_norm, last.eps)
+        q_a, q_squares, kv = project_a(x, squares, w.w_a, w.q_norm, last.eps)
+        projected, own = self.projections(x.shape[0])
+        x_a = x[:, : projected[-1].inputs].contiguous() if own else x
 
-        q_a, q_squares, kv = a(self.depth.physical - 1)
+        def a(layer: int):
+            return project_a(x_a, squares, projected[layer], w.q_norm, last.eps)
+
         angles = i.cos_T, i.sin_T, i.rows_T
 
         def q(layer: int):
@@ -248,6 +261,7 @@ class _Ops:
         moe_layers = range(self.dense, self.depth.physical)
         # Each op alone: `gates` is not the launch in front, so nobody waits for its `ready`.
         chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
+        a_cost = project_a.op.cost(project_a.op.args(x_a, squares, projected[-1], w.q_norm, last.eps))
         q_cost = project_q.op.cost(
             project_q.op.args(
                 *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
@@ -256,7 +270,7 @@ class _Ops:
         gate_cost = gates.op.cost(gates.op.args(x, squares, last.gates, count, last.width, last.eps))
         stages = [
             Stage("embed", lambda _: embed(i.ids_T, table, last.attention_norm), Cost(6 * residual.nbytes), 1),
-            self.stage("project_a", a, project_a.op.cost(project_a.op.args(x, squares, w.w_a, w.q_norm, last.eps))),
+            self.stage("project_a", a, a_cost),
             self.stage("project_q", q, q_cost),
             *attention,
             self.stage(

@@ -127,7 +127,7 @@ def decode_block(
     which has a part of the block; None: there are none.
     """
     attention = w.attention
-    q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps)
+    q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps, links)
     q = project_q(
         *(q_a, q_squares, attention.w_q, attention.heads, kv, attention.kv_norm),
         *(inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, attention.eps),

@@ -1,7 +1,8 @@
 """How the kernels of several ranks reach one another's memory: an inbox on each chip, open to all (blocks/ranks.cuh).
 
 A step's sums are at two sites, in turn: attention's at the first, the experts' at the second. Behind them lie the two
-rooms of `gather_ranks`, and those in which ranks that divide contexts exchange queries and what came of them.
+rooms of `gather_ranks`, those in which ranks that divide contexts exchange queries and what came of them, and a third
+site for the sums of `project_a`: between two of its sums lie both others.
 """
 
 from dataclasses import dataclass
@@ -10,9 +11,12 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.layouts.tiled import padded
+
 ATTENTION, EXPERTS = 0, 1  # sites
 Site = Literal[0, 1]
 Contexts = Literal["auto", "whole", "divided"]
+Projection = Literal["auto", "whole", "divided"]
 UNSENT = 0x80000000  # the word that nobody has sent: minus zero
 MOST_RANKS = 8
 MOST_TOKENS = 64  # of a step whose sums go through inboxes
@@ -26,11 +30,12 @@ class Rooms(NamedTuple):
     gathered: int  # in each of the two rooms of `gather_ranks`
     queries: int  # in the room of `gather_queries`
     latents: int  # in the room of `share_latents`
+    projected: int  # at the site of `project_a`
 
     @property
     def words(self) -> int:
         """Of all."""
-        return 2 * (self.sums + self.gathered) + self.queries + self.latents
+        return 2 * (self.sums + self.gathered) + self.queries + self.latents + self.projected
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Links:
     turns: Tensor  # int32 [2]: `gather_ranks` counts its launches there
     rooms: Rooms
     contexts: Contexts = "auto"  # whether ranks read a part of every context each, or all of it
+    projection: Projection = "auto"  # whether ranks read a part of `project_a`'s weight each, or all of it
 
     def of_sums(self, site: Site) -> dict[str, Any]:
         """What a kernel's record takes to add up the ranks at this site."""
@@ -62,6 +68,11 @@ class Links:
         """What `share_latents` takes."""
         site = self._behind + self.ranks * self.rooms.queries
         return {**self._who(), "site": site, "room": self.rooms.latents}
+
+    def of_projected(self) -> dict[str, Any]:
+        """What a kernel's record takes to add up the ranks' parts of `project_a`."""
+        site = self._behind + self.ranks * (self.rooms.queries + self.rooms.latents)
+        return {**self._who(), "site": site, "room": self.rooms.projected}
 
     @property
     def _behind(self) -> int:
@@ -100,14 +111,20 @@ def ranks_of(links: Links | None) -> int:
     return 1 if links is None else links.ranks
 
 
-def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int) -> Rooms:
+def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int, projected: int) -> Rooms:
     """What a step of MOST_TOKENS tokens needs.
 
     hidden: D, padded to 128. vocabulary: rows of the head that a rank has, a multiple of 4. heads: H of a rank, whose
-    queries are [latent R | rotated P].
+    queries are [latent R | rotated P]. projected: outputs of `project_a`, of which 8 tokens are added up at most.
     """
     queries, latents = heads * (rank + rope) // 2, heads * (rank // 2 + 1)  # a latent's log-sum-exp is a word
-    return Rooms(hidden * MOST_TOKENS, GATHERED_ROWS * vocabulary, MOST_TOKENS * queries, MOST_TOKENS * latents)
+    return Rooms(
+        sums=hidden * MOST_TOKENS,
+        gathered=GATHERED_ROWS * vocabulary,
+        queries=MOST_TOKENS * queries,
+        latents=MOST_TOKENS * latents,
+        projected=8 * padded(projected, 2),
+    )
 
 
 def new_control(seconds: float, *, pinned: bool) -> Tensor:

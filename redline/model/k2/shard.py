@@ -1,7 +1,8 @@
 """Which part of each weight a rank holds: its heads, its slice of every MLP's width, its rows of the head.
 
 What all ranks hold whole: norms, the down-projections of attention, the router, the embedding. They are a twentieth of
-what a step of one token reads, and a sum more for each would cost more than the reading.
+what a step of one token reads. Of the down-projections ranks read a part each in steps of few tokens, where that saves
+more than a sum costs (`project_a`); prompts read them whole.
 """
 
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def rooms_of(config: K2Config, ranks: int) -> Rooms:
     """What each rank of a group of GPUs has for itself in the others' inboxes."""
     c = config
     sizes = c.num_attention_heads // ranks, c.kv_lora_rank, c.qk_rope_head_dim
-    return rooms_of_sizes(padded(c.hidden_size, PAD_K), c.vocab_size // ranks, *sizes)
+    return rooms_of_sizes(padded(c.hidden_size, PAD_K), c.vocab_size // ranks, *sizes, c.q_lora_rank + c.kv_width)
 
 
 def check_ranks(config: K2Config, ranks: int) -> None:

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.decode.dense import random_x
 from redline.kernels.hopper.decode.experts_down import ExpertsDownArgs, experts_down
 from redline.kernels.hopper.decode.experts_up import encode_h, some_pairs
 from redline.kernels.hopper.decode.gather_ranks import gather_queries, gather_ranks
+from redline.kernels.hopper.decode.project_a import ProjectAArgs, project_a
 from redline.kernels.hopper.decode.project_out import ProjectOutArgs, project_out
 from redline.kernels.hopper.decode.share_latents import share_latents
 from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
@@ -24,12 +26,14 @@ from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Rooms, n
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
 COLUMNS, ROWS = 60, 5  # of a gather
+QUERY_RANK, KV = 40, 24  # outputs of `project_a`
 HEADS, RANK, ROPE = 2, 256, 64  # heads of a rank
 ROOMS = Rooms(
     sums=HIDDEN * MOST_TOKENS,
     gathered=ROWS * COLUMNS,
     queries=8 * HEADS * (RANK + ROPE) // 2,
     latents=8 * HEADS * (RANK // 2 + 1),
+    projected=8 * (QUERY_RANK + KV),
 )
 
 
@@ -38,7 +42,8 @@ def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
     words = ranks * ROOMS.words
     inboxes = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
     at = tuple(inboxes.data_ptr() + 4 * words * other for other in range(ranks))
-    links = Links(rank, ranks, at, new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32), ROOMS)
+    control, turns = new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32)
+    links = Links(rank, ranks, at, control, turns, ROOMS, projection="divided")
     _mapped.append(inboxes)
     return links
 
@@ -54,6 +59,21 @@ def near(got: Tensor, want: Tensor) -> None:
 
 def generator(round_: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1000 * round_ + rank)
+
+
+def projected(round_: int, tokens: int, links: Links) -> tuple[Tensor, ...]:
+    """`project_a`, whose inputs the ranks share; -> what every rank has of all outputs."""
+    g = generator(round_, 99)
+    inputs = 128 * links.ranks * (1 + round_ % 2)
+    weight = Tiled.prepare((torch.randn(QUERY_RANK + KV, inputs, generator=g) * inputs**-0.5).bfloat16())
+    x, squares = random_x(g, tokens, inputs)
+    given = x, squares, weight, torch.rand(QUERY_RANK, generator=g) + 0.5, 1e-5
+    got = q_a, q_squares, kv = project_a(*given, links)
+    want = project_a.op.reference(ProjectAArgs(*given))
+    near(q_a, want[0])
+    near(q_squares.sum(0)[:tokens], want[1].sum(0)[:tokens])
+    near(kv, want[2])
+    return got
 
 
 def attention(round_: int, tokens: int, links: Links) -> Tensor:
@@ -173,6 +193,7 @@ def main() -> None:
             tokens = (1, 8, 3, 2)[round_ % 4]
             if late.random() < 0.5:
                 time.sleep(late.random() * 0.02)
+            hashes += [hash(got.view(torch.uint8).numpy().tobytes()) for got in projected(round_, tokens, links)]
             if round_ % 2:  # contexts are divided: two exchanges before the sums
                 queries(3 * round_, tokens, links)
                 latents(3 * round_, tokens, (3, 19, 8, 9)[round_ // 2 % 4], links)

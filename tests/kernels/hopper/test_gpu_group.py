@@ -19,7 +19,7 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.kernels.hopper.ranks import UNSENT, new_control, rooms_of
 
 CPU = torch.device("cpu")
-ROOMS = rooms_of(128, 32, heads=2, rank=256, rope=64)
+ROOMS = rooms_of(128, 32, heads=2, rank=256, rope=64, projected=704)
 ONES = torch.ones(2, 4)
 
 

@@ -37,12 +37,11 @@ template <class Launch>
 FN Ranks ranks_of(const Launch& a, u64 first) {
     const u64 inboxes[8] = {a.inbox_0, a.inbox_1, a.inbox_2, a.inbox_3, a.inbox_4, a.inbox_5, a.inbox_6, a.inbox_7};
     Ranks r;
-    r.mine = nullptr, r.control = a.control, r.rank = a.rank, r.room = a.room;
+    r.control = a.control, r.rank = a.rank, r.room = a.room;
+    u64 mine = 0;  // chosen by its bits: the compiler makes an array in memory of a choice by number
 #pragma unroll
-    for (u32 i = 0; i < RANKS; i++) {
-        r.inbox[i] = (u32*)inboxes[i] + first;
-        if (i == a.rank) r.mine = r.inbox[i];
-    }
+    for (u32 i = 0; i < RANKS; i++) r.inbox[i] = (u32*)inboxes[i] + first, mine |= inboxes[i] & (0 - (u64)(i == a.rank));
+    r.mine = (u32*)mine + first;
     return r;
 }
 
@@ -85,7 +84,42 @@ FN bool is_lost(const Ranks& r, u32 source, u64& since) {
     return true;
 }
 
-// What a rank has sent here; waits for it, and makes it unsent again.
+// What all other ranks have sent to `count` of these places: came[n][source]. All of it is asked for at once, and what has
+// not come again; then it is unsent again.
+template <u32 PLACES, class Words>
+FN void receive(const Ranks& r, const u32 (&places)[PLACES], u32 count, Words (&came)[PLACES][RANKS]) {
+    u64 since = 0;
+    for (u32 tries = 1;; tries++) {
+        u32 missing = RANKS;
+#pragma unroll
+        for (u32 n = 0; n < PLACES; n++)
+#pragma unroll
+            for (u32 i = 0; i < RANKS; i++)
+                if (n < count && i != r.rank) load_system(r.mine + (u64)i * r.room + places[n], came[n][i]);
+#pragma unroll
+        for (u32 n = 0; n < PLACES; n++)
+#pragma unroll
+            for (u32 i = 0; i < RANKS; i++)
+                if (n < count && i != r.rank && is_unsent(came[n][i])) missing = i;
+        if (missing == RANKS) break;
+        wait_a_little();
+        if (tries % TRIES == 0 && is_lost(r, missing, since)) {
+#pragma unroll
+            for (u32 n = 0; n < PLACES; n++)
+#pragma unroll
+                for (u32 i = 0; i < RANKS; i++) fill_words(came[n][i], LOST);
+            return;
+        }
+    }
+    Words none;
+    fill_words(none, UNSENT);
+#pragma unroll
+    for (u32 n = 0; n < PLACES; n++)
+#pragma unroll
+        for (u32 i = 0; i < RANKS; i++)
+            if (n < count && i != r.rank) store_system(r.mine + (u64)i * r.room + places[n], none);
+}
+// What one rank has sent to one place.
 template <class Words>
 FN Words receive(const Ranks& r, u32 source, u32 place) {
     u32* at = r.mine + (u64)source * r.room + place;
@@ -106,37 +140,33 @@ FN Words receive(const Ranks& r, u32 source, u32 place) {
     return v;
 }
 
-// The sum of what all ranks have sent to this place, `own` among them, in the order of ranks: the same bits on all.
-FN float sum_of_ranks(const Ranks& r, u32 place, float own) {
-    float sum = 0.f;
-#pragma unroll
-    for (u32 i = 0; i < RANKS; i++) {
-        float v = as_float(sent(as_u32(own)));
-        if (i != r.rank) v = as_float(receive<u32>(r, i, place));
-        sum = i ? sum + v : v;
-    }
-    return sum;
+FN u32 add_words(u32 a, u32 b) { return as_u32(as_float(a) + as_float(b)); }
+FN u32x2 add_words(u32x2 a, u32x2 b) { return {add_words(a.x, b.x), add_words(a.y, b.y)}; }
+FN u32x4 add_words(u32x4 a, u32x4 b) {
+    return {add_words(a.x, b.x), add_words(a.y, b.y), add_words(a.z, b.z), add_words(a.w, b.w)};
 }
-FN f32x2 sum_of_ranks(const Ranks& r, u32 place, f32x2 own) {
-    f32x2 sum = {0.f, 0.f};
+
+// The sums of what all ranks have sent to `count` of these places, this rank's `words` among them, in the order of ranks:
+// the same bits on all.
+template <u32 PLACES, class Words>
+FN void sum_of_ranks(const Ranks& r, const u32 (&places)[PLACES], u32 count, Words (&words)[PLACES]) {
+    Words came[PLACES][RANKS];
+    receive(r, places, count, came);
 #pragma unroll
-    for (u32 i = 0; i < RANKS; i++) {
-        u32x2 v = sent(u32x2{as_u32(own.x), as_u32(own.y)});
-        if (i != r.rank) v = receive<u32x2>(r, i, place);
-        sum.x = i ? sum.x + as_float(v.x) : as_float(v.x), sum.y = i ? sum.y + as_float(v.y) : as_float(v.y);
+    for (u32 n = 0; n < PLACES; n++) {
+        Words own = sent(words[n]);
+#pragma unroll
+        for (u32 i = 0; i < RANKS; i++) {
+            Words v = i == r.rank ? own : came[n][i];
+            words[n] = i ? add_words(words[n], v) : v;
+        }
     }
-    return sum;
 }
-FN u32x4 sum_of_ranks(const Ranks& r, u32 place, u32x4 own) {
-    u32x4 sum = {0, 0, 0, 0};
-#pragma unroll
-    for (u32 i = 0; i < RANKS; i++) {
-        u32x4 v = sent(own);
-        if (i != r.rank) v = receive<u32x4>(r, i, place);
-        sum = i ? u32x4{as_u32(as_float(sum.x) + as_float(v.x)), as_u32(as_float(sum.y) + as_float(v.y)),
-                        as_u32(as_float(sum.z) + as_float(v.z)), as_u32(as_float(sum.w) + as_float(v.w))}
-                : v;
-    }
-    return sum;
+template <class Words>
+FN Words sum_of_ranks(const Ranks& r, u32 place, Words own) {
+    u32 places[1] = {place};
+    Words words[1] = {own};
+    sum_of_ranks(r, places, 1, words);
+    return words[0];
 }
 #endif

@@ -13,11 +13,12 @@
 // A column's sums depend on its own x alone: in order of K within a warp, then over the warps. So a token has the same
 // bits whatever the number of tokens.
 //
-// Macros: INPUTS (K, padded), BITS (of a weight, 16 or 8), RING (bytes before the ring), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
+// Macros: INPUTS (K, padded), ALL_INPUTS (of a row in memory: more than INPUTS where ranks share K), BITS (of a weight, 16 or
+// 8), RING (bytes before the ring), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
 // front has ended), COLUMNS (1, 2, 4 or 8 >= T), SLICES (parts of K whose x is in registers by turns), TILES (sums that a
 // warp keeps), ROW_TILES, BATCHED (more tiles than sums: these come in batches), EPILOGUE and its sizes; and bytes from the
-// beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none). RANKS: of PROJECT_OUT,
-// whose sums are then those of all ranks (ranks.cuh).
+// beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none). RANKS: of PROJECT_A
+// and PROJECT_OUT, whose sums are then those of all ranks (ranks.cuh).
 #include "core.cuh"
 #include "ranks.cuh"
 
@@ -69,17 +70,33 @@ FN void pad_columns(u16* out, u32 from, u32 to, u32 tokens) {
 FN void store_bf16_pair(u16* at, float lo, float hi) { store_global(at, pack_bf16(lo, hi)); }
 FN void store_f32_pair(float* at, float lo, float hi) { store_global_2(at, {as_u32(lo), as_u32(hi)}); }
 
+// Two rows' sums for one token become those of all ranks.
+template <class Launch>
+FN void add_ranks(const Launch& a, u32 row, u32 token, float& lo, float& hi) {
+#if RANKS > 1
+    Ranks ranks = ranks_of(a, a.site);
+    u32 place = (row / 2 * MOST_TOKENS + token) * 2;
+    u32x2 sum = {as_u32(lo), as_u32(hi)};
+    send(ranks, place, sum);
+    sum = sum_of_ranks(ranks, place, sum);
+    lo = as_float(sum.x), hi = as_float(sum.y);
+#endif
+}
+
 #if EPILOGUE == PROJECT_A
 // RANK_Q rows of queries, RANK_Q_PADDED of them in memory, then the OUTPUTS - RANK_Q of latent and key.
 struct ProjectALaunch {
-    const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
-    const u8* x;           // bf16 [T, INPUTS]
+    const u8* weights;     // bf16 [ROW_TILES, ALL_INPUTS / 32, 16, 32], from this rank's INPUTS on
+    const u8* x;           // bf16 [T, ALL_INPUTS], likewise
     const float* squares;  // [parts, 8]
     const float* gamma;    // [RANK_Q]
     u16* q;                // bf16 [T, RANK_Q_PADDED]
     float* squares_out;    // [blocks, 8]
     float* kv;             // [T, OUTPUTS - RANK_Q]
-    u32 tokens, parts;
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;  // ranks.cuh; null: there is one rank, or each multiplies all inputs
+    u64 site;      // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
+    u32 tokens, parts, rank, room;
     float eps;
 };
 using Arguments = ProjectALaunch;
@@ -91,6 +108,7 @@ FN u32x4 load_operands(const Arguments& a, u32 row, u32) {
     return {gamma.x, gamma.y, 0, 0};
 }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4 gamma) {
+    add_ranks(a, row, token, lo, hi);
     lo *= rstd, hi *= rstd;
     if (row >= RANK_Q) {
         store_f32_pair(a.kv + token * (OUTPUTS - RANK_Q) + row - RANK_Q, lo, hi);
@@ -224,13 +242,7 @@ FN u32x4 load_operands(const Arguments& a, u32 row, u32 token) {
     return {before.x, before.y, gamma.x, gamma.y};
 }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float, u32x4 operands) {
-#if RANKS > 1
-    Ranks ranks = ranks_of(a, a.site);
-    u32 place = (row / 2 * MOST_TOKENS + token) * 2;
-    send(ranks, place, u32x2{as_u32(lo), as_u32(hi)});
-    f32x2 sum = sum_of_ranks(ranks, place, f32x2{lo, hi});
-    lo = sum.x, hi = sum.y;
-#endif
+    add_ranks(a, row, token, lo, hi);
     lo += as_float(operands.x), hi += as_float(operands.y);
     store_f32_pair(a.residual_out + token * OUTPUTS + row, lo, hi);
     store_bf16_pair(a.x_out + token * OUTPUTS_PADDED + row, lo * as_float(operands.z), hi * as_float(operands.w));
@@ -405,7 +417,7 @@ FN bool is_left(const Walk& w) { return is_at_units(w) || w.slice < SLICES; }
 FN const u8* place(const Walk& w) {
     u32 tile = is_at_units(w) ? w.unit / K_GROUPS : w.first + w.tile * TILES_AT_ONCE;
     u32 unit = ((w.slice % SLICES * K_GROUPS + w.k_group) * PIECES + w.piece) * 4 * UNITS;
-    return w.weights + (u64)(tile * (INPUTS / TILE_INPUTS) + unit) * TILE_BYTES;
+    return w.weights + (u64)(tile * (ALL_INPUTS / TILE_INPUTS) + unit) * TILE_BYTES;
 }
 FN void advance(Walk& w) {
     if (++w.piece < PIECES) return;
@@ -470,7 +482,7 @@ FN void request_x(const Arguments& a, u32 slice) {
     u32 barrier = shared_base() + X_BARRIER;
     barrier_expect(barrier, a.tokens * X_BYTES);
     for (u32 token = 0; token < a.tokens; token++)
-        copy_bulk(shared_base() + X_AT + token * X_STRIDE, a.x + (token * SLICES + slice) * X_BYTES, X_BYTES, barrier);
+        copy_bulk(shared_base() + X_AT + token * X_STRIDE, a.x + token * (2 * ALL_INPUTS) + slice * X_BYTES, X_BYTES, barrier);
 }
 // The warp's fragments: lane 4g + t has a quarter, the t-th, of each of its units of token g.
 FN void read_x(u32 (&x)[SHARE][UNIT_X], u32 tokens) {

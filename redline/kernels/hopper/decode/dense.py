@@ -77,13 +77,14 @@ def plan(
     bits: int = 16,
     in_units: int = 0,
 ) -> Plan:
-    """inputs: padded. operands: 16 bytes for each pair of outputs. bits: of a weight, 16 or 8. in_units: row tiles that
-    come in units in front of the others, of which the last block then has none. warps, units and stages for 7168 inputs
-    (up to four tiles a block), 1536 and 8192 of 16 bits are those of a trial on an NVIDIA H200; the rest follows their
-    pattern, untimed."""
+    """inputs: padded; of this rank where ranks share them. operands: 16 bytes for each pair of outputs. bits: of a
+    weight, 16 or 8. in_units: row tiles that come in units in front of the others, of which the last block then has
+    none. warps, units and stages for 7168 inputs (up to four tiles a block), 1536 and 8192 of 16 bits are those of a
+    trial on an NVIDIA H200; the rest follows their pattern, untimed."""
     blocks = min(multiprocessors, row_tiles)
     unit, ring = TILE_K * 16 // bits, _RING[bits]
-    warps = 16 if inputs >= 7168 and inputs % (16 * unit) == 0 else 4
+    whole, one_each = inputs % (16 * unit) == 0, row_tiles <= blocks and not in_units
+    warps = 16 if whole and (inputs >= 7168 or (one_each and inputs // unit // 4 > _MOST_SHARE)) else 4
     at_once = _WARPS // warps
     share = inputs // unit // warps
     in_registers = _MOST_SHARE * bits // 16
@@ -131,6 +132,7 @@ def _kernel(
     launch: type[Record],
     epilogue: str,
     inputs: int,
+    all_inputs: int,
     row_tiles: int,
     bits: int,
     cut: Plan,
@@ -139,6 +141,7 @@ def _kernel(
     defines: dict[str, int | str] = {
         "EPILOGUE": epilogue,
         "INPUTS": inputs,
+        "ALL_INPUTS": all_inputs,
         "BITS": bits,
         "RING": cut.ring,
         "ROW_TILES": row_tiles,
@@ -167,21 +170,30 @@ def _plan_of(
     return plan(inputs, row_tiles, columns, multiprocessors, operands=operands, bits=bits, in_units=in_units)
 
 
-def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0) -> Plan:
-    """How the product with a weight is cut up. in_units: as in `plan`."""
+def cut_of(w: Tiled | Tiled8, tokens: int, epilogue: str, in_units: int = 0, ranks: int = 1) -> Plan:
+    """How the product with a weight is cut up. in_units: as in `plan`. ranks: that share its inputs."""
     row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
-    inputs, count = w.data.shape[-3] * w.data.shape[-1], multiprocessors(w.data.device)
+    inputs, count = w.data.shape[-3] * w.data.shape[-1] // ranks, multiprocessors(w.data.device)
     return _plan_of(inputs, row_tiles, tokens, count, epilogue in _WITH_OPERANDS, bits, in_units)
 
 
 def kernel_of(
-    launch: type[Record], epilogue: str, w: Tiled | Tiled8, tokens: int, in_units: int = 0, **sizes: int | str
+    launch: type[Record],
+    epilogue: str,
+    w: Tiled | Tiled8,
+    tokens: int,
+    in_units: int = 0,
+    share: int = 1,
+    **sizes: int | str,
 ) -> tuple[CudaKernel, int]:
-    """The program, and its blocks. launch: the epilogue's struct, sizes: its own macros. in_units: as in `plan`."""
+    """The program, and its blocks. launch: the epilogue's struct, sizes: its own macros. in_units: as in `plan`.
+
+    share: ranks of which each multiplies a part of the inputs.
+    """
     row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
-    inputs, cut = w.data.shape[-3] * w.data.shape[-1], cut_of(w, tokens, epilogue, in_units)
+    inputs, cut = w.data.shape[-3] * w.data.shape[-1], cut_of(w, tokens, epilogue, in_units, share)
     sizes = {"OUTPUTS": w.outputs, "NORM_INPUTS": w.inputs, **sizes}
-    return _kernel(launch, epilogue, inputs, row_tiles, bits, cut, tuple(sizes.items())), cut.blocks
+    return _kernel(launch, epilogue, inputs // share, inputs, row_tiles, bits, cut, tuple(sizes.items())), cut.blocks
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -306,21 +306,32 @@ KERNEL(experts_down, ExpertsDownLaunch) {
     if (FEW) group.store_sums(), sync_block();
 
     thread = forget(thread_index()), column = block_index() * 64 + thread % 64, exists = column < HIDDEN;
+    // A thread has a column of every STEP-th token.
+    constexpr u32 STEP = THREADS / 64, MINE = (ROOM + STEP - 1) / STEP;
+    u32 first = thread / 64, count = first < a.tokens ? (a.tokens - first + STEP - 1) / STEP : 0, places[MINE], sums[MINE];
+    float before[MINE] = {old};
 #if RANKS > 1
     Ranks ranks = ranks_of(a, a.site);
-    for (u32 token = thread / 64; token < a.tokens; token += THREADS / 64)
-        send(ranks, token * X + column, as_u32(sum_of(token, thread % 64)));
 #endif
-    for (u32 token = thread / 64; token < a.tokens; token += THREADS / 64) {
-        u32 place = token * HIDDEN + column;
-        if (token >= THREADS / 64 && exists) old = load_global_f32(a.residual + place);
-        float sum = sum_of(token, thread % 64);
+#pragma unroll
+    for (u32 n = 0; n < MINE; n++) {
+        u32 token = first + n * STEP;
+        places[n] = token * X + column, sums[n] = n < count ? as_u32(sum_of(token, thread % 64)) : 0;
 #if RANKS > 1
-        sum = sum_of_ranks(ranks, token * X + column, sum);
+        if (n < count) send(ranks, places[n], sums[n]);
 #endif
-        float now = exists ? old + sum : 0.f;
-        if (exists) store_global_f32(a.residual_out + place, now);
-        store_global_u16(a.x + 2 * (token * X + column), f32_to_bf16(now * gamma));
+        if (n && n < count && exists) before[n] = load_global_f32(a.residual + token * HIDDEN + column);
+    }
+#if RANKS > 1
+    sum_of_ranks(ranks, places, count, sums);
+#endif
+#pragma unroll
+    for (u32 n = 0; n < MINE; n++) {
+        if (n >= count) break;
+        u32 token = first + n * STEP;
+        float now = exists ? before[n] + as_float(sums[n]) : 0.f;
+        if (exists) store_global_f32(a.residual_out + token * HIDDEN + column, now);
+        store_global_u16(a.x + 2 * places[n], f32_to_bf16(now * gamma));
         float square = warp_sum(now * now);
         if (lane_index() == 0) store_shared_f32(base + SQUARE_AT + 8 * token + 4 * (warp % 2), square);
     }

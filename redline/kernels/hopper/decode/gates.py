@@ -115,7 +115,7 @@ def cuda(args: GatesArgs) -> Result:
         pairs = choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
         return logits, h, rstd, replace(pairs, ready=c.finished[1:].fill_(1))
     chosen = choice.chosen if choice else 0
-    sizes: dict[str, int | str] = {"EXPERTS": experts, "CHOSEN": chosen, "WIDTH": width, "WIDTH_PADDED": width_padded}
+    sizes = {"EXPERTS": experts, "CHOSEN": chosen, "WIDTH": width, "WIDTH_PADDED": width_padded}
     kernel, blocks = dense.kernel_of(_Launch, "GATES", w, tokens, in_units, **sizes)
     logits = torch.empty(tokens, experts, device=device)
     h = torch.empty(tokens, width_padded, dtype=torch.bfloat16, device=device)

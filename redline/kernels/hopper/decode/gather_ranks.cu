@@ -29,12 +29,15 @@ KERNEL(gather_ranks, GatherRanksLaunch) {
         send(ranks, 4 * i, v);
         store_global_4(a.whole + ((u64)(i / (WIDTH / 4)) * RANKS + a.rank) * WIDTH + i % (WIDTH / 4) * 4, v);
     }
-    for (u32 i = first; i < count; i += step)
+    for (u32 i = first; i < count; i += step) {
+        u32 places[1] = {4 * i};
+        u32x4 came[1][RANKS];
+        receive(ranks, places, 1, came);
 #pragma unroll
         for (u32 source = 0; source < RANKS; source++)
             if (source != a.rank)
-                store_global_4(a.whole + ((u64)(i / (WIDTH / 4)) * RANKS + source) * WIDTH + i % (WIDTH / 4) * 4,
-                               receive<u32x4>(ranks, source, 4 * i));
+                store_global_4(a.whole + ((u64)(i / (WIDTH / 4)) * RANKS + source) * WIDTH + i % (WIDTH / 4) * 4, came[0][source]);
+    }
     if (!TURNS) return;
     sync_block();
     if (thread_index() == 0 && add_global(a.turns + 1, 1) + 1 == grid_size()) {

@@ -2,6 +2,9 @@
 
 W_a [Rq + R + P, D] times the normed residual: the query's low-rank form, ready but for 1 / rms of its own norm
 (`dense`), and the raw latent and key, which `project_q` writes into their page.
+
+Every rank needs all of it and has all of W_a. Up to 8 tokens ranks share the inputs, where that saves more than a sum
+costs: each multiplies its part of D, and adds up what all have.
 """
 
 from collections.abc import Iterator
@@ -12,11 +15,15 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import launch_record
-from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
+from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, Tiled, padded
+from redline.kernels.hopper.ranks import NO_LINKS, Links
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 _Launch = launch_record("decode/dense.cu", "ProjectALaunch")
+
+# Microseconds of a sum of two ranks and of each further one, and bytes a microsecond of an NVIDIA H200's memory.
+_SUM, _FURTHER, _SPEED = 2.0, 0.3, 4.5e6
 
 
 class ProjectAArgs(NamedTuple):
@@ -27,10 +34,23 @@ class ProjectAArgs(NamedTuple):
     w: Tiled  # [Rq + R + P, D]
     gamma_Q: Tensor  # float32 [Rq]: of the queries' norm
     eps: float  # of the norm that x waits for
+    links: Links | None = None  # to the ranks that may share the inputs; None: there are none
+
+
+def shares(w: Tiled, links: Links | None, tokens: int) -> bool:
+    """Whether ranks multiply a part of the inputs each. w: W_a, whole."""
+    if links is None or links.projection == "whole" or tokens > dense.MOST_TOKENS:
+        return False
+    ranks = links.ranks
+    if padded(w.inputs, PAD_K) % (ranks * PAD_K) or dense.MOST_TOKENS * w.outputs > links.rooms.projected:
+        return False
+    saved = w.nbytes * (1 - 1 / ranks) / _SPEED - _SUM - _FURTHER * (ranks - 2)
+    return links.projection == "divided" or saved > 0
 
 
 def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
     """-> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])."""
+    assert args.links is None, "a reference knows one rank"
     w = args.w
     tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
     y = dense.product(args.x, w) * dense.rstd_of(args.squares, tokens, w.inputs, args.eps)
@@ -48,13 +68,17 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
         return streamed.project_a(x, squares, w, gamma_Q, args.eps)
     rank_q_padded = padded(rank_q, PAD_K)
-    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_A", w, tokens, RANK_Q=rank_q, RANK_Q_PADDED=rank_q_padded)
+    links = args.links if shares(w, args.links, tokens) else None
+    rank, ranks = (0, 1) if links is None else (links.rank, links.ranks)
+    first = rank * (x.shape[1] // ranks)
+    sizes = {"RANK_Q": rank_q, "RANK_Q_PADDED": rank_q_padded, "RANKS": ranks}
+    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_A", w, tokens, share=ranks, **sizes)
     q_a = torch.empty(tokens, rank_q_padded, dtype=torch.bfloat16, device=x.device)
     squares_out = torch.empty(blocks, dense.MOST_TOKENS, device=x.device)
     kv = torch.empty(tokens, w.outputs - rank_q, device=x.device)
     given = _Launch(
-        weights=w.data,
-        x=x,
+        weights=w.data[0, first // TILE_K :],  # and so on, each row of tiles as long as all
+        x=x[0, first:],  # likewise
         squares=squares,
         gamma=gamma_Q,
         q=q_a,
@@ -63,6 +87,7 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
         tokens=tokens,
         parts=squares.shape[0],
         eps=args.eps,
+        **(NO_LINKS if links is None else links.of_projected()),
     )
     kernel.launch(given, blocks)
     return q_a, squares_out, kv
@@ -76,7 +101,7 @@ def fits(args: ProjectAArgs) -> bool:
 
 
 def cost(args: ProjectAArgs) -> Cost:
-    """The weight and what is read beside it once, q_a and kv."""
+    """The weight, or this rank's part of it, and what is read beside it once, q_a and kv."""
     tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
     written = Cost(tokens * (2 * rank_q + 4 * (args.w.outputs - rank_q)))
     return dense.cost_of(args.w, tokens, args.x, args.squares, args.gamma_Q) + written
