@@ -5,6 +5,7 @@ A rank has some of the heads and a slice of every expert's width, so a sublayer'
 from equal bits is equal: norms, experts chosen, tokens drawn. So ranks never ask one another what was decided.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -30,6 +31,10 @@ class Group(Protocol):
 
     def add(self, partial: Tensor) -> Tensor:
         """The sum over all ranks of their partial sums [T, D], added in the order of ranks; may be the given tensor."""
+        ...
+
+    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+        """Begins `add`; what comes back ends it, once: until then the device may do other work."""
         ...
 
     def gather(self, part_RV: Tensor) -> Tensor:
@@ -63,6 +68,10 @@ class Alone:
     def add(self, partial: Tensor) -> Tensor:
         """The same tensor."""
         return partial
+
+    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+        """Gives the same tensor."""
+        return lambda: partial
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """The same tensor."""

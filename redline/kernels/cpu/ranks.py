@@ -5,6 +5,7 @@ T tokens, D hidden, R rows, V vocabulary.
 
 import mmap
 import os
+from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
@@ -65,6 +66,11 @@ class SharedMemoryGroup:
             part = flat[first : first + _ROOM]
             self._call(part, whole[first : first + _ROOM], 0)
         return whole.view(partial.shape)
+
+    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_add`, and ends it: a CPU has nothing else to do meanwhile."""
+        whole = self.add(partial)
+        return lambda: whole
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `Group.gather`: float32 [R, V], in new memory. V / ranks is at most 262,144."""

@@ -8,7 +8,9 @@ that divide long contexts launch two more.
 attention for chunks of prompts, absorbed attention for tokens that decode among them.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from redline.kernels.hopper.decode.share_latents import divides, share_latents
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
-from redline.kernels.hopper.linear import product
+from redline.kernels.hopper.linear import product, products
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
@@ -39,6 +41,7 @@ from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
 LISTED = 32  # tokens up to which experts run pair by pair; more run grouped by expert
+PARTS, PART_ROWS = 2, 1024  # that the rows of a prompt's sums over ranks come in, and at least so many rows of each
 
 
 @dataclass(frozen=True)
@@ -150,56 +153,116 @@ def decode_block(
     return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm, links))
 
 
+@dataclass(frozen=True)
+class PartialSums:
+    """What ranks add up of a sublayer, float32 or bf16 [T, D], some rows after others.
+
+    parts: rows, and what gives their sums once, as `Group.begin_add` has it. What is next to be computed of the first
+    rows is computed while the last are on their way.
+    """
+
+    parts: tuple[tuple[slice, Callable[[], Tensor]], ...]
+
+    def whole(self) -> Tensor:
+        """[T, D], all added up."""
+        return _joined([end() for _, end in self.parts])
+
+
 def prefill_block(
     residual_TD: Tensor,
-    partial_TD: Tensor | None,
+    sums: PartialSums | None,
     w: GpuBlock,
     inputs: Inputs,
     plane: Tensor,
     forced_TK: Tensor | None,
     group: Group = ALONE,
-) -> tuple[Tensor, Tensor | None]:
-    """One block of any step. -> (residual, partial) for the next block.
+) -> tuple[Tensor, PartialSums | None]:
+    """One block of any step. -> (residual, sums) for the next block.
 
-    residual float32 [T, D]: the given one is changed in place. partial float32 or bf16 [T, D]: for the next norm to
-    add; None: nothing. plane [pages, 64, R + P]: read, and written at rows_T. forced_TK int32 [T, K]: the experts to
-    take instead of choosing. group: the ranks of which each has a part of the block.
+    residual float32 [T, D]: the given one is changed in place. sums: for the next norm to add; None: nothing. plane
+    [pages, 64, R + P]: read, and written at rows_T. forced_TK int32 [T, K]: the experts to take instead of choosing.
+    group: the ranks of which each has a part of the block.
     """
     attention = w.attention
-    residual, x = norm_rows(residual_TD, partial_TD, w.attention_norm, w.eps)
-    tokens, heads, value = x.shape[0], attention.heads, attention.w_uv.shape[1]
-    a = product(x, attention.w_a, torch.float32)
-    norms = attention.q_norm, attention.kv_norm
-    q_a = split_a(a, *norms, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, attention.eps)
-    q = product(q_a, attention.w_q, torch.bfloat16).view(tokens, heads, attention.width)
+    tokens, heads, value = residual_TD.shape[0], attention.heads, attention.w_uv.shape[1]
+    norms, into = (attention.q_norm, attention.kv_norm), products(attention.w_a, torch.float32)
+    queries: list[Tensor] = []
+    for rows, partial in _arriving(sums, tokens):
+        _, x = norm_rows(residual_TD[rows], partial, w.attention_norm, w.eps)
+        placed = inputs.cos_T[rows], inputs.sin_T[rows], inputs.rows_T[rows]
+        queries.append(split_a(into(x), *norms, *placed, plane, attention.eps))
+    q = product(_joined(queries), attention.w_q, torch.bfloat16).view(tokens, heads, attention.width)
     q = rotate_heads(q, inputs.cos_T, inputs.sin_T)
-    o = torch.empty(tokens, heads, value, dtype=torch.bfloat16, device=x.device)
+    o = torch.empty(tokens, heads, value, dtype=torch.bfloat16, device=q.device)
     if inputs.chunks:
         chunks = inputs.chunks, inputs.rows_T, inputs.tables
         attend_chunks(q, attention, w.softmax_scale, *chunks, plane, o)
     if inputs.tokens_Q.shape[0]:
         decoding = inputs.tokens_Q.long()
-        places = torch.arange(decoding.shape[0], dtype=torch.int32, device=x.device)
+        places = torch.arange(decoding.shape[0], dtype=torch.int32, device=q.device)
         o[decoding] = _absorbed(q[decoding], places, w, inputs, plane)[:, : heads * value].unflatten(1, (heads, value))
-    partial = group.add(product(o.flatten(1), w.o_proj, torch.bfloat16))
-    residual, x = norm_rows(residual, partial, w.mlp_norm, w.eps)
-    both = product(x, w.gates, torch.float32)
-    count = 0 if w.experts is None else w.experts.bias_E.shape[0]
-    h = swiglu(both, padded(count, TILE_N), w.width)
-    if w.experts is None:
+    out = products(w.o_proj, torch.bfloat16)
+    return residual_TD, _mlp(
+        residual_TD, _begin(group, tokens, lambda rows: out(o[rows].flatten(1))), w, forced_TK, group
+    )
+
+
+def _mlp(
+    residual_TD: Tensor, sums: PartialSums, w: GpuBlock, forced_TK: Tensor | None, group: Group
+) -> PartialSums | None:
+    """The MLP of `prefill_block`. sums: attention's. -> its own, or None: they are in the residual already."""
+    tokens, e = residual_TD.shape[0], w.experts
+    count = 0 if e is None else e.bias_E.shape[0]
+    gated = products(w.gates, torch.float32)
+    xs: list[Tensor] = []
+    logits: list[Tensor] = []
+    hidden: list[Tensor] = []
+    for rows, partial in _arriving(sums, tokens):
+        _, x = norm_rows(residual_TD[rows], partial, w.mlp_norm, w.eps)
+        both = gated(x)
+        xs.append(x)
+        logits.append(both[:, :count])
+        hidden.append(swiglu(both, padded(count, TILE_N), w.width))
+    if e is None:
         assert isinstance(w.down, Tiled)
-        return residual, group.add(product(h, w.down, torch.bfloat16))
+        down = products(w.down, torch.bfloat16)
+        h = _joined(hidden)
+        return _begin(group, tokens, lambda rows: down(h[rows]))
     assert isinstance(w.down, Slabs)
-    e, logits = w.experts, both[:, :count].contiguous()
+    x, h, logits_TE = _joined(xs), _joined(hidden), _joined(logits).contiguous()
     if tokens <= LISTED:
-        pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
+        pairs = choose_experts(logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
         routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
+        before = residual_TD if group.ranks == 1 else torch.zeros_like(residual_TD)
+        after = experts_down(routed, pairs, e.down, h, w.down, before, w.mlp_norm)[0]
         if group.ranks == 1:
-            return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
-        nothing = torch.zeros_like(residual)
-        return residual, group.add(experts_down(routed, pairs, e.down, h, w.down, nothing, w.mlp_norm)[0])
-    ids, weights = choose(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK, ties=False)
-    return residual, group.add(h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down))
+            residual_TD.copy_(after)
+            return None
+        return _begin(group, tokens, lambda rows: after[rows])
+    ids, weights = choose(logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK, ties=False)
+    routed, shared = grouped_experts(x, ids, weights, e.up, e.down), w.down.dense().T
+    return _begin(group, tokens, lambda rows: h[rows, : w.width] @ shared + routed[rows])
+
+
+def _begin(group: Group, tokens: int, partial: Callable[[slice], Tensor]) -> PartialSums:
+    """Sums whose ranks' parts are computed some rows after others, and added up meanwhile. partial: of rows."""
+    count = 1 if group.ranks == 1 else min(PARTS, max(1, tokens // PART_ROWS))
+    bounds = [tokens * i // count for i in range(count + 1)]
+    rows = [slice(first, end) for first, end in pairwise(bounds)]
+    return PartialSums(tuple((each, group.begin_add(partial(each))) for each in rows))
+
+
+def _arriving(sums: PartialSums | None, tokens: int) -> Iterator[tuple[slice, Tensor | None]]:
+    """Rows, and what is to be added to them, as it comes."""
+    if sums is None:
+        yield slice(0, tokens), None
+        return
+    for rows, end in sums.parts:
+        yield rows, end()
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _absorbed(

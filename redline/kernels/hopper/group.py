@@ -6,6 +6,7 @@ Whoever opens a group names a file that none of its ranks has used before; the r
 import contextlib
 import datetime
 import os
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
@@ -67,15 +68,32 @@ class GpuGroup:
 
     def add(self, partial: Tensor) -> Tensor:
         """As `Group.add`, through NCCL, whose order of adding is its own: for prompts."""
+        return self.begin_add(partial)()
+
+    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_add`, on NCCL's own stream, which the current one waits for at the end."""
+        with self._broken_off():
+            work = dist.all_reduce(partial, async_op=True)
+        assert work is not None
+
+        def end() -> Tensor:
+            with self._broken_off():
+                work.wait()
+            return partial
+
+        return end
+
+    @contextlib.contextmanager
+    def _broken_off(self) -> Generator[None]:
+        """Raises RankLost before a sum, or for one that was broken off, where a rank is lost."""
         if self._lost is not None:
             raise RankLost(self._lost)
         try:
-            dist.all_reduce(partial)
+            yield
         except RuntimeError as error:
             if self._lost is not None:
-                raise RankLost(self._lost) from error  # a sum that was broken off
+                raise RankLost(self._lost) from error
             raise
-        return partial
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `Group.gather`; in pieces where there are more rows than a step has."""

@@ -1,5 +1,7 @@
 """`linear` on a GPU: a weight in tiles is streamed for few tokens, and laid out anew for the library for many."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,25 @@ def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
 def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
     """-> y [T, N] of that dtype. x bf16 [T, K], or K filled with zeros to the multiple of 128 that the tiles have."""
     if x_TK.shape[0] > STREAMED:
-        return torch.mm(x_TK[:, : weight.inputs], weight.dense().T, out_dtype=dtype)
+        return products(weight, dtype)(x_TK)
     from redline.kernels.hopper.triton.linear import linear as streamed  # Triton is imported where it is used
 
     fill = weight.data.shape[-3] * 32 - x_TK.shape[1]
     return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype)
+
+
+def products(weight: Tiled, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """`product` with one weight, of several parts of rows: for the library it is laid out once."""
+    laid: list[Tensor] = []
+
+    def one(x_TK: Tensor) -> Tensor:
+        if x_TK.shape[0] <= STREAMED:
+            return product(x_TK, weight, dtype)
+        if not laid:
+            laid.append(weight.dense().T)
+        return torch.mm(x_TK[:, : weight.inputs], laid[0], out_dtype=dtype)
+
+    return one
 
 
 def fits(args: meaning.LinearArgs[Weight]) -> bool:

@@ -15,6 +15,7 @@ from redline.kernels.hopper.block import (
     GpuBlock,
     GpuMla,
     GpuMoe,
+    PartialSums,
     ResidualStream,
     decode_block,
     prefill_block,
@@ -69,7 +70,8 @@ class GpuK2(K2):
         if inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks:
             residual, partial = self._decode(inputs, planes, features), None
         else:
-            residual, partial = self._prefill(inputs, planes, features)
+            residual, sums = self._prefill(inputs, planes, features)
+            partial = None if sums is None else sums.whole()
         residual, x = norm_rows(residual, partial, self.norm, self.config.rms_norm_eps)
         features.take(len(self.gpu_blocks), residual)
         return x[:, : self.config.hidden_size], features.whole()
@@ -92,12 +94,14 @@ class GpuK2(K2):
             stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer), links)
         return stream.residual_TD
 
-    def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, Tensor | None]:
-        residual, partial = self.embedding_VD[inputs.ids_T].float(), None
+    def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, PartialSums | None]:
+        residual, sums = self.embedding_VD[inputs.ids_T].float(), None
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
-            features.take(layer, residual, partial)
-            residual, partial = prefill_block(residual, partial, w, inputs, plane, _forced(inputs, layer), self.group)
-        return residual, partial
+            if sums is not None and features.takes(layer):
+                residual, sums = residual.add_(sums.whole()), None
+            features.take(layer, residual)
+            residual, sums = prefill_block(residual, sums, w, inputs, plane, _forced(inputs, layer), self.group)
+        return residual, sums
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
@@ -118,9 +122,12 @@ class _Features:
         shape = tokens, len(layers), model.config.hidden_size
         self._data = torch.empty(shape, dtype=model.dtype, device=model.device) if layers else None
 
-    def take(self, layer: int, residual: Tensor, partial: Tensor | None = None) -> None:
+    def takes(self, layer: int) -> bool:
+        return layer in self._places
+
+    def take(self, layer: int, residual: Tensor) -> None:
         if self._data is not None and layer in self._places:
-            self._data[:, self._places[layer]] = residual if partial is None else residual + partial
+            self._data[:, self._places[layer]] = residual
 
     def whole(self) -> Tensor | None:
         return None if self._data is None else self._data.flatten(1)

@@ -1,7 +1,7 @@
 """K2 as a GPU runs it, against K2 as the references say it; where there is no GPU, its kernels are emulated."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.group import Alone
+from redline.kernels.hopper import block
 from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.triton import dense as streamed
@@ -111,6 +113,46 @@ def test_rows_that_are_too_many_for_lists_of_pairs(models: tuple[K2, K2]):
 def test_over_fp8_pages_it_is_the_model_too(models: tuple[K2, K2], step: str):
     """What is written falls to the other side of a step of e4m3 here and there, an eighth of the number away."""
     agree(models, *STEPS[step], pages=(torch.float8_e4m3fn, torch.float8_e4m3fn), limit=3e-2)
+
+
+class Later(Alone):
+    """Ranks of which all others have nothing to add. Sums are there when they are asked for, not before."""
+
+    ranks = 2
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+        self.said.append("begin")
+        given = partial.clone()
+        partial.fill_(torch.nan)
+
+        def end() -> Tensor:
+            self.said.append("end")
+            return partial.copy_(given)
+
+        return end
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+def test_ranks_add_up_a_prompts_rows_part_by_part(models: tuple[K2, K2], monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = models
+    group = Later()
+    monkeypatch.setattr(block, "PART_ROWS", 20)
+    monkeypatch.setattr(ours, "group", group)
+    step = (Chunk(0, 41, 0, 0),), (), ()
+    with kernels():
+        hidden, features = ours.forward(inputs(ours, *step), planes(ours, torch.bfloat16), (1,))
+    with torch.inference_mode():
+        wanted, wanted_features = theirs.forward(inputs(theirs, *step), planes(theirs, torch.float32), (1,))
+    assert features is not None
+    assert wanted_features is not None
+    for got, want in ((hidden, wanted), (features, wanted_features)):
+        error = (got.float().cpu() - want.float()).abs().max() / want.float().abs().max()
+        assert error < 2e-2, f"{error:.1e}"
+    sublayers = 2 * ours.config.num_hidden_layers
+    assert group.said == ["begin", "begin", "end", "end"] * sublayers
 
 
 def agree(
