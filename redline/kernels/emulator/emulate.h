@@ -120,6 +120,7 @@ FN float load_global_f32(const void* p) { return *emulated::aligned<float>(p); }
 FN void store_global_4(void* p, u32x4 v) { *emulated::aligned<u32x4>(p) = v; }
 FN void store_global_2(void* p, u32x2 v) { *emulated::aligned<u32x2>(p) = v; }
 FN void store_global(void* p, u32 v) { *emulated::aligned<u32>(p) = v; }
+FN void store_global_fresh(void* p, u32 v) { store_global(p, v); }
 FN void store_global_u16(void* p, u16 v) { *emulated::aligned<u16>(p) = v; }
 FN void store_global_u8(void* p, u8 v) { *(u8*)p = v; }
 FN void store_global_f32(void* p, float v) { *emulated::aligned<float>(p) = v; }

@@ -54,11 +54,11 @@ class GpuMoe:
     chosen: int  # experts of a token
     normalise: bool  # whether a token's weights are divided by their sum
     scale: float  # what they are multiplied by then
-    finished: Tensor  # int32 [2]: as `RouterChoice`'s
+    notes: Tensor  # as `RouterChoice`'s
 
     def choice(self, forced_TK: Tensor | None) -> RouterChoice:
         """How `gates` chooses this layer's experts. forced_TK int32 [T, K]: the experts to take instead."""
-        return RouterChoice(self.bias_E, self.chosen, self.normalise, self.scale, self.finished, forced_TK)
+        return RouterChoice(self.bias_E, self.chosen, self.normalise, self.scale, self.notes, forced_TK)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from redline.kernels.hopper.block import (
     decode_block,
     prefill_block,
 )
-from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS
+from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, notes_of
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.gates import gates_weight
@@ -207,6 +207,6 @@ class _Reader(Reader):
             up.put(expert, self.expert(layer, expert, ("gate", "up")))
             down.put(expert, self.expert(layer, expert, ("down",)))
         bias = self.vector(f"layers.{layer}.mlp.gate.e_score_correction_bias")
-        finished = torch.zeros(2, dtype=torch.int32, device=bias.device)
+        notes = notes_of(count, bias.device)
         c = config
-        return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)
+        return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, notes)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import GpuBlock, GpuMla, GpuMoe
+from redline.kernels.hopper.decode.choose_experts import notes_of
 from redline.kernels.hopper.decode.gates import gates_weight
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
@@ -104,8 +105,8 @@ class _Random:
         kind = expert_kind(c)
         up = self.records(Records.empty("up", experts, 2 * width, hidden, self._device, kind))
         down = self.records(Records.empty("down", experts, hidden, width, self._device, kind))
-        finished = torch.zeros(2, dtype=torch.int32, device=bias.device)
-        return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)
+        notes = notes_of(experts, bias.device)
+        return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, notes)
 
     def records(self, records: Records) -> Records:
         """Any code, and scales that make a product's output about as large as its input: of one power of two.

@@ -113,6 +113,7 @@ FN void store_global_4(void* at, u32x4 v) {
 }
 FN void store_global_2(void* at, u32x2 v) { ASM("st.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(v.x), "r"(v.y) : "memory"); }
 FN void store_global(void* at, u32 v) { ASM("st.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+FN void store_global_fresh(void* at, u32 v) { ASM("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
 FN void store_global_u16(void* at, u16 v) { ASM("st.global.u16 [%0], %1;" ::"l"(at), "h"(v) : "memory"); }
 FN void store_global_u8(void* at, u8 v) { ASM("st.global.u8 [%0], %1;" ::"l"(at), "r"((u32)v) : "memory"); }
 FN void store_global_f32(void* at, float v) { ASM("st.global.f32 [%0], %1;" ::"l"(at), "f"(v) : "memory"); }

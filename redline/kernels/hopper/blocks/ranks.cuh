@@ -16,8 +16,12 @@
 #pragma once
 #include "core.cuh"
 
+constexpr u32 UNSENT = 0x80000000;  // minus zero
+FN u32 sent(u32 v) { return v == UNSENT ? 0 : v; }
+FN bool is_unsent(u32 v) { return v == UNSENT; }
+
 #if RANKS > 1
-constexpr u32 UNSENT = 0x80000000, LOST = 0x7fffffff;
+constexpr u32 LOST = 0x7fffffff;
 #ifdef REDLINE_EMULATE
 constexpr u32 TRIES = 16;
 #else
@@ -45,10 +49,8 @@ FN Ranks ranks_of(const Launch& a, u64 first) {
     return r;
 }
 
-FN u32 sent(u32 v) { return v == UNSENT ? 0 : v; }
 FN u32x2 sent(u32x2 v) { return {sent(v.x), sent(v.y)}; }
 FN u32x4 sent(u32x4 v) { return {sent(v.x), sent(v.y), sent(v.z), sent(v.w)}; }
-FN bool is_unsent(u32 v) { return v == UNSENT; }
 FN bool is_unsent(u32x2 v) { return v.x == UNSENT || v.y == UNSENT; }
 FN bool is_unsent(u32x4 v) { return v.x == UNSENT || v.y == UNSENT || v.z == UNSENT || v.w == UNSENT; }
 FN void fill_words(u32& v, u32 with) { v = with; }

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
+from redline.kernels.hopper.layouts.tiled import TILE_N, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.ops.route_experts import choose
@@ -25,6 +26,8 @@ from redline.ops.route_experts import choose
 SLOT_PAIRS = 8
 THREADS = 512
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
+READY, _NOTES = 1, 4  # of `notes_of`: a note, and how many there are
+_GATED_TOKENS, _K_GROUPS = 8, 4  # of one launch of `gates`, and parts of K, at most
 _CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared memory: blocks/choose.cuh
 
 
@@ -36,10 +39,17 @@ class RouterChoice:
     chosen: int  # K
     normalise: bool  # whether a token's weights are divided by their sum
     scale: float  # what they are multiplied by then
-    # int32 [2], zeros at first, kept from call to call: the first `gates` counts blocks in and leaves 0 again, the
-    # second is `Pairs.ready`.
-    finished: Tensor
+    notes: Tensor  # of `notes_of`, kept from call to call: what the blocks of `gates` leave for one another
     forced_TK: Tensor | None = None  # int32 [T, K]: ids to take instead, a token's all different (benchmarks)
+
+
+def notes_of(experts: int, device: torch.device) -> Tensor:
+    """int32, as `gates` finds it and leaves it: _NOTES zeros, then minus zeros in place of parts of logits.
+
+    Note READY is `Pairs.ready`.
+    """
+    parts = torch.full((_K_GROUPS * _GATED_TOKENS * padded(experts, TILE_N),), -0.0)
+    return torch.cat([torch.zeros(_NOTES, dtype=torch.int32), parts.view(torch.int32)]).to(device)
 
 
 @dataclass(frozen=True)

@@ -262,7 +262,8 @@ FN void end_side(const Arguments& a, const Side&) {
 //
 // Where experts are chosen, CHOSEN for each token (0: nobody does), whoever comes next waits for that alone. So logits come
 // first, in units: a tile's part of K, of one group. They are shared out over all blocks, in front of each block's own tiles.
-// The last block has no tiles: it waits for all units, adds up the parts and chooses, while the others multiply.
+// The last block has no tiles: it waits for all units, adds up the parts and chooses, while the others multiply. A unit's sums
+// are their own sign that they have come: a word that nobody has left is minus zero, and whoever reads one makes it so again.
 struct GatesLaunch {
     const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
     const u8* x;           // bf16 [T, INPUTS]
@@ -271,7 +272,7 @@ struct GatesLaunch {
     u16* h;                // bf16 [T, WIDTH_PADDED]
     float* rstd;           // [8]
     // What choosing wants; null where nobody chooses.
-    float* parts_of_logits;  // [K_GROUPS, T, ROUTER_ROWS]: not normed yet
+    u32* notes;          // what blocks leave for one another: NOTES, then words [K_GROUPS, T, ROUTER_ROWS] of logits, not normed yet
     const float* bias;   // [EXPERTS] or null
     const int* forced;   // [T, CHOSEN] or null
     int* pair_token;     // [T CHOSEN]
@@ -281,13 +282,13 @@ struct GatesLaunch {
     int* count;          // [1]
     int* ids;            // [T, CHOSEN]
     float* shares;       // [T, CHOSEN]
-    int* finished;       // [2]: units that are there, 0 between two launches; and whether the choice is there: 0 or 1
     u32 tokens, parts, slots, normalise;
     float eps, scale;
 };
 using Arguments = GatesLaunch;
 constexpr bool NORMED = true, HALVES = true;
 constexpr u32 ROUTER_ROWS = (EXPERTS + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+constexpr u32 TAKEN_BACK = 0, READY = 1, NOTES = 4;  // of notes: 1 once the last choice is none any more; 1 once this one is there
 
 FN u32x4 load_operands(const Arguments&, u32, u32) { return {0, 0, 0, 0}; }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4) {
@@ -632,15 +633,18 @@ FN void store_squares(float* squares_out, float squares) {
 static_assert(SLICES == 1, "units are multiplied with all of x");
 static_assert(16 * COLUMNS <= 128 && SUMS_BYTES <= PIECE_BYTES, "a group finishes a unit at once, in the place of a stage");
 
-// By block 0: the last choice is none any more, before the grid that asks may begin. It counts as a unit.
+// By block 0: the last choice is none any more, before the grid that asks may begin.
 FN void take_back_choice(const Arguments& a) {
     if (thread_index() == 0) {
-        store_global(a.finished + 1, 0);
+        store_global(a.notes + READY, 0);
         show_all();
-        add_global(a.finished, 1);
+        store_global_fresh(a.notes + TAKEN_BACK, 1);
     }
     sync_block();
     let_next_grid_start();
+}
+FN u32* logit_at(const Arguments& a, u32 k_group, u32 token, u32 expert) {
+    return a.notes + NOTES + (k_group * a.tokens + token) * ROUTER_ROWS + expert;
 }
 // By a group: one unit, its sums added up in the stage that was read last.
 FN void multiply_unit(const Arguments& a, u32 unit, const u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted) {
@@ -665,11 +669,9 @@ FN void multiply_unit(const Arguments& a, u32 unit, const u32 (&x)[SHARE][UNIT_X
 #pragma unroll
         for (u32 warp = 0; warp < 4; warp++) part += load_shared_f32(stage + warp * PIECE_BYTES + thread * 4);
         u32 of_all = unit / K_GROUPS * TILE_ROWS + row;
-        store_global_f32(a.parts_of_logits + (unit % K_GROUPS * a.tokens + token) * ROUTER_ROWS + of_all, part);
-        show_all();
+        if (of_all < EXPERTS) store_global_fresh(logit_at(a, unit % K_GROUPS, token, of_all), sent(as_u32(part)));
     }
     sync_threads(1 + group, 128);
-    if (thread == 0) add_global(a.finished, 1);
     release(ring, wanted);
 }
 
@@ -683,19 +685,23 @@ struct InRoom {
 FN void choose_of_all(const Arguments& a) {
     u32 room = shared_base() + RING, logits = room + CHOOSING_BYTES;
     if (thread_index() == 0) {
-        while (load_global_fresh(a.finished) != LOGIT_UNITS + 1) {}
-        store_global(a.finished, 0);
-        show_all();
+        while (load_global_fresh(a.notes + TAKEN_BACK) != 1) wait_a_little();
+        store_global(a.notes + TAKEN_BACK, 0);
     }
-    sync_block();
     for (u32 i = thread_index(); i < a.tokens * EXPERTS; i += THREADS) {
-        u32 token = i / EXPERTS, row = i % EXPERTS;
-        float part[K_GROUPS], sum = 0.f;
+        u32 token = i / EXPERTS, row = i % EXPERTS, part[K_GROUPS];
+        while (true) {
+            bool missing = false;
 #pragma unroll
-        for (u32 k = 0; k < K_GROUPS; k++)
-            part[k] = as_float(load_global_fresh(a.parts_of_logits + (k * a.tokens + token) * ROUTER_ROWS + row));
+            for (u32 k = 0; k < K_GROUPS; k++) part[k] = load_global_fresh(logit_at(a, k, token, row));
 #pragma unroll
-        for (u32 k = 0; k < K_GROUPS; k++) sum += part[k];
+            for (u32 k = 0; k < K_GROUPS; k++) missing |= is_unsent(part[k]);
+            if (!missing) break;
+            wait_a_little();
+        }
+        float sum = 0.f;
+#pragma unroll
+        for (u32 k = 0; k < K_GROUPS; k++) sum += as_float(part[k]), store_global_fresh(logit_at(a, k, token, row), UNSENT);
         sum *= load_shared_f32(shared_base() + RSTD + 4 * token);
         store_shared_f32(logits + 4 * i, sum);
         store_global_f32(a.logits + i, sum);
@@ -704,7 +710,7 @@ FN void choose_of_all(const Arguments& a) {
     choose(a, InRoom{logits}, room);
     show_all();
     sync_block();
-    if (thread_index() == 0) store_global(a.finished + 1, 1);
+    if (thread_index() == 0) store_global_fresh(a.notes + READY, 1);
 }
 static_assert(RING + CHOOSING_BYTES + 4 * MOST_TOKENS * EXPERTS <= X_AT + X_BYTES, "choosing has room in the ring and x's place");
 #endif

@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.decode.choose_experts import MOST_EXPERTS, Pairs, RouterChoice, choose_experts
+from redline.kernels.hopper.decode.choose_experts import (
+    MOST_EXPERTS,
+    READY,
+    Pairs,
+    RouterChoice,
+    choose_experts,
+    notes_of,
+)
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_N, Tiled, padded
 from redline.kernels.kernel import Kernel
@@ -26,7 +33,7 @@ HALF = TILE_N // 2
 _Launch = launch_record("decode/dense.cu", "GatesLaunch")
 _NOBODY_CHOOSES: dict[str, Any] = dict.fromkeys(
     (
-        "parts_of_logits",
+        "notes",
         "bias",
         "forced",
         "pair_token",
@@ -36,7 +43,6 @@ _NOBODY_CHOOSES: dict[str, Any] = dict.fromkeys(
         "count",
         "ids",
         "shares",
-        "finished",
     )
 ) | {"slots": 0, "normalise": 0, "scale": 0.0}
 Result = tuple[Tensor, Tensor, Tensor, Pairs | None]
@@ -68,7 +74,7 @@ class GatesArgs(NamedTuple):
     experts: int  # E; 0: a dense MLP
     width: int  # I
     eps: float  # of the norm that x waits for
-    choice: RouterChoice | None = None  # how experts are chosen, its `finished` is written; None: they are not
+    choice: RouterChoice | None = None  # how experts are chosen, its `notes` are written; None: they are not
 
 
 def reference(args: GatesArgs) -> Result:
@@ -90,7 +96,7 @@ def reference(args: GatesArgs) -> Result:
             choose_experts.op.args(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
         )
         if tokens <= dense.MOST_TOKENS:
-            pairs = replace(pairs, ready=c.finished[1:].fill_(1))
+            pairs = replace(pairs, ready=c.notes[READY : READY + 1].fill_(1))
     return logits, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS), pairs
 
 
@@ -113,7 +119,7 @@ def cuda(args: GatesArgs) -> Result:
         logits, h, rstd, _ = cuda(args._replace(choice=None))
         c = choice
         pairs = choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
-        return logits, h, rstd, replace(pairs, ready=c.finished[1:].fill_(1))
+        return logits, h, rstd, replace(pairs, ready=c.notes[READY : READY + 1].fill_(1))
     chosen = choice.chosen if choice else 0
     sizes = {"EXPERTS": experts, "CHOSEN": chosen, "WIDTH": width, "WIDTH_PADDED": width_padded}
     kernel, blocks = dense.kernel_of(_Launch, "GATES", w, tokens, in_units, **sizes)
@@ -122,14 +128,12 @@ def cuda(args: GatesArgs) -> Result:
     rstd = torch.empty(dense.MOST_TOKENS, device=device)
     pairs, choosing = None, _NOBODY_CHOOSES
     if choice is not None:
-        pairs = Pairs.empty(tokens, choice.chosen, experts, device, choice.finished[1:])
-        parts = torch.empty(cut.warps // 4, tokens, in_units * TILE_N, device=device)
+        pairs = Pairs.empty(tokens, choice.chosen, experts, device, choice.notes[READY : READY + 1])
         choosing = {
-            "parts_of_logits": parts,
+            "notes": choice.notes,
             "bias": choice.bias_E,
             "forced": choice.forced_TK,
             **pairs.lists,
-            "finished": choice.finished,
             "slots": pairs.most,
             "normalise": int(choice.normalise),
             "scale": choice.scale,
@@ -173,8 +177,8 @@ def random_choice(
     if not chosen:
         return None
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
-    bias, finished = torch.randn(experts, generator=g) * 0.1, torch.zeros(2, dtype=torch.int32)
-    return RouterChoice(bias, chosen, True, 2.827, finished, ids if forced else None)
+    bias, notes = torch.randn(experts, generator=g) * 0.1, notes_of(experts, torch.device("cpu"))
+    return RouterChoice(bias, chosen, True, 2.827, notes, ids if forced else None)
 
 
 def cases() -> Iterator[Case]:
