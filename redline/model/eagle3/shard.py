@@ -24,8 +24,14 @@ def head_ranks(config: Eagle3Config, ranks: int) -> int:
     return ranks if own is None or own % (ranks * ROW_WORDS) == 0 else 1
 
 
+def left_out(config: Eagle3Config, ranks: int) -> int:
+    """Numbers of the drafter that a rank does not hold."""
+    own = (config.draft_vocab_size or 0) * config.hidden_size
+    return body_left_out(config, ranks) + own - own // head_ranks(config, ranks)
+
+
 def body_left_out(config: Eagle3Config, ranks: int) -> int:
-    """Numbers of the layer that a rank does not hold."""
+    """Numbers of its layer among them."""
     c, d = config, config.hidden_size
     if c.architecture == "mla":
         head = c.q_lora_rank * c.query_width + c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
@@ -33,9 +39,3 @@ def body_left_out(config: Eagle3Config, ranks: int) -> int:
         head = 2 * d * c.query_width  # its keys and values are every rank's
     divided = c.num_attention_heads * (head + d * c.value_width) + 3 * d * c.intermediate_size
     return divided - divided // body_ranks(c, ranks)
-
-
-def head_left_out(config: Eagle3Config, ranks: int) -> int:
-    """Numbers of the drafter's own head that a rank does not hold; 0 where it has none."""
-    own = (config.draft_vocab_size or 0) * config.hidden_size
-    return own - own // head_ranks(config, ranks)

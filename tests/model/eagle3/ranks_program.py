@@ -29,6 +29,7 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
 from redline.kernels.hopper.ranks import Links, Rooms, new_control, rooms_of
 from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
+from redline.model.eagle3 import hopper
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.k2.shard import Shard
@@ -118,12 +119,21 @@ def computed(drafter: GpuServed, width: int, given: Sequence[DraftRows]) -> Resu
     return Result(passes, plane)
 
 
+in_64s = hopper._groups
+
+
+def two_by_two(rows: int) -> list[slice]:
+    """As 64 rows and those beyond are finished, in parts with sums of their own."""
+    return [slice(first, min(first + 2, rows)) for first in range(0, rows, 2)]
+
+
 def run(folder: Path, rank: int) -> None:
     """All passes that this rank has a part in."""
     states, results = torch.load(folder / "states.pt"), {}
     groups = {ranks: Ranks(folder / f"inboxes-{ranks}", rank, ranks, rooms(ranks)) for ranks in (2, 4) if rank < ranks}
     for (name, ranks), given in PASSES.items():
         if ranks in groups:
+            hopper._groups = two_by_two if ranks == 2 else in_64s
             drafter = served(CONFIGS[name], states[name], groups[ranks])
             results[name, ranks] = tuple(computed(drafter, CONFIGS[name].kv_width, given))
     for group in groups.values():
@@ -144,7 +154,8 @@ def main() -> None:
                 run(folder, rank)
                 end.pop_all()
             os._exit(0)
-    sys.exit(any([os.waitpid(process, 0)[1] for process in started]))
+    ended = [os.waitpid(process, 0)[1] for process in started]
+    sys.exit(int(any(ended)))
 
 
 if __name__ == "__main__":

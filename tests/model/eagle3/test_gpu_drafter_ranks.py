@@ -18,7 +18,7 @@ from redline.kernels.hopper.ranks import UNSENT
 from redline.kernels.hopper.triton import dense, linear
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
-from redline.model.eagle3.shard import body_left_out, body_ranks, head_left_out, head_ranks
+from redline.model.eagle3.shard import body_ranks, head_ranks, left_out
 from redline.model.k2.shapes import KIMI_K26
 from tests.model.eagle3.ranks_program import CONFIGS, FEW, PASSES, TWO, Ranks, Result, computed, rooms, served
 
@@ -115,10 +115,10 @@ UNEVEN = {
 @emulated
 @pytest.mark.parametrize("config", UNEVEN.values(), ids=UNEVEN)
 def test_what_two_ranks_cannot_share_evenly_stays_whole_and_waits_for_nobody(config: Eagle3Config, tmp_path: Path):
-    """The other rank never comes; the head, which is divided, is not asked."""
+    """The other rank never comes."""
     config = replace(config, draft_vocab_size=44)  # nor can its rows be shared
     assert body_ranks(config, 2) == head_ranks(config, 2) == 1
-    assert body_left_out(config, 2) == head_left_out(config, 2) == 0
+    assert left_out(config, 2) == 0
     state, given = state_of(config), [TWO if config.architecture == "llama" else FEW]
     group = Ranks(inboxes(tmp_path / "inboxes", 2), 0, 2, rooms(2), seconds=0.1)
     ours, theirs = (computed(served(config, state, *of), config.kv_width, given) for of in ((group,), ()))
@@ -145,7 +145,7 @@ def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
 
     of = held(Ranks(inboxes(tmp_path / "inboxes", ranks), ranks - 1, ranks, rooms(ranks)))
     shared = 0 if config.draft_vocab_size else (1 - 1 / ranks) * config.vocab_size * config.hidden_size  # its target's
-    assert held() - of == body_left_out(config, ranks) + head_left_out(config, ranks) + shared
+    assert held() - of == left_out(config, ranks) + shared
 
 
 def test_ranks_divide_most_of_the_public_drafter():
@@ -154,8 +154,7 @@ def test_ranks_divide_most_of_the_public_drafter():
     whole = 7168 * 3 * 7168 + 2 * 7168 * (1536 + 576)
     everything = sum(one.numel() for one in meta(config).parameters() if one.dim() > 1)
     for ranks in (2, 4, 8):
-        left_out = body_left_out(config, ranks) + head_left_out(config, ranks)
-        assert left_out == (everything - whole) * (ranks - 1) // ranks
+        assert left_out(config, ranks) == (everything - whole) * (ranks - 1) // ranks
 
 
 def meta(config: Eagle3Config) -> Eagle3:

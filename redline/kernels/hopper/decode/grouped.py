@@ -4,7 +4,7 @@
 `attend_grouped`   queries, rotated as they are read, over the pages of their slots
 
 T tokens, Q queries, H heads, G key heads, X width of a head; a page's row is [rotated keys (G X) | values (G X)], and
-head h reads key head h // (H / G). A rank that has some of the heads gives those: they read some of the row's key heads.
+head h reads key head h // (H / G). The heads of one rank of several read some of a row's key heads.
 """
 
 from collections.abc import Iterator
