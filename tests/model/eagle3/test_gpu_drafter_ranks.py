@@ -63,15 +63,13 @@ def states() -> dict[str, State]:
     return {name: state_of(config) for name, config in CONFIGS.items()}
 
 
-@pytest.fixture(scope="module")
-def found(states: Mapping[str, State], tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Result]]:
+def computed_by_ranks(folder: Path, states: Mapping[str, State]) -> list[dict[Any, Result]]:
     """What each of four ranks has computed, of which two were two by themselves before."""
-    folder = tmp_path_factory.mktemp("ranks")
     torch.save(states, folder / "states.pt")
     files = [inboxes(folder / f"inboxes-{ranks}", ranks) for ranks in (2, 4)]
     command = [sys.executable, "-m", "tests.model.eagle3.ranks_program", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     for file in files:
         left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
@@ -88,21 +86,24 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 
 
 @emulated
-@pytest.mark.parametrize(("name", "ranks"), PASSES)
 def test_ranks_that_divide_a_drafter_draft_as_one_does_and_in_the_same_bits(
-    name: str, ranks: int, states: Mapping[str, State], found: list[dict[Any, Result]]
+    states: Mapping[str, State], tmp_path: Path
 ):
-    config, given = CONFIGS[name], PASSES[name, ranks]
-    assert body_ranks(config, ranks) == head_ranks(config, ranks) == ranks
-    one, first = computed(served(config, states[name]), config.kv_width, given), found[0][name, ranks]
-    for ours, theirs in zip(first.passes, one.passes, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert_near(a, b)
-    assert torch.equal(first.plane, one.plane), "a row is written by every rank, whole"
-    for other in found[1:ranks]:
-        assert torch.equal(other[name, ranks].plane, first.plane)
-        for ours, theirs in zip(other[name, ranks].passes, first.passes, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    """All cases at once: the ranks start once."""
+    found = computed_by_ranks(tmp_path, states)
+    for case, given in PASSES.items():
+        name, ranks = case
+        config = CONFIGS[name]
+        assert body_ranks(config, ranks) == head_ranks(config, ranks) == ranks
+        one, first = computed(served(config, states[name]), config.kv_width, given), found[0][case]
+        for ours, theirs in zip(first.passes, one.passes, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert_near(a, b)
+        assert torch.equal(first.plane, one.plane), f"{case}: a row is written by every rank, whole"
+        for other in found[1:ranks]:
+            assert torch.equal(other[case].plane, first.plane), case
+            for ours, theirs in zip(other[case].passes, first.passes, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), case
 
 
 UNEVEN = {
