@@ -1,8 +1,7 @@
 """How the kernels of several ranks reach one another's memory: an inbox on each chip, open to all (blocks/ranks.cuh).
 
-A step's sums are at two sites, in turn: attention's at the first, the experts' at the second, and so are those of a
-drafter's pass. Behind them lie the two rooms of `gather_ranks`, and those in which ranks that divide contexts exchange
-queries and what came of them.
+A step's sums are at two sites, in turn: attention's at the first, the experts' at the second. Behind them lie the two
+rooms of `gather_ranks`, and those in which ranks that divide contexts exchange queries and what came of them.
 """
 
 from dataclasses import dataclass

@@ -25,14 +25,14 @@ from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import ALONE, Alone, Group
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
-from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
-from redline.kernels.hopper.ranks import Links, Rooms, new_control, rooms_of
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.ranks import Links, new_control
 from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
 from redline.model.eagle3 import hopper
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.hopper import GpuServed
-from redline.model.k2.shard import Shard
+from redline.model.k2.shard import Shard, rooms_of
 from redline.model.k2.write import tiny_config
 from redline.wire.job import PAGE_TOKENS
 
@@ -76,8 +76,8 @@ class Result(NamedTuple):
 class Ranks(Alone):
     """A group over inboxes in a file that all ranks map."""
 
-    def __init__(self, file: Path, rank: int, ranks: int, rooms: Rooms, seconds: float = 60) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, file: Path, rank: int, ranks: int, seconds: float = 60) -> None:
+        self.rank, self.ranks, rooms = rank, ranks, rooms_of(TARGET, ranks)
         words = ranks * rooms.words
         self._mapped = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
         at = tuple(self._mapped.data_ptr() + 4 * words * other for other in range(ranks))
@@ -87,11 +87,6 @@ class Ranks(Alone):
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `GpuGroup.gather`."""
         return gather_ranks(part_RV, self.links)
-
-
-def rooms(ranks: int) -> Rooms:
-    """Of a target of these sizes; for no exchange but sums and gathers."""
-    return rooms_of(padded(HIDDEN, PAD_K), TARGET.vocab_size // ranks, 0, 0, 0)
 
 
 def served(config: Eagle3Config, state: Mapping[str, Tensor], group: Group = ALONE) -> GpuServed:
@@ -130,7 +125,7 @@ def two_by_two(rows: int) -> list[slice]:
 def run(folder: Path, rank: int) -> None:
     """All passes that this rank has a part in."""
     states, results = torch.load(folder / "states.pt"), {}
-    groups = {ranks: Ranks(folder / f"inboxes-{ranks}", rank, ranks, rooms(ranks)) for ranks in (2, 4) if rank < ranks}
+    groups = {ranks: Ranks(folder / f"inboxes-{ranks}", rank, ranks) for ranks in (2, 4) if rank < ranks}
     for (name, ranks), given in PASSES.items():
         if ranks in groups:
             hopper._groups = two_by_two if ranks == 2 else in_64s

@@ -20,7 +20,8 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import body_ranks, head_ranks, left_out
 from redline.model.k2.shapes import KIMI_K26
-from tests.model.eagle3.ranks_program import CONFIGS, FEW, PASSES, TWO, Ranks, Result, computed, rooms, served
+from redline.model.k2.shard import rooms_of
+from tests.model.eagle3.ranks_program import CONFIGS, FEW, PASSES, TARGET, TWO, Ranks, Result, computed, served
 
 LIMIT = 1e-2  # of a row's length
 State = dict[str, Tensor]
@@ -41,7 +42,7 @@ def state_of(config: Eagle3Config) -> State:
 
 def inboxes(file: Path, ranks: int) -> Path:
     """A file of inboxes in which nobody has sent anything."""
-    file.write_bytes(UNSENT.to_bytes(4, "little") * (ranks * ranks * rooms(ranks).words))
+    file.write_bytes(UNSENT.to_bytes(4, "little") * (ranks * ranks * rooms_of(TARGET, ranks).words))
     return file
 
 
@@ -121,7 +122,7 @@ def test_what_two_ranks_cannot_share_evenly_stays_whole_and_waits_for_nobody(con
     assert body_ranks(config, 2) == head_ranks(config, 2) == 1
     assert left_out(config, 2) == 0
     state, given = state_of(config), [TWO if config.architecture == "llama" else FEW]
-    group = Ranks(inboxes(tmp_path / "inboxes", 2), 0, 2, rooms(2), seconds=0.1)
+    group = Ranks(inboxes(tmp_path / "inboxes", 2), 0, 2, seconds=0.1)
     ours, theirs = (computed(served(config, state, *of), config.kv_width, given) for of in ((group,), ()))
     assert not group.links.control[1], "nobody was waited for"
     assert torch.equal(ours.plane, theirs.plane)
@@ -144,7 +145,7 @@ def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
                 numbers += torch.Size(one.shape).numel() if isinstance(one, Tiled) else 0
         return numbers
 
-    of = held(Ranks(inboxes(tmp_path / "inboxes", ranks), ranks - 1, ranks, rooms(ranks)))
+    of = held(Ranks(inboxes(tmp_path / "inboxes", ranks), ranks - 1, ranks))
     shared = 0 if config.draft_vocab_size else (1 - 1 / ranks) * config.vocab_size * config.hidden_size  # its target's
     assert held() - of == left_out(config, ranks) + shared
 
