@@ -31,6 +31,7 @@ from redline.bench.step.predict import (
 from redline.bench.step.rounds import drafter_weights
 from redline.errors import ConfigError
 from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
@@ -151,9 +152,14 @@ def _bytes(config: K2Config, on: Several) -> Lines:
         drafter = Eagle3Config.for_target(c)
         yield (
             "with a drafter",
-            f"of EAGLE-3's public size, {_gb(2 * drafter_weights(drafter))}, counted whole: "
+            f"of EAGLE-3's public size, {_gb(2 * drafter_weights(drafter))}{_drafter_part(drafter, ranks)}: "
             f"{_pages(_sizes(c, on, 'bf16', drafter), memory)}, bf16",
         )
+
+
+def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
+    held = drafter_weights(drafter) - left_out(drafter, ranks)
+    return f", of which a rank holds {_gb(2 * held)}" if ranks > 1 else ""
 
 
 def _pages(sizes: Sizes, memory: int) -> str:
@@ -215,7 +221,8 @@ def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: di
         yield (
             "measured",
             "as far as benchmarks/results has it (decode-h200.json, rounds-h200.json). Steps are predicted from these "
-            "very rows, and differ by the bandwidth of their runs; rounds of two GPUs are not",
+            "very rows, and differ by the bandwidth of their runs; rounds of two GPUs are not, and each GPU had the "
+            "drafter's whole body then, which predicted ones divide",
         )
 
 
@@ -282,6 +289,7 @@ def _tokens(count: int) -> str:
 
 
 def _rounds(machines: Machines, rounds: dict[int, tuple[Step, float]]) -> Lines:
+    on = machines.on
     for step, drafting in rounds.values():
         ms = step.ms + drafting
         yield "", f"{_sum(machines, step, _tokens(step.tokens))} + {drafting:.2f} = {ms:6.2f}"
@@ -291,11 +299,13 @@ def _rounds(machines: Machines, rounds: dict[int, tuple[Step, float]]) -> Lines:
             f"{drafts} draft{'s' * (drafts > 1)}",
             f"{accepted:g} tokens of a round / {ms:.2f} ms = {1e3 * accepted / ms:.0f} tokens/s",
         )
-    yield "so", f"{_columns(machines.on).removesuffix(' = step')} + drafting = round; kept has settling, measured"
+    yield "so", f"{_columns(on).removesuffix(' = step')} + drafting = round; kept has settling, measured"
     yield (
         "drafting",
-        "EAGLE-3 with latent attention, of the public size, 16 bits, whole on each rank but for its head: its floor, "
-        "derived, what one GPU took above it, measured, and gathering its logits",
+        "EAGLE-3 with latent attention, of the public size, 16 bits"
+        + (", divided by the ranks but for what fuses states and projects into attention" if on.count > 1 else "")
+        + ": its floor, derived, what one GPU took above it, measured"
+        + (", and of each pass two sums and gathering its logits" if on.count > 1 else ""),
     )
     yield "acceptance", "tokens of a round as InferenceX's golden curve for Kimi's EAGLE-3 has them, published"
 

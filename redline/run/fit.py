@@ -14,6 +14,7 @@ from redline.errors import ConfigError
 from redline.kernels.hopper.step.adjust import SlotWishes
 from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
 from redline.model.eagle3.module import Eagle3Config
+from redline.model.eagle3.shard import head_ranks, left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of, rooms_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
@@ -145,7 +146,8 @@ class Sizes:
     """What decides how much memory an engine needs, but for pages and the length of jobs.
 
     positions    of a decode row, at most: its last token and its drafts
-    gpu_kernels  whether the GPU's own kernels run the model; they alone are recorded
+    gpu_kernels  whether the GPU's own kernels run the model; they alone are recorded, and divide a drafter among ranks
+    drafter_parameters  of the whole drafter
     head_bits    of the head that drafts: 16, or 8
     ranks        that share the model: the bytes are those of one
     in_memory    layers that lie there, the first of the model; None: all
@@ -197,8 +199,7 @@ class Sizes:
         angles = 8 * self.config.qk_rope_head_dim  # of the model's table, and of a drafter's
         return Needs(
             weights=self.weight_bytes,
-            # As it is read, in float32; and as its ops want it, in bf16.
-            drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters + self._head_bytes,
+            drafter=self._drafter_bytes,
             slots=slots * (8 * (max_model_len + 1) + 4 * pages)
             + angles * (max_model_len + 1)
             + self.page_bytes
@@ -217,11 +218,23 @@ class Sizes:
         return SlotWishes.bytes_of(self.max_running + 1, vocabulary) + of_positions
 
     @property
-    def _head_bytes(self) -> int:
-        """Bytes that a head in 8 bits takes beyond what the drafter would take: negative where it has its own."""
+    def _drafter_bytes(self) -> int:
+        """Bytes of the drafter's weights, a rank's part of them."""
+        if self.drafter is None:
+            return 0
+        ranks = self.ranks if self.gpu_kernels else 1
+        numbers = self.drafter_parameters - left_out(self.drafter, ranks)
+        # As it is read, in float32; and as its ops want it, in bf16.
+        return (2 if self.device == "cuda" else 6) * numbers + self._head_bytes(head_ranks(self.drafter, ranks))
+
+    def _head_bytes(self, ranks: int) -> int:
+        """Bytes that a head in 8 bits takes beyond what the drafter would take: negative where it has its own.
+
+        ranks: that share it.
+        """
         if self.drafter is None or self.head_bits == 16:
             return 0
-        rows, hidden = self.drafter.draft_vocab_size or self.drafter.vocab_size, self.drafter.hidden_size
+        rows, hidden = (self.drafter.draft_vocab_size or self.drafter.vocab_size) // ranks, self.drafter.hidden_size
         own = 0 if self.drafter.draft_vocab_size is None else 2 * rows * hidden
         return (rows * (hidden + 4) if self.gpu_kernels else 2 * rows * hidden) - own
 

@@ -150,8 +150,10 @@ class EngineCore:
     def measure(self) -> None:
         """Measures how fast the device reads and multiplies, in a tenth of a second or so: from now on steps are timed
         beside the least that they can take. Nothing may run meanwhile."""
-        work = step_work(self.model.config, self.layout.kv_dtype, self._ranks, self.drafter, self._head_bits)
-        self._floor = measure(work, self.model.device)
+        given, device = (self.model.config, self.layout.kv_dtype), self.model.device
+        draft_ranks = self._ranks if device.type == "cuda" else 1
+        work = step_work(*given, self._ranks, self.drafter, self._head_bits, draft_ranks)
+        self._floor = measure(work, device)
         if self._floor is not None:
             self.planner.stand_beside(self._floor)
 

@@ -11,6 +11,7 @@ import torch
 from redline.kernels.cpu import native
 from redline.kernels.rates import WORKING_SET_BYTES, product_rate, read_rate
 from redline.model.eagle3.module import Eagle3
+from redline.model.eagle3.shard import body_left_out, head_ranks
 from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of
 from redline.tune.floor import Counted, StepFloor, StepWork
@@ -20,12 +21,20 @@ _log = logging.getLogger(__name__)
 
 
 def step_work(
-    config: K2Config, kv_dtype: torch.dtype, ranks: int = 1, drafter: Eagle3 | None = None, head_bits: int = 16
+    config: K2Config,
+    kv_dtype: torch.dtype,
+    ranks: int = 1,
+    drafter: Eagle3 | None = None,
+    head_bits: int = 16,
+    draft_ranks: int = 1,
 ) -> StepWork:
-    """What steps of one rank move and compute. head_bits: of a number of the drafter's head."""
+    """What steps of one rank move and compute.
+
+    head_bits: of a number of the drafter's head. draft_ranks: that divide the drafter, as those of GPUs do.
+    """
     part = part_of(config, ranks)
     heads, layers, head = part.num_attention_heads, part.num_hidden_layers, config.vocab_size * config.hidden_size
-    draft, draft_head = _drafter(drafter) if drafter is not None else (0, 0)
+    draft, draft_head = _drafter(drafter, draft_ranks) if drafter is not None else (0, 0)
     return StepWork(
         weight_bytes=2 * (part.dense_parameters - part.embedding_parameters),
         head_bytes=2 * head / ranks,
@@ -37,19 +46,20 @@ def step_work(
         head_ops=2 * head / ranks,
         pair_ops=2 * layers * heads * (2 * part.kv_lora_rank + part.qk_rope_head_dim),
         prompt_pair_ops=2 * layers * heads * (part.qk_head_dim + part.v_head_dim),
-        draft_bytes=2 * draft + draft_head / ranks * head_bits / 8,
-        draft_ops=2 * (draft + draft_head / ranks),
+        draft_bytes=2 * draft + draft_head * head_bits / 8,
+        draft_ops=2 * (draft + draft_head),
     )
 
 
-def _drafter(drafter: Eagle3) -> tuple[int, int]:
-    """Numbers in the matrices that each pass reads, and in its head. What fuses the target's states is left out: it is
-    read once a step, and none of the passes needs it."""
+def _drafter(drafter: Eagle3, ranks: int) -> tuple[int, int]:
+    """Numbers in the matrices that each pass of a rank reads, and in its head. What fuses the target's states is left
+    out: it is read once a step, and none of the passes needs it."""
     config = drafter.config
     matrices = sum(each.numel() for each in drafter.parameters() if each.dim() > 1)
     own = (config.draft_vocab_size or 0) * config.hidden_size
     head = own or config.vocab_size * config.hidden_size  # the target's, where it has none
-    return matrices - own - config.hidden_size * config.fused_width, head
+    body = matrices - own - config.hidden_size * config.fused_width - body_left_out(config, ranks)
+    return body, head // head_ranks(config, ranks)
 
 
 def measure(work: StepWork, device: torch.device) -> StepFloor | None:

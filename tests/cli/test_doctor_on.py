@@ -71,6 +71,11 @@ def test_pages_are_what_is_left_over_their_bytes():
         assert int(tokens.replace(",", "")) == pytest.approx(float(left) * 1e9 / size, rel=0.001)
 
 
+def test_a_rank_holds_its_part_of_a_drafter():
+    assert "public size, 3.68 GB, of which a rank holds 0.78 GB: 141.00 GB" in flat(said("8 x H200"))
+    assert "of which a rank holds" not in flat(said("1 x B200"))
+
+
 def test_a_b200_is_told_honestly():
     text = flat(said("8 x B200"))
     assert "today none: the driver refuses anything but compute capability 9.x" in text

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from redline.errors import ConfigError
 from redline.fleet.config import size
+from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import tiny_config
@@ -93,6 +94,16 @@ def test_each_part_follows_what_it_is_made_of():
         for each, more in ((sizes, own), (shared, of_target)):
             rounded = replace(each, head_bits=8).needs(100).drafter
             assert rounded - each.needs(100).drafter == more
+    for changes in ({"num_attention_heads": 4, "num_key_value_heads": 4}, {"draft_vocab_size": None}):
+        two = replace(drafts, device="cuda", gpu_kernels=True, ranks=2, drafter=replace(drafter.config, **changes))
+        assert two.drafter is not None
+        spared = 2 * left_out(two.drafter, 2)
+        assert spared > 0
+        assert replace(two, ranks=1).needs(100).drafter - two.needs(100).drafter == spared
+        assert replace(two, gpu_kernels=False).needs(100).drafter == replace(two, ranks=1).needs(100).drafter
+        eight = replace(two, head_bits=8).needs(100).drafter - two.needs(100).drafter
+        own = 0 if two.drafter.draft_vocab_size is None else 2 * rows * hidden
+        assert eight == (rows * (hidden + 4) - own) // 2
     assert fit(drafts, PLENTY).draft_bytes == 64 * drafter.config.kv_width * 2 + 4 * drafter.config.hidden_size
 
 

@@ -57,6 +57,13 @@ def test_a_drafters_pass_reads_all_but_what_fuses_the_targets_states(head_bits: 
     fused, head = named.pop("fc.weight"), named.pop("lm_head.weight", 2000 * 64)
     assert fused == 3 * 64 * 64
     assert work.draft_bytes == 2 * sum(named.values()) + head * head_bits / 8
+    two = step_work(target, torch.bfloat16, 2, drafter, head_bits, draft_ranks=2)
+    into = {name: named.pop(name) for name in list(named) if "q_a_proj" in name or "kv_a_proj" in name}
+    assert len(into) == 2
+    divided = 2 * sum(named.values()) + head * head_bits / 8
+    assert two.draft_bytes == 2 * sum(into.values()) + divided / 2
+    on_a_cpu = step_work(target, torch.bfloat16, 2, drafter, head_bits)
+    assert on_a_cpu.draft_bytes == work.draft_bytes, "each has it whole"
 
 
 def test_the_machine_is_measured_and_threads_are_as_before() -> None:

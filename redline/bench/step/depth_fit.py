@@ -16,7 +16,7 @@ class Memory:
 
     Pages are every layer's own, weights only those of the physical layers.
 
-    drafter  bytes of a drafter, where there is one
+    drafter  bytes of a drafter, where there is one, and of what it is laid out from
     grows    tokens that a row gains while it is measured, beyond those of the first step
     """
 
@@ -79,7 +79,7 @@ class Memory:
             f"in all           {_size(self.whole)}",
         ]
         if self.drafter:
-            lines.insert(3, f"drafter          {_size(self.drafter)}, half of it while it is laid out")
+            lines.insert(3, f"drafter          {_size(self.drafter)}, with what it is laid out from")
         return lines[1:] if moe <= 0 else lines
 
     def layers_that_fit(self, free: int) -> int:

@@ -64,6 +64,8 @@ STEPS = {  # on so many H200s, by tokens
 MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
 LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # of one token at LONG, on one H200
 ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.533, 0.079), 3: Round(2.907, 0.113), 4: Round(3.414, 0.135)}
+# Of one H200, which divides nothing; of two, each of which had the drafter's whole body (`RoundCase.whole`). Nothing
+# above a round's floors is from two.
 ROUND_MS = {  # whole rounds, on so many H200s, by drafts
     1: {1: 13.101, 2: 16.632, 3: 20.257, 4: 23.962},
     2: {2: 10.011, 3: 12.021, 4: 14.078},
@@ -181,8 +183,12 @@ class Machines:
             1e3 * nvfp4,
         )  # fmt: skip
 
-    def round(self, drafts: int, kv_dtype: str = "bf16") -> tuple[Step, float]:
-        """(verifying, milliseconds of drafting) of one row with a whole drafter on every rank, its head divided."""
+    def round(self, drafts: int, kv_dtype: str = "bf16", *, whole: bool = False) -> tuple[Step, float]:
+        """(verifying, milliseconds of drafting) of one row with a drafter that the ranks divide.
+
+        Drafting is its floor, what one H200 took above it, which is all kept, and of each pass two sums and a gather.
+        whole: as two H200s were measured (ROUND_MS), each with the drafter's whole body, so without sums.
+        """
         step = self.step(1, 1 + drafts, SHORT, kv_dtype)
         alone = excess(1 + drafts)
         settle = ROUNDS[drafts].verify - alone.kept - alone.divided
@@ -190,9 +196,11 @@ class Machines:
             depth=self.depth(1, 1 + drafts, SHORT, kv_dtype),
             drafter=Eagle3Config.for_target(self.config),
             rates=rates_of(GOLDEN[drafts - 1], drafts, "accept"),
+            whole=whole,
         )
         _, floor = floors(case, step.experts * self.config.moe_layers, self.machine)
-        return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * self.gather_us(1) / 1e3
+        meeting = self.gather_us(1) + (0.0 if whole else SUMS_OF_A_LAYER * self.sum_us(1))
+        return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * meeting / 1e3
 
     def sum_us(self, tokens: int) -> float:
         """Microseconds of one sum: as two ranks take, and the bytes pushed to every further one, in float32."""

@@ -36,6 +36,7 @@ from redline.kernels.hopper.step.step_rows import (
 )
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
+from redline.model.eagle3.shard import body_left_out, body_ranks, head_ranks
 from redline.model.k2.cpu import K2
 from redline.model.k2.forced_routing import distinct, draw
 from redline.model.k2.random_weights import ForcedK2
@@ -60,12 +61,15 @@ class RoundCase:
     depth      of its forward, whose tokens are 1 + k
     rates      of synthetic acceptance, k of them
     head_bits  of the drafter's head: 16, or 8
+    whole      whether each rank has the drafter's whole body, and of its head a part, as rounds over ranks that were
+               measured up to 2026-11-26
     """
 
     depth: Depth
     drafter: Eagle3Config
     rates: tuple[float, ...]
     head_bits: int = 16
+    whole: bool = False
 
     @property
     def k(self) -> int:
@@ -84,16 +88,17 @@ class RoundCase:
     def draft_cost(self, passes: int) -> Cost:
         """Bytes and operations of the drafter's pass over the round's tokens, and of `passes` - 1 further ones.
 
-        Each reads every weight once, but for those that fuse the target's states, which the first alone reads; and each
-        row's context.
+        Of one rank. Each reads every weight that it has once, but for those that fuse the target's states, which the
+        first alone reads; and each row's context.
         """
-        c, rows, tokens = self.drafter, self.depth.rows, self.depth.rows * self.depth.tokens
+        c, rows, tokens, ranks = self.drafter, self.depth.rows, self.depth.rows * self.depth.tokens, self.depth.ranks
+        body = 1 if self.whole else body_ranks(c, ranks)
         fuse = c.hidden_size * c.fused_width
         context = rows * self.depth.context
         pages = context * c.kv_bytes_per_token(self.depth.kv_dtype)
-        scores = 2 * context * c.num_attention_heads * (c.kv_width + c.kv_lora_rank)
-        head = head_rows(c) // self.depth.ranks  # all else of a drafter is whole on every rank
-        weights = drafter_weights(c) - fuse - c.hidden_size * (head_rows(c) - head)
+        scores = 2 * context * (c.num_attention_heads // body) * (c.kv_width + c.kv_lora_rank)
+        head = head_rows(c) // head_ranks(c, ranks)
+        weights = drafter_weights(c) - fuse - body_left_out(c, body) - c.hidden_size * (head_rows(c) - head)
         rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes less: a byte a number, a scale a row
         further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
         whole = Cost(2 * fuse, 2 * tokens * fuse)  # of the tokens that only leave a row, the projections are left out
@@ -103,7 +108,7 @@ class RoundCase:
 
 
 def drafter_weights(config: Eagle3Config) -> int:
-    """Numbers in the matrices of a drafter with latent attention, its own head among them."""
+    """Numbers in the matrices of a whole drafter with latent attention, its own head among them."""
     c, d = config, config.hidden_size
     heads, rank, nope, value = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim
     attention = 2 * d * (c.q_lora_rank + c.kv_width) + heads * (

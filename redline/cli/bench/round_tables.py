@@ -26,6 +26,7 @@ from redline.kernels.group import Group
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
+from redline.model.eagle3.shard import left_out
 from redline.model.k2.cpu import K2
 from redline.model.k2.hopper import most_decoded
 from redline.model.k2.random_weights import random_k2
@@ -157,9 +158,10 @@ def _bench_rounds(
 
 
 def _memory(case: RoundCase, repeats: int) -> Memory:
-    """The drafter's weights lie there twice while they are laid out."""
+    """The drafter's weights lie there twice while they are laid out: whole, and as the rank's part."""
     grows = case.reach(repeats) - case.depth.context - case.depth.tokens
-    return Memory(case.depth, 2 * 2 * drafter_weights(case.drafter), grows)
+    numbers = 2 * drafter_weights(case.drafter) - left_out(case.drafter, case.depth.ranks)
+    return Memory(case.depth, 2 * numbers, grows)
 
 
 def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Eagle3]:

@@ -4,14 +4,16 @@ The wheel does not have it, and nothing that is shipped imports it: a test gives
 `emulation()`.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -82,12 +84,25 @@ def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence
     path = native.cache_folder() / f"emulated-{source.stem}-{digest.hexdigest()[:20]}{suffix}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(f".{os.getpid()}")
-        language = ["-x", "c++", "-", "-x", "none", *map(str, linked)]
-        command = [compiler, *FLAGS, *options, *(f"-I{folder}" for folder in INCLUDED), "-o", str(partial), *language]
-        text = f'#include "{source}"\n{behind}'
-        built = subprocess.run(command, input=text, capture_output=True, check=False, text=True)
-        if built.returncode:
-            raise RuntimeError(f"{source.name} does not compile:\n{built.stderr[:4000]}")
-        os.replace(partial, path)
+        with _others_wait(path.with_suffix(".lock")):
+            if path.exists():
+                return path
+            partial = path.with_suffix(f".{os.getpid()}")
+            language = ["-x", "c++", "-", "-x", "none", *map(str, linked)]
+            included = [f"-I{folder}" for folder in INCLUDED]
+            command = [compiler, *FLAGS, *options, *included, "-o", str(partial), *language]
+            text = f'#include "{source}"\n{behind}'
+            built = subprocess.run(command, input=text, capture_output=True, check=False, text=True)
+            if built.returncode:
+                raise RuntimeError(f"{source.name} does not compile:\n{built.stderr[:4000]}")
+            os.replace(partial, path)
     return path
+
+
+@contextlib.contextmanager
+def _others_wait(lock: Path) -> Generator[None]:
+    """Processes that want the same program wait for one that compiles it: ranks come to each kernel together."""
+    with open(lock, "w", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+    lock.unlink(missing_ok=True)  # what was waited for is there, so it is no matter who else still has this file

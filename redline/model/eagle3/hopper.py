@@ -1,8 +1,8 @@
 """A drafter on a GPU: its weights in the layouts of the GPU's kernels, and its pass over pages.
 
-The arithmetic is that of `serve.Served`, in the launches of a decode step's dense layer. Up to 64 rows that pass takes
-nothing from the host, so it can be recorded. `_Latent` and `_Grouped` are what the two bodies differ in: what a row
-leaves in its page, and how finished rows attend.
+The arithmetic is that of `serve.Served`, in the launches of a decode step's dense layer, and several ranks divide it as
+they divide such a layer. Up to 64 rows that pass takes nothing from the host, so it can be recorded. `_Latent` and
+`_Grouped` are what the two bodies differ in: what a row leaves in its page, and how finished rows attend.
 
 T rows of a pass, R of them that are finished, D hidden, H heads, S states of the target that are read.
 """
@@ -27,13 +27,16 @@ from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
-from redline.kernels.hopper.layouts.tiled import Tiled, Tiled8
+from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, Tiled8, padded
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Linked
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
-from redline.model.k2.shard import ROW_WORDS, Shard
+from redline.model.eagle3.shard import body_ranks, head_ranks
+from redline.model.k2.cpu import Cut
+from redline.model.k2.shard import WHOLE, Shard
 from redline.ops.mla import angles
 from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
@@ -81,8 +84,8 @@ class GpuServed:
     ) -> None:
         """state: by our names. head_bits: 16, or 8: the drafter's head, or its copy of the target's, is rounded.
 
-        group: of the ranks that divide the head, of which target_head is this one's part. All else is whole on each: a
-        pass reads little of it, and would have two sums.
+        group: of the ranks that divide the head, of which target_head is this one's part, and the body, where they
+        reach one another's memory and it comes apart (`shard.py`). Each rank gives the whole state.
         """
         device, at = embedding_VD.device, "layers.0"
         reader = _Reader(state, device)
@@ -93,16 +96,22 @@ class GpuServed:
         self._fc_norms = torch.stack(norms) if norms else None
         self._input_norm = reader.vector(f"{at}.input_layernorm.weight")
         self._hidden_norm = reader.vector(f"{at}.hidden_norm.weight")
-        self._attention = (_Latent if config.architecture == "mla" else _Grouped)(config, reader, f"{at}.self_attn")
-        self._o_proj = reader.tiled(f"{at}.self_attn.o_proj.weight")
+        self._links = group.links if isinstance(group, Linked) and body_ranks(config, group.ranks) > 1 else None
+        shard = WHOLE if self._links is None else Shard(group.rank, group.ranks)
+        if self._links is not None:
+            sent = padded(config.hidden_size, PAD_K) * MOST_STREAMED
+            assert sent <= self._links.rooms.sums, "a drafter is as wide as its target, for whose sums there is room"
+        self._attention = (_Latent if config.architecture == "mla" else _Grouped)(
+            config, reader, f"{at}.self_attn", shard
+        )
+        self._o_proj = reader.tiled(f"{at}.self_attn.o_proj.weight", cut=shard.columns)
         self._mlp_norm = reader.vector(f"{at}.post_attention_layernorm.weight")
-        self._gates = gates_weight(None, reader.plain(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"))
-        self._down = reader.tiled(f"{at}.mlp.down_proj.weight")
+        gate_up = reader.plain(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight", cut=shard.rows)
+        self._gates, self._width = gates_weight(None, gate_up), gate_up.shape[0] // 2
+        self._down = reader.tiled(f"{at}.mlp.down_proj.weight", cut=shard.columns)
         self._norm = reader.vector("norm.weight")
         shared = config.draft_vocab_size is None
-        # An own head whose rows the ranks cannot share is whole on each.
-        divided = shared or state["lm_head.weight"].shape[0] % (group.ranks * ROW_WORDS) == 0
-        self._group = group if divided else ALONE
+        self._group = group if head_ranks(config, group.ranks) > 1 else ALONE
         own = None if shared else Shard(self._group.rank, self._group.ranks).rows(state["lm_head.weight"].detach())
         self._head: Tiled | Tiled8
         if head_bits == 8:
@@ -162,12 +171,15 @@ class GpuServed:
     def _finish(
         self, residual: Tensor, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention, MLP and last norm of up to 64 rows. at_Q: as `project` gives it."""
+        """Attention, MLP and last norm of up to 64 rows, with a sum over ranks behind each of the first two.
+
+        at_Q: as `project` gives it.
+        """
         eps = self._eps
         y = self._attention.attend(q, at_Q, inputs, rows, plane)
-        residual, x, squares = project_out(y, self._o_proj, residual, self._mlp_norm)
-        _, h, _, _ = gates(x, squares, self._gates, 0, self._config.intermediate_size, eps)
-        residual, _, _ = project_out(h, self._down, residual, self._norm)
+        residual, x, squares = project_out(y, self._o_proj, residual, self._mlp_norm, None, self._links, ATTENTION)
+        _, h, _, _ = gates(x, squares, self._gates, 0, self._width, eps)
+        residual, _, _ = project_out(h, self._down, residual, self._norm, None, self._links, EXPERTS)
         residual, normed = norm_rows(residual, None, self._norm, eps)
         normed = normed[:, : self._config.hidden_size]
         return normed, normed if self._config.norm_output else residual.to(torch.bfloat16)
@@ -182,29 +194,30 @@ class _Reader:
         self._state = state
         self._device = device
 
-    def plain(self, *names: str) -> Tensor:
-        return torch.cat([self._state[name].detach().to(self._device, torch.bfloat16) for name in names])
+    def plain(self, *names: str, cut: Cut = lambda whole: whole) -> Tensor:
+        return torch.cat([cut(self._state[name].detach()).to(self._device, torch.bfloat16) for name in names])
 
     def vector(self, name: str) -> Tensor:
         """In float32, and its own memory: training goes on beside what is served."""
         return self._state[name].detach().to(self._device, torch.float32, copy=True)
 
-    def tiled(self, *names: str) -> Tiled:
-        return Tiled.prepare(self.plain(*names))
+    def tiled(self, *names: str, cut: Cut = lambda whole: whole) -> Tiled:
+        return Tiled.prepare(self.plain(*names, cut=cut))
 
 
 class _Latent:
-    """Attention over latents. A row leaves its latent and its rotated key."""
+    """Attention of a rank's heads over latents. A row leaves its latent and its rotated key, on every rank."""
 
-    def __init__(self, config: Eagle3Config, reader: _Reader, at: str) -> None:
-        kv_b = reader.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+    def __init__(self, config: Eagle3Config, reader: _Reader, at: str, shard: Shard) -> None:
+        heads = config.num_attention_heads // shard.ranks
+        kv_b = reader.plain(f"{at}.kv_b_proj.weight", cut=shard.rows).unflatten(0, (heads, -1))
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         self._scale = config.softmax_scale
         self._w = GpuMla(
             w_a=reader.tiled(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
             q_norm=reader.vector(f"{at}.q_a_layernorm.weight"),
             kv_norm=reader.vector(f"{at}.kv_a_layernorm.weight"),
-            w_q=reader.tiled(f"{at}.q_b_proj.weight"),
+            w_q=reader.tiled(f"{at}.q_b_proj.weight", cut=shard.rows),
             w_uk=Tiled.prepare(w_uk.transpose(1, 2).contiguous()),
             w_uv=Tiled.prepare(w_uv.contiguous()),
             eps=config.rms_norm_eps,
@@ -241,12 +254,14 @@ class _Latent:
 
 
 class _Grouped:
-    """Attention with grouped keys and values, which a row leaves, its keys rotated."""
+    """Attention of a rank's heads with grouped keys and values. A row leaves those of all ranks, its keys rotated."""
 
-    def __init__(self, config: Eagle3Config, reader: _Reader, at: str) -> None:
+    def __init__(self, config: Eagle3Config, reader: _Reader, at: str, shard: Shard) -> None:
         self._scale = config.softmax_scale
-        self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
-        self._w_q = reader.tiled(f"{at}.q_proj.weight")
+        self._heads, self._key_heads = config.num_attention_heads // shard.ranks, config.num_key_value_heads
+        self._own_key_heads = self._key_heads // shard.ranks
+        self._first_key_head = shard.rank * self._own_key_heads
+        self._w_q = reader.tiled(f"{at}.q_proj.weight", cut=shard.rows)
         self._w_kv = reader.tiled(f"{at}.k_proj.weight", f"{at}.v_proj.weight")
 
     def project(self, x: Tensor, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
@@ -260,8 +275,8 @@ class _Grouped:
     def attend(self, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor) -> Tensor:
         """-> bf16 [R, H X padded], of the finished rows `rows`."""
         given = q[rows], inputs.cos_T, inputs.sin_T, at_Q, inputs.slots_Q[rows], inputs.lengths_Q[rows]
-        longest = _longest(inputs)
-        return attend_grouped(*given, inputs.tables, plane, self._key_heads, self._scale, longest, SKIP)
+        numbers = self._own_key_heads, self._scale, _longest(inputs), SKIP, self._first_key_head
+        return attend_grouped(*given, inputs.tables, plane, *numbers)
 
 
 def _longest(inputs: Inputs) -> int:

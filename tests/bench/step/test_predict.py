@@ -25,6 +25,7 @@ from redline.bench.step.predict import (
 from redline.bench.step.rounds import RoundCase, floors
 from redline.errors import ConfigError
 from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.shard import body_left_out
 from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
 from redline.ops.op import Machine
 from redline.tune.synthetic import GOLDEN, rates_of
@@ -108,9 +109,20 @@ def test_one_and_two_h200s_are_predicted_as_they_were_measured_but_for_the_bandw
 
 
 def test_rounds_of_two_h200s_which_no_constant_is_from_are_predicted_within_2_percent():
+    """Each had the drafter's whole body."""
     for drafts, measured in ROUND_MS[2].items():
-        step, drafting = of("2 x H200").round(drafts)
+        step, drafting = of("2 x H200").round(drafts, whole=True)
         assert step.ms + drafting == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_drafter_that_ranks_divide_spares_reading_and_costs_two_sums_a_pass(ranks: int):
+    machines, drafts = of(f"{ranks} x H200"), 3
+    (step, drafting), (same, with_whole) = machines.round(drafts), machines.round(drafts, whole=True)
+    spared = 2 * body_left_out(Eagle3Config.for_target(KIMI_K26), ranks) / CHIPS["H200"].reads.value
+    assert step == same
+    assert with_whole - drafting == pytest.approx(drafts * (1e3 * spared - 2 * machines.sum_us(1) / 1e3))
+    assert (drafting < with_whole) == (ranks > 1)
 
 
 @pytest.mark.parametrize(

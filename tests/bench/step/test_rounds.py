@@ -25,6 +25,7 @@ from redline.bench.step.trace import Busy, idle_share, joined
 from redline.errors import ConfigError
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
+from redline.model.eagle3.shard import left_out
 from redline.model.k2.cpu import K2
 from redline.model.k2.random_weights import ForcedK2, forced_k2, random_k2
 from redline.model.k2.shapes import KIMI_K26
@@ -65,6 +66,22 @@ def forced_on_a_cpu(case: RoundCase) -> Models:
 @pytest.mark.parametrize(("k", "gigabytes"), [(1, 3.68), (2, 7.06), (3, 10.43)])
 def test_kimis_drafter_reads_what_the_public_one_does(k: int, gigabytes: float):
     assert kimi(k).draft_cost(k).bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_rank_reads_its_part_of_the_drafter_and_every_row_of_its_context(ranks: int):
+    one, each = kimi(2, context=1024), kimi(2, context=1024, ranks=ranks)
+    assert one.draft_cost(2).bytes - each.draft_cost(2).bytes == 2 * 2 * left_out(one.drafter, ranks)
+    measured = replace(each, whole=True)
+    head = 163_840 * 7168
+    assert one.draft_cost(2).bytes - measured.draft_cost(2).bytes == 2 * 2 * (head - head // ranks)
+    assert each.draft_cost(2).flops < measured.draft_cost(2).flops < one.draft_cost(2).flops
+
+
+def test_a_drafter_that_ranks_cannot_share_is_read_whole_but_for_its_head():
+    one, each = kimi(2), kimi(2, ranks=8)
+    odd = {"drafter": replace(one.drafter, num_attention_heads=12, num_key_value_heads=12)}
+    assert replace(each, **odd).draft_cost(2) == replace(each, whole=True, **odd).draft_cost(2)
 
 
 def test_a_head_in_8_bits_is_half_of_its_bytes_less_its_scales():

@@ -4,7 +4,7 @@
 `attend_grouped`   queries, rotated as they are read, over the pages of their slots
 
 T tokens, Q queries, H heads, G key heads, X width of a head; a page's row is [rotated keys (G X) | values (G X)], and
-head h reads key head h // (H / G).
+head h reads key head h // (H / G). The heads of one rank of several read some of a row's key heads.
 """
 
 from collections.abc import Iterator
@@ -98,10 +98,11 @@ class AttendGroupedArgs(NamedTuple):
     lengths_Q: Tensor  # int32 [Q]: rows of its context, its own the last
     tables: Tensor  # int32 [slots, pages per slot]
     plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, 2 G X]; pages are contiguous, and may lie apart
-    key_heads: int  # G
+    key_heads: int  # that these heads share: all G, or those of a rank
     scale: float  # what the scores are multiplied by before the softmax
     max_length: int  # at least the greatest of lengths_Q: the grid follows from it, not from the lengths
     skip: int  # leading rows of every slot that hold nothing and are not read; below any of lengths_Q
+    first: int = 0  # of the row's G key heads, the first that these heads read
 
 
 def splits_of(queries: int, key_heads: int, max_length: int) -> int:
@@ -116,7 +117,8 @@ def _attend_reference(args: AttendGroupedArgs) -> Tensor:
     q = rotate_halves(args.q_QHX, args.cos[rows_Q, None], args.sin[rows_Q, None]).to(torch.bfloat16).float()
     out = torch.empty_like(q)
     each = torch.arange(rows_Q.shape[0])
-    gqa_decode(q, args.scale, each, args.slots_Q, args.lengths_Q, args.tables, args.plane, out, args.skip)
+    shared = args.plane.unflatten(-1, (2, -1, q.shape[-1])).narrow(-2, args.first, args.key_heads).flatten(-3)
+    gqa_decode(q, args.scale, each, args.slots_Q, args.lengths_Q, args.tables, shared, out, args.skip)
     return pad_columns(out.flatten(1).to(torch.bfloat16))
 
 
@@ -126,7 +128,7 @@ def _attend_triton(args: AttendGroupedArgs) -> Tensor:
     splits = splits_of(args.q_QHX.shape[0], args.key_heads, args.max_length)
     return grouped.attend(
         *(args.q_QHX, args.cos, args.sin, args.tokens_Q, args.slots_Q, args.lengths_Q, args.tables, args.plane),
-        *(args.key_heads, args.scale, splits, args.skip),
+        *(args.key_heads, args.scale, splits, args.skip, args.first),
     )
 
 
@@ -144,7 +146,7 @@ def _attend_fits(args: AttendGroupedArgs) -> bool:
 
 def _attend_cost(args: AttendGroupedArgs) -> Cost:
     """Each slot's context once, however many of its rows ask."""
-    (queries, heads, x), width = args.q_QHX.shape, args.plane.shape[-1]
+    (queries, heads, x), width = args.q_QHX.shape, 2 * args.key_heads * args.q_QHX.shape[-1]
     longest: dict[int, int] = {}
     for slot, length in zip(args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
         longest[slot] = max(length, longest.get(slot, 0))
@@ -183,11 +185,21 @@ def _attend_cases() -> Iterator[Case]:
 
         return inputs
 
+    def part(lengths: tuple[int, ...], heads: int, ranks: int, x: int, rank: int):
+        def inputs(g: torch.Generator) -> AttendGroupedArgs:
+            whole = random_rows(g, lengths, heads, heads, x, bf16)
+            each = heads // ranks
+            own = whole.q_QHX[:, rank * each :][:, :each].contiguous()
+            return whole._replace(q_QHX=own, key_heads=each, first=rank * each)
+
+        return inputs
+
     yield Case("3, nano", make((3,), 4, 4, 64))
     yield Case("64, 65 and 200, nano", make((64, 65, 200), 4, 4, 64))
     yield Case("200, nano, fp8 pages", make((200,), 4, 2, 64, fp8))
     yield Case("130 and 3, groups of 3, odd width", make((130, 3), 6, 2, 24))
     yield Case("70, groups of 20", make((70,), 20, 1, 32))
+    yield Case("130 and 3, the second rank's of three", part((130, 3), 6, 3, 32, 1))
     for length in (2, 64, 1000, 8192):
         yield Case(f"{length}, Kimi", make((length,), 64, 64, 128), small=False)
     yield Case("8 of 1,000, Kimi", make((1000,) * 8, 64, 64, 128), small=False)

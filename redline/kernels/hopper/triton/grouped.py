@@ -49,8 +49,9 @@ def keep_rows(kv_TR: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Te
 
 @triton.jit
 def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_width, page_stride, scale, skip, splits,
-            PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, X: tl.constexpr,
-            BLOCK_X: tl.constexpr):  # fmt: skip
+            first_key, PAGE: tl.constexpr, ROW_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr,
+            ROWS: tl.constexpr, X: tl.constexpr, BLOCK_X: tl.constexpr):  # fmt: skip
+    """A row has ROW_HEADS key heads, of which these heads read KEY_HEADS from `first_key` on."""
     query, key_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     token = tl.load(tokens + query).to(tl.int64)
     table = tables + tl.load(slots + query).to(tl.int64) * table_width
@@ -77,9 +78,10 @@ def _attend(q, cos, sin, tokens, slots, lengths, tables, plane, out, lse, table_
     for page in range(first, end):
         place = page * PAGE + r
         real = (place >= skip) & (place < length)
-        row = plane + tl.load(table + page).to(tl.int64) * page_stride + r * (2 * KEY_HEADS * X) + key_head * X
+        row = plane + tl.load(table + page).to(tl.int64) * page_stride + r * (2 * ROW_HEADS * X)
+        row += (first_key + key_head) * X
         k_XP = tl.load(row[None, :] + x[:, None], mask=real[None, :] & (x < X)[:, None], other=0.0)
-        v_at = row[:, None] + KEY_HEADS * X + x[None, :]
+        v_at = row[:, None] + ROW_HEADS * X + x[None, :]
         v_PX = tl.load(v_at, mask=real[:, None] & (x < X)[None, :], other=0.0)
         scores_MP = tl.dot(q_MX, k_XP.to(tl.bfloat16)) * scale
         scores_MP = tl.where(real[None, :], scores_MP, -float("inf"))
@@ -126,6 +128,7 @@ def attend(
     scale: float,
     splits: int,
     skip: int,
+    first: int,
 ) -> Tensor:
     """q float32 [Q, H, X], not rotated -> bf16 [Q, H X padded to 128 with zeros]."""
     (queries, heads, x), device = q_QHX.shape, q_QHX.device
@@ -136,8 +139,9 @@ def attend(
     group, block_x = heads // key_heads, max(16, triton.next_power_of_2(x))
     _attend[(queries, key_heads, splits)](
         *(q_QHX, cos, sin, tokens_Q, slots_Q, lengths_Q, tables, plane, out, lse),
-        *(tables.shape[1], plane.stride(0), scale, skip, splits),
+        *(tables.shape[1], plane.stride(0), scale, skip, splits, first),
         PAGE=PAGE_TOKENS,
+        ROW_HEADS=plane.shape[-1] // (2 * x),
         KEY_HEADS=key_heads,
         GROUP=group,
         ROWS=max(16, triton.next_power_of_2(group)),

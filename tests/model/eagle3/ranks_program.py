@@ -1,0 +1,157 @@
+"""The ranks of `test_gpu_drafter_ranks.py`, a process for each: drafters that they divide, their kernels emulated.
+
+usage: ranks_program.py FOLDER
+
+FOLDER/states.pt has the drafters' weights, FOLDER/inboxes-N the inboxes of N ranks; FOLDER/RANK.pt is what came of it.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+if __name__ == "__main__" and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is decorated
+    from tests import triton_bf16
+
+    triton_bf16.mend()
+
+from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.group import ALONE, Alone, Group
+from redline.kernels.hopper.decode.gather_ranks import gather_ranks
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.ranks import Links, new_control
+from redline.kernels.hopper.triton import dense, linear
+from redline.kernels.kernel import fallbacks
+from redline.model.eagle3 import hopper
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.hopper import GpuServed
+from redline.model.k2.shard import Shard, rooms_of
+from redline.model.k2.write import tiny_config
+from redline.wire.job import PAGE_TOKENS
+
+HIDDEN, WIDTH = 96, 64
+TARGET = tiny_config(
+    hidden_size=HIDDEN,
+    num_attention_heads=4,
+    q_lora_rank=64,
+    kv_lora_rank=128,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    intermediate_size=WIDTH,
+    vocab_size=160,
+)
+CONFIGS = {
+    "latent": Eagle3Config.for_target(TARGET, draft_vocab_size=None, norm_output=False),
+    "grouped": Eagle3Config.for_target(
+        TARGET, architecture="llama", num_attention_heads=8, num_key_value_heads=4, head_dim=32, draft_vocab_size=48
+    ),
+}
+FEW = DraftRows([1, 0, 0, 1], [5, 70, 71, 6], [3, 1, 2])
+MORE = DraftRows([1, 0, 0], [7, 72, 73], [0, 1, 2], [9, 150, 0])
+MANY = DraftRows([0] * 8 + [1] * 4, [*range(70, 78), *range(5, 9)], [11, 0, 1, 2, 3, 7, 8, 9, 10])
+TWO = DraftRows([1, 1], [5, 6], [1])
+PASSES = {  # by drafter and ranks; Triton's interpreter takes its time for rows of the second
+    ("latent", 2): (FEW, MORE),
+    ("latent", 4): (MANY, FEW, MORE),
+    ("grouped", 2): (TWO, TWO),
+    ("grouped", 4): (TWO, TWO),
+}
+
+
+class Result(NamedTuple):
+    """What came of the passes of a drafter: of each (normed, fed, logits); and its pages."""
+
+    passes: list[tuple[Tensor, Tensor, Tensor]]
+    plane: Tensor
+
+
+class Ranks(Alone):
+    """A group over inboxes in a file that all ranks map."""
+
+    def __init__(self, file: Path, rank: int, ranks: int, seconds: float = 60) -> None:
+        self.rank, self.ranks, rooms = rank, ranks, rooms_of(TARGET, ranks)
+        words = ranks * rooms.words
+        self._mapped = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
+        at = tuple(self._mapped.data_ptr() + 4 * words * other for other in range(ranks))
+        turns = torch.zeros(2, dtype=torch.int32)
+        self.links = Links(rank, ranks, at, new_control(seconds, pinned=False), turns, rooms)
+
+    def gather(self, part_RV: Tensor) -> Tensor:
+        """As `GpuGroup.gather`."""
+        return gather_ranks(part_RV, self.links)
+
+
+def served(config: Eagle3Config, state: Mapping[str, Tensor], group: Group = ALONE) -> GpuServed:
+    """This rank's part of the drafter, and of its target's head."""
+    embedding, head = torch.randn(2, TARGET.vocab_size, HIDDEN, generator=torch.Generator().manual_seed(7))
+    own = Tiled.prepare(Shard(group.rank, group.ranks).rows(head).to(torch.bfloat16))
+    return GpuServed(config, state, embedding.to(torch.bfloat16), own, 16, group)
+
+
+def computed(drafter: GpuServed, width: int, given: Sequence[DraftRows]) -> Result:
+    """Runs passes one after another. width: of a page's row."""
+    g = torch.Generator().manual_seed(5)
+    tokens = torch.randint(TARGET.vocab_size, (2, 2 * PAGE_TOKENS), generator=g)
+    tables = torch.randperm(4, generator=g).to(torch.int32).view(2, 2)
+    plane = torch.randn(4, PAGE_TOKENS, width, generator=g).to(torch.bfloat16)
+    passes: list[tuple[Tensor, Tensor, Tensor]] = []
+    before = fallbacks.copy()
+    with emulation(), torch.inference_mode():
+        pages = drafter.pages(tokens, tables)
+        for rows in given:
+            feature = torch.randn(len(rows.slots), HIDDEN, generator=g).to(torch.bfloat16)
+            normed, fed = drafter.read(feature, pages, rows, plane)
+            passes.append((normed.clone(), fed.clone(), drafter.logits(normed)))
+    assert fallbacks == before, "an op took its reference"
+    return Result(passes, plane)
+
+
+in_64s = hopper._groups
+
+
+def two_by_two(rows: int) -> list[slice]:
+    """As 64 rows and those beyond are finished, in parts with sums of their own."""
+    return [slice(first, min(first + 2, rows)) for first in range(0, rows, 2)]
+
+
+def run(folder: Path, rank: int) -> None:
+    """All passes that this rank has a part in."""
+    states, results = torch.load(folder / "states.pt"), {}
+    groups = {ranks: Ranks(folder / f"inboxes-{ranks}", rank, ranks) for ranks in (2, 4) if rank < ranks}
+    for (name, ranks), given in PASSES.items():
+        if ranks in groups:
+            hopper._groups = two_by_two if ranks == 2 else in_64s
+            drafter = served(CONFIGS[name], states[name], groups[ranks])
+            results[name, ranks] = tuple(computed(drafter, CONFIGS[name].kv_width, given))
+    for group in groups.values():
+        assert not group.links.control[1], "somebody gave up waiting"
+    torch.save(results, folder / f"{rank}.pt")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for module in (linear, dense):
+        module.block_rows = lambda outputs: 256  # Triton's interpreter takes as long for a small program
+    folder, started = Path(sys.argv[1]), []
+    for rank in range(4):  # nothing has been computed, so there is one thread to copy; importing torch takes longest
+        started.append(os.fork())
+        if not started[-1]:
+            with contextlib.ExitStack() as end:
+                end.callback(os._exit, 1)
+                run(folder, rank)
+                end.pop_all()
+            os._exit(0)
+    ended = [os.waitpid(process, 0)[1] for process in started]
+    sys.exit(int(any(ended)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""A drafter that several ranks divide is the drafter, to rounding: kernels emulated, a process for each rank."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.ranks import UNSENT
+from redline.kernels.hopper.triton import dense, linear
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.module import Eagle3
+from redline.model.eagle3.shard import body_ranks, head_ranks, left_out
+from redline.model.k2.shapes import KIMI_K26
+from redline.model.k2.shard import rooms_of
+from tests.model.eagle3.ranks_program import CONFIGS, FEW, PASSES, TARGET, TWO, Ranks, Result, computed, served
+
+LIMIT = 1e-2  # of a row's length
+State = dict[str, Tensor]
+
+
+def state_of(config: Eagle3Config) -> State:
+    """Random weights in bf16."""
+    g = torch.Generator().manual_seed(3)
+
+    def made(shape: Sequence[int]) -> Tensor:
+        spread = torch.randn(*shape, generator=g)
+        return (1 + 0.2 * spread if len(shape) == 1 else spread * shape[1] ** -0.5).to(torch.bfloat16)
+
+    with torch.device("meta"):
+        drafter = Eagle3(config)
+    return {name: made(one.shape) for name, one in drafter.named_parameters()}
+
+
+def inboxes(file: Path, ranks: int) -> Path:
+    """A file of inboxes in which nobody has sent anything."""
+    file.write_bytes(UNSENT.to_bytes(4, "little") * (ranks * ranks * rooms_of(TARGET, ranks).words))
+    return file
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes as long for a small program as for a large one."""
+    for module in (linear, dense):
+        monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+
+
+emulated = pytest.mark.skipif(
+    torch.cuda.is_available() or native.find_compiler() is None,
+    reason="kernels are emulated, which needs a C++ compiler; law 6 on GPUs has the engine",
+)
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, State]:
+    return {name: state_of(config) for name, config in CONFIGS.items()}
+
+
+def computed_by_ranks(folder: Path, states: Mapping[str, State]) -> list[dict[Any, Result]]:
+    """What each of four ranks has computed, of which two were two by themselves before."""
+    torch.save(states, folder / "states.pt")
+    files = [inboxes(folder / f"inboxes-{ranks}", ranks) for ranks in (2, 4)]
+    command = [sys.executable, "-m", "tests.model.eagle3.ranks_program", str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for file in files:
+        left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
+        assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is unsent again"
+    loaded = [torch.load(folder / f"{rank}.pt") for rank in range(4)]
+    return [{key: Result(*of) for key, of in each.items()} for each in loaded]
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    """Row by row."""
+    assert ours.shape == theirs.shape
+    errors = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
+    assert (errors < LIMIT).all(), errors
+
+
+@emulated
+def test_ranks_that_divide_a_drafter_draft_as_one_does_and_in_the_same_bits(
+    states: Mapping[str, State], tmp_path: Path
+):
+    """All cases at once: the ranks start once."""
+    found = computed_by_ranks(tmp_path, states)
+    for case, given in PASSES.items():
+        name, ranks = case
+        config = CONFIGS[name]
+        assert body_ranks(config, ranks) == head_ranks(config, ranks) == ranks
+        one, first = computed(served(config, states[name]), config.kv_width, given), found[0][case]
+        for ours, theirs in zip(first.passes, one.passes, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert_near(a, b)
+        assert torch.equal(first.plane, one.plane), f"{case}: a row is written by every rank, whole"
+        for other in found[1:ranks]:
+            assert torch.equal(other[case].plane, first.plane), case
+            for ours, theirs in zip(other[case].passes, first.passes, strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), case
+
+
+UNEVEN = {
+    "heads": replace(CONFIGS["latent"], num_attention_heads=3, num_key_value_heads=3),
+    "key heads": replace(CONFIGS["grouped"], num_attention_heads=2, num_key_value_heads=1),
+    "width": replace(CONFIGS["latent"], intermediate_size=72),
+}
+
+
+@emulated
+@pytest.mark.parametrize("config", UNEVEN.values(), ids=UNEVEN)
+def test_what_two_ranks_cannot_share_evenly_stays_whole_and_waits_for_nobody(config: Eagle3Config, tmp_path: Path):
+    """The other rank never comes."""
+    config = replace(config, draft_vocab_size=44)  # nor can its rows be shared
+    assert body_ranks(config, 2) == head_ranks(config, 2) == 1
+    assert left_out(config, 2) == 0
+    state, given = state_of(config), [TWO if config.architecture == "llama" else FEW]
+    group = Ranks(inboxes(tmp_path / "inboxes", 2), 0, 2, seconds=0.1)
+    ours, theirs = (computed(served(config, state, *of), config.kv_width, given) for of in ((group,), ()))
+    assert not group.links.control[1], "nobody was waited for"
+    assert torch.equal(ours.plane, theirs.plane)
+    assert all(torch.equal(a, b) for a, b in zip(ours.passes[0], theirs.passes[0], strict=True))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
+    name: str, ranks: int, states: Mapping[str, State], tmp_path: Path
+):
+    config = CONFIGS[name]
+
+    def held(*group: Ranks) -> int:
+        """Numbers of all tiles, padding left out."""
+        drafter, numbers = served(config, states[name], *group), 0
+        parts = [drafter, drafter._attention, getattr(drafter._attention, "_w", None)]
+        for part in parts:
+            for one in vars(part).values() if part is not None else ():
+                numbers += torch.Size(one.shape).numel() if isinstance(one, Tiled) else 0
+        return numbers
+
+    of = held(Ranks(inboxes(tmp_path / "inboxes", ranks), ranks - 1, ranks))
+    shared = 0 if config.draft_vocab_size else (1 - 1 / ranks) * config.vocab_size * config.hidden_size  # its target's
+    assert held() - of == left_out(config, ranks) + shared
+
+
+def test_ranks_divide_most_of_the_public_drafter():
+    """All but what fuses states, which the first of a round's passes reads alone, and what projects into attention."""
+    config = Eagle3Config.for_target(KIMI_K26)
+    whole = 7168 * 3 * 7168 + 2 * 7168 * (1536 + 576)
+    everything = sum(one.numel() for one in meta(config).parameters() if one.dim() > 1)
+    for ranks in (2, 4, 8):
+        assert left_out(config, ranks) == (everything - whole) * (ranks - 1) // ranks
+
+
+def meta(config: Eagle3Config) -> Eagle3:
+    with torch.device("meta"):
+        return Eagle3(config)
