@@ -55,7 +55,7 @@ from redline.worker.exchange import Exchange
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
-from redline.worker.ranks import LeadingRunner, Ranks
+from redline.worker.ranks import LeadingRunner, RankParcels, Ranks
 from redline.worker.ranks import check as check_ranks
 from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
@@ -97,6 +97,7 @@ class EngineCore:
         self.fingerprint = loaded.fingerprint
         self.drafter = loaded.drafter
         self._ranks = config.ranks
+        self._others = ranks
         self._head_bits = speculation.head_bits if isinstance(speculation, Learned) else 16
         self._floor: StepFloor | None = None
         self._random = config.random_weights
@@ -195,11 +196,12 @@ class EngineCore:
         """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
 
         carriers: the ways that parcels may go, best first. lends: whether it computes prompts for others. area_bytes:
-        for the parcels of each way; None: as many as suit it. Raises ConfigError where there is no room for them, or
-        several ranks share the model: each would need the pages.
+        for the parcels of each way; None: as many as suit it. Where several ranks share the model, carriers are of the
+        host's memory. Raises ConfigError where there is no room for them.
         """
-        if self._ranks > 1:
-            raise ConfigError(f"engine.ranks is {self._ranks}; a prompt is handed over by one rank to one")
+        if self._others is not None:
+            others = self._others
+            carriers = [one._replace(memory=RankParcels(others, one.memory)) for one in carriers]
         share = HANDOFF_SHARE[self.model.device.type]
         ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
         return Exchange(self.planner, ways, clock=clock, **how)

@@ -108,7 +108,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         hearers = opened.enter_context(Hearers(outbox))
         if config.transport is not None:
             folder = Path(config.parcels) if config.parcels is not None else None
-            found = carriers(config.transport, folder, engine.model.device)
+            found = carriers(config.transport, folder, engine.model.device, config.engine.ranks)
             outbox_of = functools.partial(SocketOutbox, key=key)
             # Whatever its role is it can lend: another may be asked of it.
             exchange = engine.exchange(found, lends=True, outbox_of=outbox_of)
