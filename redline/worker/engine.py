@@ -55,7 +55,8 @@ from redline.worker.exchange import Exchange
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
-from redline.worker.ranks import LeadingRunner, RankParcels, Ranks
+from redline.worker.rank_parcels import RankPages, RankParcels
+from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
 from redline.worker.tiers import SHARE, Tiers
 from redline.worker.trace import Trace
@@ -116,7 +117,7 @@ class EngineCore:
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
             time.monotonic,
         )
-        self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens)
+        self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
     @classmethod
@@ -471,18 +472,16 @@ def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfi
     )
 
 
-def tiers_of(planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig, step_tokens: int) -> Tiers | None:
+def tiers_of(
+    planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig, step_tokens: int, ranks: Ranks | None
+) -> Tiers | None:
     """Memory below the prefix cache, where the config asks for any; the planner is told of it.
 
-    Raises ConfigError where there is not so much memory, where several ranks share the model, since each would have to
-    keep the pages, or where another process uses the disk's folder. A disk that cannot be written is a warning.
+    ranks: those that follow. Raises ConfigError where there is not so much memory, or where another process uses the
+    disk's folder. A disk that cannot be written is a warning.
     """
     if config.host_memory is None and config.disk is None:
         return None
-    if config.ranks > 1:
-        raise ConfigError(
-            f"engine.ranks is {config.ranks}; host_memory and disk keep the pages of one rank: leave them out"
-        )
     host_bytes, free = config.host_memory or STAGING_BYTES, limits.free_memory()
     if host_bytes > free:
         raise ConfigError(f"engine.host_memory is {human(host_bytes)}, and {human(free)} are free; ask for less")
@@ -490,12 +489,15 @@ def tiers_of(planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig,
     name = (
         f"{version('redline')}; {loaded.fingerprint}; {pages.device.type}; {pages.format}; {_name_of(loaded.drafter)}"
     )
+    if config.ranks > 1:
+        name += f"; {config.ranks} ranks"  # whose sums are rounded otherwise
     if config.disk is not None and config.disk_size is not None:
         try:
             disk = DiskPages(Path(config.disk), name, pages.size, config.disk_size, _keep)
         except OSError as error:
             _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
-    store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type])
+    others = None if ranks is None else RankPages(ranks, kv)
+    store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type], others=others)
     return Tiers(planner, store, step_tokens=step_tokens)
 
 

@@ -33,7 +33,6 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
-from redline.run.handoff import Parcels
 from redline.run.runner import Pending, Runner
 from redline.transport.base import Memory
 from redline.wire.channel import SocketOutbox, ipc_address
@@ -44,7 +43,7 @@ from redline.wire.news import Stop
 from redline.wire.step import Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
-from redline.worker.parcel_memory import Ended, ParcelMemory, Sizes, Summed
+from redline.worker.parcel_memory import Ended
 from redline.worker.rank_memory import RankMemory
 
 FOLLOW = sys.executable, "-m", "redline.worker.rank"  # the command of a rank that follows
@@ -108,6 +107,7 @@ class Ranks:
         self._lost = lost
         self._ending = False
         self._telling = threading.Lock()
+        self._commanding = threading.RLock()
         self._beats = [0] * engine.ranks
         self._over = threading.Event()
         self.memory = RankMemory(engine.ranks)
@@ -215,9 +215,10 @@ class Ranks:
             group.lose(reason)
 
     def tell(self, command: Wire) -> None:
-        """Every rank does what this one is about to do."""
-        for outbox in self._outboxes:
-            outbox.put(command)
+        """Every rank does what this one is about to do. Any thread may call this."""
+        with self._commanding:
+            for outbox in self._outboxes:
+                outbox.put(command)
 
     def share(self, size: int) -> Memory:
         """So many bytes, zeros, that every rank can read. Raises ConfigError where they are not there."""
@@ -227,10 +228,11 @@ class Ranks:
 
     def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Ended:
         """Has the others put a parcel, which lies in what `share` gave, into a job's pages: steps that they are told of
-        from now on find it there. -> whether they need its bytes no more, which raises RankLost where one is lost."""
-        told = self.memory.scatter(piece, pages, from_B)
-        number = self.memory.told
-        self.tell(told)
+        from now on find it there. -> whether they need its bytes no more, which raises RankLost where one is lost. Any
+        thread may call this."""
+        with self._commanding:
+            self.tell(self.memory.scatter(piece, pages, from_B))
+            number = self.memory.told
 
         def ended() -> bool:
             if self.reason is not None:
@@ -340,43 +342,3 @@ class LeadingRunner(Runner):
         """As `Runner.close`; then the other ranks end."""
         super().close()
         self._ranks.close()
-
-
-class RankParcels:
-    """Parcels of rank 0 that all ranks put into their pages: what comes lies in memory that they share.
-
-    What leaves does so from rank 0 alone: pages are whole on every rank, and the same.
-    """
-
-    def __init__(self, ranks: Ranks, own: ParcelMemory) -> None:
-        """own: of the host, for what rank 0 does with its own pages."""
-        self._ranks, self._own = ranks, own
-        self.fill_s, self.patience_s = own.fill_s, own.patience_s
-
-    @property
-    def sizes(self) -> Sizes:
-        """As `ParcelMemory.sizes`."""
-        return self._own.sizes
-
-    def make(self, size: int) -> Memory:
-        """As `ParcelMemory.make`."""
-        return self._ranks.share(size)
-
-    def tensor(self, memory: Memory) -> Tensor:
-        """As `ParcelMemory.tensor`."""
-        return self._own.tensor(memory)
-
-    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
-        """As `ParcelMemory.gather`, from the pages of rank 0."""
-        return self._own.gather(parcels, piece, pages, into_B, seed)
-
-    def sum(self, parcel_B: Tensor, seed: int) -> Summed:
-        """As `ParcelMemory.sum`."""
-        return self._own.sum(parcel_B, seed)
-
-    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
-        """As `ParcelMemory.scatter`, into the pages of every rank. Raises RankLost, now or when it is asked, where one
-        is lost."""
-        theirs = self._ranks.scatter(piece, [PageId(page) for page in pages], from_B)
-        ours = self._own.scatter(parcels, piece, pages, from_B)
-        return lambda: theirs() and ours()

@@ -42,6 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     server = Server(folder / "pools.toml")
     try:
+        wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, 180, server)
         yield server.until_ready()
     finally:
         server.close()

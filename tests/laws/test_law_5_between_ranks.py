@@ -23,6 +23,7 @@ from redline.wire.job import Grammar, Job
 from redline.worker import ranks
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore
+from tests import tiers
 from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS
 from tests.laws.test_law_6_ranks_change_nothing import counted
@@ -44,22 +45,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folder: Path, count: int) -> EngineCore:
+def opened(folder: Path, count: int, **tiers: Any) -> EngineCore:
     asked: dict[str, Any] = {"kv_dtype": "float32", "max_model_len": 1024, "max_running": 8, "step_tokens": 100}
     drafts = Learned(drafter=str(folder / "drafter"), adaptive=False)
     return EngineCore.load(
-        folder, EngineConfig(kv_memory=20_000_000, device="cpu", ranks=count, speculation=drafts, **asked)
+        folder, EngineConfig(kv_memory=20_000_000, device="cpu", ranks=count, speculation=drafts, **asked, **tiers)
     )
 
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Iterator[Callable[[str], EngineCore]]:
-    """By a name that begins with the number of its ranks; without anything that it has cached."""
+    """By a name that begins with the number of its ranks; without anything that it has cached. That of two ranks more
+    keeps what it forgets."""
+    below = {"host_memory": 1 << 24, "disk": str(folder / "disk"), "disk_size": 1 << 28}
     made: dict[str, EngineCore] = {}
 
     def engine(name: str) -> EngineCore:
         if name not in made:
-            made[name] = opened(folder, int(name[0]))
+            made[name] = opened(folder, int(name[0]), **below if name.endswith("more") else {})
         made[name].planner.forget_idle()
         return made[name]
 
@@ -74,8 +77,9 @@ def jobs(folder: Path) -> list[Job]:
     return [
         job("grammar", tokens[:90], max_tokens=24, grammar=grammar),
         job("whole pages", prompt(seed=8, length=128), max_tokens=20),
+        job("scored", prompt(seed=9, length=100), max_tokens=10, prompt_logprobs=1),
         *(
-            job(name, prompt(seed=n, length=70 + 90 * n), max_tokens=30, prompt_logprobs=1, **how)
+            job(name, prompt(seed=n, length=70 + 90 * n), max_tokens=30, **how)
             for n, (name, how) in enumerate(SAMPLINGS.items())
         ),
     ]
@@ -99,6 +103,30 @@ def test_answers_are_those_of_one_worker_of_one_rank(
     assert counted(got, expected, near=1e-3) == 0
     assert sum(one.accepted for one in got.values()) == sum(one.accepted for one in expected.values()) > 0
     both.close_exchanges()
+
+
+def test_pages_below_the_cache_come_back_to_every_rank(
+    folder: Path, engines: Callable[[str], EngineCore], expected: dict[str, Answer]
+) -> None:
+    """From memory, from the disk by way of memory, and from the disk where memory has no room."""
+    engine = engines("2 more")
+    assert engine.tiers is not None
+    engine.tiers.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # all is fetched
+    store = engine.tiers.store
+    assert counted(tiers.run(engine, jobs(folder)), expected, near=1e-3) == 0
+    for tier, room in (("host", store._room), ("disk", store._room), ("disk", lambda: None)):
+        engine.planner.forget_idle()
+        store.flush(tiers.WAIT_S)
+        if tier == "disk":
+            for hash in [*store._host.clean]:
+                store._host.drop(hash)
+        before = tiers.tier(engine, tier).hit_tokens
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_room", room)
+            again = tiers.run(engine, jobs(folder))
+        assert tiers.tier(engine, tier).hit_tokens - before >= 64 * (len(again) - 1)
+        assert counted(again, expected, near=1e-3) == 0
+        assert [name for name, one in again.items() if not one.cached_tokens] == ["scored"]
 
 
 def placing(engines: Callable[[str], EngineCore], name: str) -> Pair:
