@@ -181,7 +181,7 @@ class PinnedParcels(GpuParcels):
         """As `ParcelMemory.tensor`. Raises ConfigError where the driver does not pin it."""
         memory_B = HostParcels().tensor(memory)
         try:
-            pin(memory_B)
+            pin(memory_B, memory)
         except RuntimeError as error:
             raise ConfigError(f"handoff.transport: {memory.size:,} bytes cannot be pinned ({error})") from error
         return memory_B
@@ -209,11 +209,16 @@ class PinnedParcels(GpuParcels):
         return super().scatter(parcels, piece, pages, staged_B)
 
 
-def pin(memory_B: Tensor) -> None:
-    """Has the GPU's driver keep memory of the host in its place, for as long as the process lives, so that copies from
-    and to it run by themselves. Raises RuntimeError where it refuses."""
+_pinned: list[object] = []  # what is pinned stays, so that its addresses are nobody else's
+
+
+def pin(memory_B: Tensor, owner: object = None) -> None:
+    """Has the GPU's driver keep memory of the host in its place, so that copies from and to it run by themselves; it
+    stays there until the process ends. owner: whatever keeps it alive, beside the tensor. Raises RuntimeError where
+    that is refused."""
     runtime: Any = torch.cuda.cudart()
     torch.cuda.check_error(runtime.cudaHostRegister(memory_B.data_ptr(), memory_B.numel(), 0))
+    _pinned.append((memory_B, owner))
 
 
 def stage(parcel_B: Tensor, device: torch.device, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:

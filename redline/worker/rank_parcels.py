@@ -70,10 +70,11 @@ class RankPages:
 
     def memory(self, size: int) -> Tensor:
         """As `Others.memory`."""
+        memory = self._ranks.share(size)
         with torch.inference_mode(False):  # the store's thread writes to it too, which is not in that mode
-            memory_B = HostParcels().tensor(self._ranks.share(size))
+            memory_B = HostParcels().tensor(memory)
         if self._gpu:
-            pin(memory_B)
+            pin(memory_B, memory)
         return memory_B
 
     def put(self, page: PageId, bytes_B: Tensor) -> Ended:

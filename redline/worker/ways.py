@@ -117,6 +117,15 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     return found
 
 
+def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
+    """Bytes of each rank's GPU that handoffs take, beside what its engine does. name: None: it hands nothing over."""
+    if name is None or device.type != "cuda":
+        return 0
+    if ranks > 1:
+        return 2 * PinnedParcels.sizes.landing  # copies that wait for the stream of steps, and those behind them
+    return GpuParcels.sizes.area + GpuParcels.sizes.landing if name in ("peer", "auto") else 0
+
+
 def open_ways(
     found: Sequence[Carrier], kv: KvPool, share: float, clock: Callable[[], float], area_bytes: int | None
 ) -> list[Way[Out, In]]:

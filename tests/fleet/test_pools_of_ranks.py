@@ -18,8 +18,8 @@ MODELS = Path(__file__).parents[2] / "models"
 TEXT = "What does this say, in one sentence? " + Path(os.__file__).read_text()[:600]
 SCHEMA = {
     "type": "object",
-    "properties": {"words": {"type": "integer"}},
-    "required": ["words"],
+    "properties": {"short": {"type": "boolean"}},
+    "required": ["short"],
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
@@ -53,7 +53,7 @@ def answer(server: Server, how: str, salt: str) -> list[tuple[str, float]]:
     given = server.client.chat.completions.create(
         model="kimi-nano",
         messages=[{"role": "user", "content": f"{how} {TEXT}"}],
-        max_tokens=24,
+        max_tokens=32,
         logprobs=True,
         top_logprobs=2,
         extra_body={"cache_salt": salt},
@@ -63,7 +63,7 @@ def answer(server: Server, how: str, salt: str) -> list[tuple[str, float]]:
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
     if how == "grammar":
-        assert isinstance(json.loads(choice.message.content or "")["words"], int)
+        assert isinstance(json.loads(choice.message.content or "")["short"], bool)
     return [
         (one.token, abs(one.top_logprobs[0].logprob - one.top_logprobs[-1].logprob)) for one in choice.logprobs.content
     ]
