@@ -136,7 +136,12 @@ class Pair:
                 assert turns < most, "no end"
         return {name: joined(parts) for name, parts in self.deltas.items()}
 
-    def close(self) -> None:
+    def close_exchanges(self) -> None:
+        """The engines may be others' from now on."""
         for side in (self.computes, self.answers):
             side.exchange.close()
+
+    def close(self) -> None:
+        self.close_exchanges()
+        for side in (self.computes, self.answers):
             side.engine.runner.close()

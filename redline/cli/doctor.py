@@ -20,6 +20,7 @@ from redline.quant.settings import QuantizeConfig
 from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
+from redline.worker.ways import aside
 
 KIMI = (
     "Kimi K2.6 (61 layers, INT4 experts) is 594 GB of weights: it wants eight GPUs of 80 GB and more, or four of 180 GB"
@@ -105,6 +106,10 @@ def _memory(sizes: Sizes, free: int) -> list[str]:
     lines = needs.explain()[1:]  # the weights stand above
     if sizes.gpu_kernels:
         lines.extend(sizes.recorded_steps(layout.max_model_len).explain())
+    if handoffs := aside("auto", torch.device(sizes.device), sizes.ranks):
+        lines.append(
+            f"handoff          {handoffs / 1e9:.2f} GB more where [[workers]] have roles, which is not in the sum"
+        )
     lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
     share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
     lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")

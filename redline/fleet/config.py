@@ -418,10 +418,6 @@ def _check_engine(engine: EngineConfig, place: str) -> None:
         )
     if engine.disk == "":
         raise ConfigError(f"{place}.disk is empty; expected a folder, or leave it out")
-    if engine.ranks > 1 and (engine.host_memory is not None or engine.disk is not None):
-        raise ConfigError(
-            f"{place}.ranks is {engine.ranks}; host_memory and disk keep pages of one rank: leave them out"
-        )
 
 
 def _read_sizes(engine: dict[str, Any], place: str) -> None:

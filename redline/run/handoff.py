@@ -20,7 +20,7 @@ from torch import Tensor
 
 from redline.run.kv import KvPool
 from redline.wire.handoff import Piece
-from redline.wire.job import PAGE_TOKENS
+from redline.wire.job import PAGE_TOKENS, PageId
 
 VERSION = 1
 PARCEL_BYTES = 4 << 20  # at most, where a page of one layer is no more
@@ -135,3 +135,13 @@ class Parcels:
         """On the pages' device; to a GPU it goes behind what the stream has, and nobody waits."""
         there = self._rows_LNB.device
         return index if there.type == "cpu" else index.pin_memory().to(there, non_blocking=True)
+
+
+def of_its_pages(piece: Piece, pages: Sequence[PageId]) -> tuple[Piece, tuple[PageId, ...]]:
+    """The piece as one of the pages that it touches alone, and these. pages: of the job, from its first on."""
+    (at, to), (place, end) = piece.positions, piece.draft
+    first = at // PAGE_TOKENS
+    skipped = first * PAGE_TOKENS
+    draft = (place - skipped, end - skipped) if end > place else piece.draft
+    moved = Piece(layers=piece.layers, positions=(at - skipped, to - skipped), draft=draft)
+    return moved, tuple(pages[first : -(-max(to, end) // PAGE_TOKENS)])

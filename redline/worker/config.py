@@ -127,3 +127,4 @@ class RankConfig(Record, frozen=True):
     rank: int
     folder: str  # where the ranks meet
     inbox: str  # the address of the commands that it reads
+    memory: int  # the file that it inherits, of memory that the ranks share (`worker.rank_memory`)

@@ -55,6 +55,7 @@ from redline.worker.exchange import Exchange
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
+from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
 from redline.worker.tiers import SHARE, Tiers
@@ -97,6 +98,7 @@ class EngineCore:
         self.fingerprint = loaded.fingerprint
         self.drafter = loaded.drafter
         self._ranks = config.ranks
+        self._others = ranks
         self._head_bits = speculation.head_bits if isinstance(speculation, Learned) else 16
         self._floor: StepFloor | None = None
         self._random = config.random_weights
@@ -115,7 +117,7 @@ class EngineCore:
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
             time.monotonic,
         )
-        self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens)
+        self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
     @classmethod
@@ -127,22 +129,24 @@ class EngineCore:
         device: torch.device | None = None,
         progress: Callable[[int, int], object] | None = None,
         lost: Callable[[str], object] | None = None,
+        aside: int = 0,
     ) -> "EngineCore":
         """Load a checkpoint's folder, and a drafter's where the config names one, onto a device, and start other ranks.
 
         device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. lost: as
-        `Ranks` has it. Raises CheckpointError for files that cannot be read, ConfigError for what the config asks and
-        cannot be had, such as more memory than is free, RankLost where another rank could not load.
+        `Ranks` has it. aside: bytes of the device that are for others. Raises CheckpointError for files that cannot be
+        read, ConfigError for what the config asks and cannot be had, such as more memory than is free, RankLost where
+        another rank could not load.
         """
         device = device or pick_device(config.device)
         if config.ranks == 1:
-            return cls(load_model(folder, config, device, ALONE, progress), config)
+            return cls(load_model(folder, config, device, ALONE, progress, aside), config)
         model = K2Config.from_folder(Path(folder))
         check_ranks(model, config.ranks, device)
         with ExitStack() as started:
             ranks = Ranks(str(folder), config, device, model, lost)
             started.callback(ranks.close)
-            loaded = load_model(folder, config, ranks.device, ranks.group, progress)
+            loaded = load_model(folder, config, ranks.device, ranks.group, progress, aside)
             engine = cls(loaded, config, ranks)
             started.pop_all()
         return engine
@@ -197,11 +201,12 @@ class EngineCore:
         """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
 
         carriers: the ways that parcels may go, best first. lends: whether it computes prompts for others. area_bytes:
-        for the parcels of each way; None: as many as suit it. Raises ConfigError where there is no room for them, or
-        several ranks share the model: each would need the pages.
+        for the parcels of each way; None: as many as suit it. Where several ranks share the model, carriers are of the
+        host's memory. Raises ConfigError where there is no room for them.
         """
-        if self._ranks > 1:
-            raise ConfigError(f"engine.ranks is {self._ranks}; a prompt is handed over by one rank to one")
+        if self._others is not None:
+            others = self._others
+            carriers = [one._replace(memory=RankParcels(others, one.memory)) for one in carriers]
         share = HANDOFF_SHARE[self.model.device.type]
         ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
         return Exchange(self.planner, ways, clock=clock, **how)
@@ -387,10 +392,11 @@ def load_model(
     device: torch.device,
     group: Group,
     progress: Callable[[int, int], object] | None = None,
+    aside: int = 0,
 ) -> Loaded:
     """A checkpoint's folder, or this rank's part of it, on a device, with as many pages as every rank has room for.
 
-    It ends on all ranks at once. Raises as `EngineCore.load`.
+    aside: bytes of the device that are for others. It ends on all ranks at once. Raises as `EngineCore.load`.
     """
     checkpoint = Checkpoint.open(folder) if config.random_weights is None else None
     geometry = K2Config.from_folder(folder) if checkpoint is None else checkpoint.config
@@ -411,7 +417,7 @@ def load_model(
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
     # The group is open: what it has taken is no longer free, and among what is needed.
-    layout = fit(sizes, free + sizes.links_bytes, config.kv_memory, config.max_model_len)
+    layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
     # The CPU's kernels have threads of their own; torch does small things beside them.
@@ -471,18 +477,16 @@ def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfi
     )
 
 
-def tiers_of(planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig, step_tokens: int) -> Tiers | None:
+def tiers_of(
+    planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig, step_tokens: int, ranks: Ranks | None
+) -> Tiers | None:
     """Memory below the prefix cache, where the config asks for any; the planner is told of it.
 
-    Raises ConfigError where there is not so much memory, where several ranks share the model, since each would have to
-    keep the pages, or where another process uses the disk's folder. A disk that cannot be written is a warning.
+    ranks: those that follow. Raises ConfigError where there is not so much memory, or where another process uses the
+    disk's folder. A disk that cannot be written is a warning.
     """
     if config.host_memory is None and config.disk is None:
         return None
-    if config.ranks > 1:
-        raise ConfigError(
-            f"engine.ranks is {config.ranks}; host_memory and disk keep the pages of one rank: leave them out"
-        )
     host_bytes, free = config.host_memory or STAGING_BYTES, limits.free_memory()
     if host_bytes > free:
         raise ConfigError(f"engine.host_memory is {human(host_bytes)}, and {human(free)} are free; ask for less")
@@ -490,12 +494,15 @@ def tiers_of(planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig,
     name = (
         f"{version('redline')}; {loaded.fingerprint}; {pages.device.type}; {pages.format}; {_name_of(loaded.drafter)}"
     )
+    if config.ranks > 1:
+        name += f"; {config.ranks} ranks"  # whose sums are rounded otherwise
     if config.disk is not None and config.disk_size is not None:
         try:
             disk = DiskPages(Path(config.disk), name, pages.size, config.disk_size, _keep)
         except OSError as error:
             _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
-    store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type])
+    others = None if ranks is None else RankPages(ranks, kv)
+    store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type], others=others)
     return Tiers(planner, store, step_tokens=step_tokens)
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from redline.errors import RedlineError
+from redline.errors import RedlineError, WorkerLost
 from redline.plan.planner import Planner
 from redline.transport.base import Peer, TransferFailed
 from redline.wire.channel import Outbox, SocketOutbox
@@ -471,6 +471,8 @@ class Exchange:
                 try:
                     if not self._read(incoming, offer):
                         break
+                except WorkerLost:
+                    raise
                 except RedlineError as error:
                     self._lose(incoming, offer, error)
             self._offers.popleft()

@@ -224,10 +224,12 @@ def lead(
                 last, deltas = turn(planner, runner, last, failures)
             else:
                 last, deltas = turn(profiling.planner, profiling.runner, last, failures)
+            if exchange is not None:
+                deltas = exchange.keep(deltas) + exchange.work()
         except WorkerLost as error:
             _put_all(planner, outbox, planner.lose_all(str(error)))
             raise
-        _put_all(planner, outbox, deltas if exchange is None else exchange.keep(deltas) + exchange.work())
+        _put_all(planner, outbox, deltas)
         if tiers is not None:
             tiers.work()
         if tells_cache and (news := planner.cached(whole=whole)) is not None:

@@ -30,12 +30,12 @@ from redline.wire.channel import IPC, SocketInbox, SocketOutbox
 from redline.wire.machines import Listening
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
-from redline.worker.engine import EngineCore
+from redline.worker.engine import EngineCore, pick_device
 from redline.worker.hearers import Hearers
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 from redline.worker.urgency import Urgency
-from redline.worker.ways import carriers
+from redline.worker.ways import aside, carriers
 
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -98,8 +98,9 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
     ):
         if not config.inbox.startswith(IPC):  # whichever port was free
             outbox.put(Listening(inbox=inbox.address))
+        handoffs = aside(config.transport, pick_device(config.engine.device), config.engine.ranks)
         with _progress() as progress:
-            engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost)
+            engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost, aside=handoffs)
         engine.measure()
         gc.collect()
         gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
@@ -108,7 +109,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         hearers = opened.enter_context(Hearers(outbox))
         if config.transport is not None:
             folder = Path(config.parcels) if config.parcels is not None else None
-            found = carriers(config.transport, folder, engine.model.device)
+            found = carriers(config.transport, folder, engine.model.device, config.engine.ranks)
             outbox_of = functools.partial(SocketOutbox, key=key)
             # Whatever its role is it can lend: another may be asked of it.
             exchange = engine.exchange(found, lends=True, outbox_of=outbox_of)

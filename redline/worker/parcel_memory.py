@@ -1,18 +1,20 @@
 """Where parcels lie while they wait and when they come: in the host's memory, or in the GPU's, whose work is launched.
 
 In the host's everything is done when a call returns. In a GPU's, gathering and adding up go to a stream of their own,
-so a parcel waits for no step, and are asked about later: the host launches, and touches no byte.
+so a parcel waits for no step, and are asked about later: the host launches, and touches no byte. Pinned memory of the
+host is between the two: parcels lie in it, and a GPU copies them and does the rest.
 
 B bytes.
 """
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from redline.errors import ConfigError
 from redline.kernels.by_chip import checksum as checksum_on
 from redline.kernels.cpu import checksum
 from redline.ops.checksum import number
@@ -161,6 +163,75 @@ class GpuParcels:
             placed = torch.cuda.Event()
             placed.record()
         return placed.query
+
+
+class PinnedParcels(GpuParcels):
+    """The host's memory, which the GPU that has the pages copies from and to: as in its own, nobody waits for a step.
+
+    What comes is copied twice, to be added up and, once it is verified, for its pages.
+    """
+
+    sizes = HostParcels.sizes
+
+    def make(self, size: int) -> Memory:
+        """As `ParcelMemory.make`."""
+        return host_memory(size)
+
+    def tensor(self, memory: Memory) -> Tensor:
+        """As `ParcelMemory.tensor`. Raises ConfigError where the driver does not pin it."""
+        memory_B = HostParcels().tensor(memory)
+        try:
+            pin(memory_B, memory)
+        except RuntimeError as error:
+            raise ConfigError(f"handoff.transport: {memory.size:,} bytes cannot be pinned ({error})") from error
+        return memory_B
+
+    def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
+        """As `ParcelMemory.gather`."""
+        with torch.cuda.stream(self._stream):
+            gathered_B = torch.empty_like(into_B, device=self._device)
+        summed = super().gather(parcels, piece, pages, gathered_B, seed)
+        with torch.cuda.stream(self._stream):
+            into_B.copy_(gathered_B, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        return Summed(copied.query, summed.number)
+
+    def sum(self, parcel_B: Tensor, seed: int) -> Summed:
+        """As `ParcelMemory.sum`."""
+        with torch.cuda.stream(self._stream):
+            parcel_B = parcel_B.to(self._device, non_blocking=True)
+        return super().sum(parcel_B, seed)
+
+    def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
+        """As `ParcelMemory.scatter`."""
+        staged_B, _ = stage(from_B, self._device, self._stream)
+        return super().scatter(parcels, piece, pages, staged_B)
+
+
+_pinned: list[object] = []  # what is pinned stays, so that its addresses are nobody else's
+
+
+def pin(memory_B: Tensor, owner: object = None) -> None:
+    """Has the GPU's driver keep memory of the host in its place, so that copies from and to it run by themselves; it
+    stays there until the process ends. owner: whatever keeps it alive, beside the tensor. Raises RuntimeError where
+    that is refused."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaHostRegister(memory_B.data_ptr(), memory_B.numel(), 0))
+    _pinned.append((memory_B, owner))
+
+
+def stage(parcel_B: Tensor, device: torch.device, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy in the GPU of what lies in pinned memory, by a stream of its own: steps' work that is launched from now on
+    comes behind it. -> the copy, and the event of its end: then the pinned bytes may go."""
+    steps = torch.cuda.default_stream(device)
+    with torch.cuda.stream(stream):
+        staged_B = parcel_B.to(device, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+    steps.wait_event(copied)
+    staged_B.record_stream(steps)
+    return staged_B, copied
 
 
 class _Array:

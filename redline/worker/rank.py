@@ -22,11 +22,13 @@ from redline.model.k2.config import K2Config
 from redline.run.runner import Pending, Runner
 from redline.wire.channel import SocketInbox
 from redline.wire.news import Stop
+from redline.wire.ranks import Grow, Scatter
 from redline.wire.step import Hurry, Place, RecordMore, Step
 from redline.worker.config import RankConfig
 from redline.worker.drawn import Comparison
 from redline.worker.engine import load_model, make_runner, pick_device
 from redline.worker.loop import one_line
+from redline.worker.rank_memory import FollowedMemory
 from redline.worker.ranks import BEAT_S, device_of, open_group
 
 IDLE_S = 0.5  # without a command, after which the last step's end is looked at
@@ -64,13 +66,13 @@ def _follow(config: RankConfig) -> None:
     inbox = SocketInbox(config.inbox)
     with torch.inference_mode():
         runner = make_runner(Runner, loaded, engine)
-        _obey(runner, inbox, Comparison(config.rank))
+        _obey(runner, inbox, Comparison(config.rank), FollowedMemory(config.memory, config.rank, runner.kv))
     runner.close()
     inbox.close()
     group.close()
 
 
-def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison) -> None:
+def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: FollowedMemory) -> None:
     """Until a Stop comes. A step that a device runs behind is waited for once the next is launched, as rank 0 does.
 
     Raises what a step raises: it may have failed here alone, and then all sums behind it would be with the wrong ones.
@@ -103,6 +105,11 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison) -> None:
                 case Place(drafts=drafts):
                     assert drafts is not None, "the case before has none"
                     runner.place(command.slot, command.length, drafts)
+                case Scatter():
+                    # Rank 0 has settled the same steps when it does so: what still runs writes to none of these pages.
+                    memory.scatter(command)
+                case Grow():
+                    memory.grow(command)
                 case RecordMore():
                     runner.record_more()
                 case Hurry():

@@ -3,7 +3,8 @@
 Rank 0 is the worker. It starts the others (`worker.rank`), tells each what it does with its own runner before it does
 it, and never waits for their results: all ranks add up the same sums, so each comes to the same tokens by itself, and
 compares them with what rank 0 has drawn (`worker.drawn`). They wait for one another in the model's sums alone, and not
-for long (`kernels.group`).
+for long (`kernels.group`). What comes from outside, pages of another worker, reaches all through memory that they share
+(`worker.rank_memory`).
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
@@ -32,12 +34,17 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
 from redline.run.runner import Pending, Runner
+from redline.transport.base import Memory
 from redline.wire.channel import SocketOutbox, ipc_address
 from redline.wire.codec import Wire
+from redline.wire.handoff import Piece
+from redline.wire.job import PageId
 from redline.wire.news import Stop
 from redline.wire.step import Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
+from redline.worker.parcel_memory import Ended
+from redline.worker.rank_memory import RankMemory
 
 FOLLOW = sys.executable, "-m", "redline.worker.rank"  # the command of a rank that follows
 END_S = 10.0  # for the ranks to end that were told to
@@ -100,8 +107,10 @@ class Ranks:
         self._lost = lost
         self._ending = False
         self._telling = threading.Lock()
+        self._commanding = threading.RLock()
         self._beats = [0] * engine.ranks
         self._over = threading.Event()
+        self.memory = RankMemory(engine.ranks)
         self._folder = tempfile.TemporaryDirectory(prefix="redline-", dir=_memory_folder(device))
         folder, ranks = Path(self._folder.name), engine.ranks
         self._outboxes: list[SocketOutbox] = []
@@ -113,8 +122,16 @@ class Ranks:
         try:
             for rank in range(1, ranks):
                 inbox = ipc_address(folder, f"rank-{rank}")
-                told = RankConfig(weights=weights, engine=engine, rank=rank, folder=str(folder), inbox=inbox)
-                self._start(told)
+                self._start(
+                    RankConfig(
+                        weights=weights,
+                        engine=engine,
+                        rank=rank,
+                        folder=str(folder),
+                        inbox=inbox,
+                        memory=self.memory.file,
+                    )
+                )
             self.device = device_of(0, device)
             self.group = open_group(folder, 0, ranks, self.device, config)
             if self.reason is not None:
@@ -131,7 +148,7 @@ class Ranks:
     def _start(self, told: RankConfig) -> None:
         # As the worker is started (fleet.serve): what stops a group of processes is for rank 0 to pass on.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        process = subprocess.Popen(FOLLOW, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(FOLLOW, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(told.memory,))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         assert process.stdin is not None
@@ -157,25 +174,33 @@ class Ranks:
         self._lose(f"rank {rank} is lost{at}: {why}")
 
     def _listen(self) -> None:
-        """Until the end: whether a step waits for a rank whose process does not run. On a GPU nothing else sees that in
+        """Until the end: whether rank 0 waits for a rank whose process does not run. On a GPU nothing else sees that in
         a prompt, whose sums are NCCL's.
 
         It is counted in turns of this thread, and no clock is read: where all were stopped for a while, nobody is late.
         """
-        group, heard, step, silent = self.group, list(self._beats), self.waits, [0] * len(self._beats)
+        group, heard, silent = self.group, list(self._beats), [0] * len(self._beats)
+        waited: list[str | None] = [None] * len(self._beats)
         while not self._over.wait(BEAT_S):
             try:
                 group.check()
             except RankLost as error:
                 self._lose(f"{error} in step {self.step:,}")
-            same = self.hurried and self.waits is not None and self.waits == step
-            step = self.waits
             for rank in range(1, len(self._beats)):
+                waits = self._waited_for(rank) if self.hurried else None
+                same = waits is not None and waits == waited[rank]
                 silent[rank] = silent[rank] + 1 if same and self._beats[rank] == heard[rank] else 0
-                heard[rank] = self._beats[rank]
+                heard[rank], waited[rank] = self._beats[rank], waits
                 if silent[rank] == SILENT_BEATS:
-                    waited = f"rank {rank} has kept rank 0 waiting for {SILENT_BEATS * BEAT_S:.0f} s"
-                    self._lose(f"{waited} in step {step:,}: its process does not run")
+                    kept = f"rank {rank} has kept rank 0 waiting for {SILENT_BEATS * BEAT_S:.0f} s"
+                    self._lose(f"{kept} {waits}: its process does not run")
+
+    def _waited_for(self, rank: int) -> str | None:
+        """Where rank 0 may be waiting for a rank; None: nowhere."""
+        if (step := self.waits) is not None:
+            return f"in step {step:,}"
+        taken = self.memory.taken(rank)
+        return f"with parcel {taken + 1:,}" if taken < self.memory.told else None
 
     def _lose(self, reason: str) -> None:
         """Tells why the ranks are lost, the first time."""
@@ -190,9 +215,31 @@ class Ranks:
             group.lose(reason)
 
     def tell(self, command: Wire) -> None:
-        """Every rank does what this one is about to do."""
-        for outbox in self._outboxes:
-            outbox.put(command)
+        """Every rank does what this one is about to do. Any thread may call this."""
+        with self._commanding:
+            for outbox in self._outboxes:
+                outbox.put(command)
+
+    def share(self, size: int) -> Memory:
+        """So many bytes, zeros, that every rank can read. Raises ConfigError where they are not there."""
+        memory, grown = self.memory.grow(size)
+        self.tell(grown)
+        return memory
+
+    def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Ended:
+        """Has the others put a parcel, which lies in what `share` gave, into a job's pages: steps that they are told of
+        from now on find it there. -> whether they need its bytes no more, which raises RankLost where one is lost. Any
+        thread may call this."""
+        with self._commanding:
+            self.tell(self.memory.scatter(piece, pages, from_B))
+            number = self.memory.told
+
+        def ended() -> bool:
+            if self.reason is not None:
+                raise RankLost(self.reason)
+            return self.memory.all_have(number)
+
+        return ended
 
     def close(self) -> None:
         """Ends them: those that have not ended END_S after they were told to are killed. Safe to call twice."""
@@ -220,6 +267,7 @@ class Ranks:
         for outbox in self._outboxes:
             outbox.close()
         self._outboxes = []
+        self.memory.close()
         if group is not None:
             group.close()  # once the others are gone
         self._folder.cleanup()

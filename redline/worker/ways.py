@@ -20,7 +20,7 @@ from redline.transport.choice import TransportName, open_transport
 from redline.worker.arrivals import Arrivals, Budget
 from redline.worker.config import PEER_SHARE
 from redline.worker.departures import Departures
-from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory
+from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # whatever a parcel that leaves is for
 In = TypeVar("In")  # whatever one that comes is for
@@ -89,15 +89,21 @@ def connect(ways: Sequence[Way[Out, In]], told: bytes, other: str) -> tuple[Way[
     raise TransferFailed("; ".join(failed) or "it has no area")
 
 
-def carriers(name: TransportName, folder: Path | None, device: torch.device) -> list[Carrier]:
-    """What a worker's configuration asks for. folder: of `shared`'s areas. device: that has its pages.
+def carriers(name: TransportName, folder: Path | None, device: torch.device, ranks: int = 1) -> list[Carrier]:
+    """What a worker's configuration asks for. folder: of `shared`'s areas. device: that has its pages. ranks: that
+    share the model.
 
-    `peer` and `auto` are `peer` on a GPU, and behind it `shared`. Raises ConfigError where no way can be had.
+    `peer` and `auto` are `peer` on a GPU, and behind it `shared`. What comes to several ranks comes through the host's
+    memory, which all of them read: there is no `peer` for these. Raises ConfigError where no way can be had.
     """
-    if name not in ("peer", "auto"):
-        return [Carrier(name, open_transport(name, folder), HostParcels())]
-    found = [Carrier("shared", open_transport("shared", folder), HostParcels())]
-    if device.type == "cuda":
+    host = "shared" if name in ("peer", "auto") else name
+    if ranks > 1 and device.type == "cuda":
+        found = [Carrier(host, open_transport(host, folder), PinnedParcels(device), PEER_SHARE)]
+    else:
+        found = [Carrier(host, open_transport(host, folder), HostParcels())]
+    if host == name:
+        return found
+    if device.type == "cuda" and ranks == 1:
         from redline.kernels.hopper.peers import PeerGpu
         from redline.transport.peer import PeerTransport
 
@@ -106,8 +112,18 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device) -> 
         except (RuntimeError, OSError) as error:
             _log.warning("handoff.transport: this GPU has no way `peer` (%s): `shared` stands in", error)
     elif name == "peer":
-        _log.warning("handoff.transport is `peer`, and the pages are in a CPU's memory: `shared` stands in")
+        why = "the pages are in a CPU's memory" if ranks == 1 else f"{ranks} ranks have the pages"
+        _log.warning("handoff.transport is `peer`, and %s: `shared` stands in", why)
     return found
+
+
+def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
+    """Bytes of each rank's GPU that handoffs take, beside what its engine does. name: None: it hands nothing over."""
+    if name is None or device.type != "cuda":
+        return 0
+    if ranks > 1:
+        return 2 * PinnedParcels.sizes.landing  # copies that wait for the stream of steps, and those behind them
+    return GpuParcels.sizes.area + GpuParcels.sizes.landing if name in ("peer", "auto") else 0
 
 
 def open_ways(

@@ -516,7 +516,6 @@ def test_memory_below_the_prefix_cache_is_sizes_and_a_folder_for_each_worker(tmp
         ("disk_size = '1GB'", r"engine\.disk and engine\.disk_size need each other"),
         ("disk = 'pages'", r"engine\.disk and engine\.disk_size need each other"),
         ("disk = 'pages'\ndisk_size = -1", r"engine\.disk_size is -1; expected 1 to"),
-        ("ranks = 2\nhost_memory = '1GB'", r"engine\.ranks is 2; host_memory and disk keep pages of one rank"),
     ],
 )
 def test_memory_below_the_prefix_cache_that_could_not_be_is_one_line(tmp_path: Path, keys: str, said: str) -> None:

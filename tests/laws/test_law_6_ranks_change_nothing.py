@@ -306,7 +306,7 @@ def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
             return [Step(number=1)]
 
     with pytest.raises(MemoryError, match="no room"):
-        follower._obey(Failing(), Told(), Comparison(1))  # type: ignore[arg-type]
+        follower._obey(Failing(), Told(), Comparison(1), None)  # type: ignore[arg-type]
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

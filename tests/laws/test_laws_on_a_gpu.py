@@ -18,14 +18,18 @@ from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.run.handoff import Parcels
+from redline.transport.memory import MemoryTransport
 from redline.wire.handoff import Piece
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore
+from redline.worker.parcel_memory import HostParcels, PinnedParcels
+from redline.worker.ways import Carrier
 from tests.handoff import Pair
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
+GPU = torch.device("cuda", 0)
 NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
 DRAFTER = NANO.parent / "kimi-nano-eagle3"
 TOLERANCE = {"bf16": 0.25, "fp8": 0.75}  # of logits: bf16 through eight layers; what rounds to another step of e4m3
@@ -167,6 +171,37 @@ def test_law_5_where_does_not_matter(
     finally:
         both.close()
     same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype, CUT)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(("computes", "answers"), [(1, 2), (2, 1), (2, 2)])
+def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int, ...]]):
+    """Through the host's memory, pinned where a worker has two ranks; the GPUs of both workers are the same two."""
+    long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
+    long = [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
+    drafts = Learned(drafter=str(DRAFTER), adaptive=False)
+    with opened() as engine:
+        alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
+    engines = [
+        EngineCore.load(
+            NANO,
+            EngineConfig(max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=drafts, ranks=ranks),
+        )
+        for ranks in (computes, answers)
+    ]
+    transport = MemoryTransport()
+    memories = iter([HostParcels() if ranks == 1 else PinnedParcels(GPU) for ranks in (computes, answers)])
+    both = Pair(*engines, carriers=lambda: [Carrier("memory", transport, next(memories))])
+    try:
+        sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
+        jobs = [
+            make_job(JobId(f"{n}"), tokens, sampling, both.answers.engine.fingerprint) for n, tokens in enumerate(long)
+        ]
+        given = both.run(jobs, most=100_000)
+        assert both.answers.exchange.counts == {"taken over": len(long)}
+    finally:
+        both.close()
+    same(long, [given[job.id].tokens for job in jobs], alone, "bf16", CUT)
 
 
 def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str):

@@ -350,4 +350,6 @@ def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine, "free_memory", free)
     with pytest.raises(EOFError):
         load_model(folder, config(), torch.device("cuda"), ALONE)
-    assert seen == [10**9]
+    with pytest.raises(EOFError):
+        load_model(folder, config(), torch.device("cuda"), ALONE, aside=10**8)
+    assert seen == [10**9, 9 * 10**8], "less what is for handoffs"

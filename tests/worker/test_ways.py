@@ -13,8 +13,10 @@ from redline.run.kv import KvPool
 from redline.transport.base import TransferFailed
 from redline.transport.memory import MemoryTransport
 from redline.transport.peer import PeerTransport
-from redline.worker.parcel_memory import HostParcels, Sizes
-from redline.worker.ways import Carrier, Way, carriers, connect, open_ways, told_of
+from redline.worker import ways
+from redline.worker.config import PEER_SHARE
+from redline.worker.parcel_memory import GpuParcels, HostParcels, Sizes
+from redline.worker.ways import Carrier, Way, aside, carriers, connect, open_ways, told_of
 from tests.transport.books import Book
 
 CPU = torch.device("cpu")
@@ -74,3 +76,25 @@ def test_who_computes_for_nobody_tells_of_no_area() -> None:
     (way,) = ways_of(Carrier("memory", MemoryTransport(), Small()), area_bytes=0)
     assert way.departures is None
     assert told_of([way]) == b""
+
+
+GPU = torch.device("cuda")
+
+
+def test_what_handoffs_take_of_a_gpu_is_what_its_ways_ask_for() -> None:
+    sizes = GpuParcels.sizes
+    assert aside("auto", GPU, 1) == aside("peer", GPU, 1) == sizes.area + sizes.landing == 384 << 20
+    assert [aside(name, GPU, 1) for name in ("shared", "nixl", None)] == [0, 0, 0]
+    assert aside("auto", GPU, 2) == aside("shared", GPU, 2) == 64 << 20
+    assert aside("auto", CPU, 1) == aside("auto", CPU, 2) == 0
+
+
+def test_a_worker_of_several_ranks_has_no_way_from_gpu_to_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ways, "PinnedParcels", lambda _: Small())
+    for name in ("auto", "peer", "shared"):
+        (only,) = carriers(name, tmp_path / "areas", GPU, ranks=2)
+        assert (only.name, only.share) == ("shared", PEER_SHARE)
+        assert ("2 ranks have the pages: `shared` stands in" in caplog.text) == (name == "peer"), name
+        caplog.clear()

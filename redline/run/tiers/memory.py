@@ -1,18 +1,22 @@
 """Pages in the host's memory, by their hash, in slots of one page each: who has a slot, and who gives it up next.
 
-Memory is taken from the system a slab at a time, as it is needed. On a GPU it is pinned: copies from memory that is not
-make a tenth of the speed, and hold up who asks for them. One thread at a time may use what is here.
+Memory is taken from the system a slab at a time, as it is needed, or at once where several ranks read it. On a GPU it
+is pinned: copies from memory that is not make a tenth of the speed, and hold up who asks for them. One thread at a time
+may use what is here.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from redline.wire.job import PageHash
+
+Memory = Callable[[int], Tensor]
+"""Gives so many bytes of the host, uint8."""
 
 SLAB_BYTES = 64 << 20  # at least one slot; pinning takes milliseconds for so much
 
@@ -44,10 +48,11 @@ class HostPages:
     A slot that was taken and has no page yet belongs to who fills it.
     """
 
-    def __init__(self, page_bytes: int, most_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, page_bytes: int, most_bytes: int, *, pinned: bool, memory: Memory | None = None) -> None:
+        """memory: as `Slots` has it."""
         self.clean: OrderedDict[PageHash, Entry] = OrderedDict()
         self.dirty: OrderedDict[PageHash, Entry] = OrderedDict()
-        self.slots = Slots(page_bytes, most_bytes, pinned=pinned)
+        self.slots = Slots(page_bytes, most_bytes, pinned=pinned, memory=memory)
         self._filling: set[int] = set()
 
     def __len__(self) -> int:
@@ -125,13 +130,17 @@ class HostPages:
 class Slots:
     """At most `most_bytes`, at least one slot."""
 
-    def __init__(self, slot_bytes: int, most_bytes: int, *, pinned: bool) -> None:
+    def __init__(self, slot_bytes: int, most_bytes: int, *, pinned: bool, memory: Memory | None = None) -> None:
+        """memory: gives all of it at once, uint8 [bytes]; None: it is taken from the system, a slab at a time."""
         self.total = max(1, most_bytes // slot_bytes)
         self._slot_bytes, self._pinned = slot_bytes, pinned
         self._per_slab = max(1, min(self.total, SLAB_BYTES // slot_bytes))
         self._slabs: list[Tensor] = []
         self._free: list[int] = []
         self._made = 0  # slots of the slabs that there are
+        if memory is not None:
+            self._per_slab = self.total
+            self._has(memory(self.total * slot_bytes).view(self.total, slot_bytes))
 
     @property
     def free(self) -> int:
@@ -171,7 +180,11 @@ class Slots:
             _log.warning("the host gives no more memory for pages: %.2f GB are held, and that is all (%s)", held, error)
             self.total = self._made
             return False
-        self._slabs.append(slab)
-        self._free.extend(range(self._made + count - 1, self._made - 1, -1))
-        self._made += count
+        self._has(slab)
         return True
+
+    def _has(self, slab: Tensor) -> None:
+        """Slots more, uint8 [slots, slot_bytes]."""
+        self._slabs.append(slab)
+        self._free.extend(range(self._made + len(slab) - 1, self._made - 1, -1))
+        self._made += len(slab)

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ Tier = Literal["host", "disk"]
 EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
 AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
 TOGETHER = 16  # pages that a GPU copies between two looks at their checksums, and at whether they are still wanted
+LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of
 REST_S = 60.0  # for a disk that took no page
 DISK_S = 1e-9  # for a byte from the disk, as a first guess
 
@@ -96,6 +97,20 @@ class _Order(IntEnum):
     WRITE = 2
 
 
+class Others(Protocol):
+    """The other ranks of a model, whose pages are to hold what this one's do."""
+
+    def memory(self, size: int) -> Tensor:
+        """Memory of the host that all ranks read: uint8 [size], pinned where pages are a GPU's. Raises ConfigError
+        where there is not so much."""
+        ...
+
+    def put(self, page: PageId, bytes_B: Tensor) -> Callable[[], bool]:
+        """Has them put a whole page, which lies in such memory, into theirs of that number, before any step that is
+        launched from now on. -> whether they need the bytes no more, which raises RankLost where one is lost."""
+        ...
+
+
 class Store:
     """Pages of one engine.
 
@@ -110,9 +125,11 @@ class Store:
         *,
         share: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
+        others: Others | None = None,
     ) -> None:
         """host_bytes: of the host's memory, for pages. share: of the thread's time, that readings take while steps run.
-        The disk is the store's from now on: its thread reads the index first."""
+        The disk is the store's from now on: its thread reads the index first. others: where several ranks share the
+        model; pages are saved from this one's alone, since they are the same on all."""
         self.busy = False
         self.share = share
         self.counts: Counter[tuple[Tier, str]] = Counter()
@@ -120,9 +137,11 @@ class Store:
         self.page_bytes = pages.size
         self._pages, self._clock = pages, clock
         gpu = pages.device.type == "cuda"
-        self._host = HostPages(pages.size, host_bytes, pinned=gpu)
+        self._others = others
+        memory = None if others is None else others.memory
+        self._host = HostPages(pages.size, host_bytes, pinned=gpu, memory=memory)
         self._stream = torch.cuda.Stream(pages.device) if gpu else None
-        self._together = TOGETHER if gpu else 1
+        self._together = TOGETHER if gpu or others is not None else 1
         self._lock = threading.Condition()  # of all that follows
         self._on_disk: Mapping[PageHash, Place] = {} if disk is None else disk.places
         self._held: dict[Reading, list[Entry]] = {}  # by readings that have not ended
@@ -132,7 +151,9 @@ class Store:
         self._rests_until = 0.0  # the disk takes nothing before
         self._warned: set[str] = set()
         self._ended = False
-        self._scratch = torch.empty(self._together, pages.size, dtype=torch.uint8, pin_memory=gpu)
+        size = self._together * pages.size
+        scratch = torch.empty(size, dtype=torch.uint8, pin_memory=gpu) if memory is None else memory(size)
+        self._scratch = scratch.view(self._together, pages.size)
         self.page_s: Mapping[Tier, float] = self._measure()
         self._thread = threading.Thread(target=self._serve, name="tiers", daemon=True)
         self._thread.start()
@@ -398,13 +419,13 @@ class Store:
                 with self._copying():
                     put.append(_Put(one, self._pages.put(reading.pages[at], one.bytes_B, hash, one.flags)))
                 if len(put) == self._together:
-                    kept += self._good(put)
+                    kept += self._there(reading, len(kept), put)
                     put.clear()
                     if len(kept) <= at:
                         break
                 if busy and self.share < 1:
                     time.sleep((self._clock() - began) * (1 / self.share - 1))
-            kept += self._good(put)
+            kept += self._there(reading, len(kept), put)
         finally:
             self._copied()
             reading.kept = kept
@@ -457,6 +478,16 @@ class Store:
                 self._spoilt(one.tier, one.hash, "has another checksum than it was sealed with")
                 break
             good.append(Found(one.tier, bool(one.flags & EXACT), bool(one.flags & DRAFTED)))
+        return good
+
+    def _there(self, reading: Reading, first: int, put: Sequence[_Put]) -> list[Found]:
+        """As `_good`, of the reading's pages from `first` on; and the other ranks have them too. Raises RankLost."""
+        good = self._good(put)
+        if self._others is not None:
+            pages = reading.pages[first : first + len(good)]
+            told = [self._others.put(page, one.page.bytes_B) for page, one in zip(pages, put, strict=False)]
+            while not all(ended() for ended in told):
+                time.sleep(LOOK_S)
         return good
 
     def _spoilt(self, tier: Tier, hash: PageHash, why: str) -> None:

@@ -1,0 +1,129 @@
+"""Memory of the host that the ranks of one worker share: what rank 0 has there, every rank puts into its own pages.
+
+It has no name, so nothing is left of it, whoever is killed: ranks that follow inherit its file. A rank counts there
+what it has taken, so rank 0 sees when bytes may go, and asks nobody.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.disk import human
+from redline.errors import ConfigError
+from redline.run.handoff import Parcels, of_its_pages
+from redline.run.kv import KvPool
+from redline.transport.base import Memory
+from redline.wire.handoff import Piece
+from redline.wire.job import PageId
+from redline.wire.ranks import Grow, Scatter
+from redline.worker.parcel_memory import pin, stage
+
+_APART = 8  # words of 8 bytes between two counts, which ranks write
+_ROOM = mmap.ALLOCATIONGRANULARITY  # bytes of all counts, and what each part begins at a whole number of
+
+
+class RankMemory:
+    """Rank 0's end. `file`: what the others inherit."""
+
+    def __init__(self, ranks: int) -> None:
+        """ranks: how many there are, rank 0 included."""
+        self.file = _without_a_name()
+        self.told = 0  # parcels
+        self._ranks = ranks
+        self._bytes = _ROOM
+        os.ftruncate(self.file, _ROOM)
+        self._counts = _counts(self.file)
+        self._parts: list[tuple[int, Memory]] = []
+
+    def grow(self, size: int) -> tuple[Memory, Grow]:
+        """So many bytes more, zeros, and what the others have to be told. Raises ConfigError where there is no room."""
+        first, whole = self._bytes, -(-size // _ROOM) * _ROOM
+        try:
+            os.posix_fallocate(self.file, first, whole)  # taken now: who writes to a page without room is killed
+            mapped = mmap.mmap(self.file, whole, offset=first)
+        except OSError as error:
+            raise ConfigError(
+                f"engine.ranks: they share {human(size)} of memory for pages ({error.strerror})"
+            ) from error
+        held = (ctypes.c_char * size).from_buffer(mapped)
+        memory = Memory(ctypes.addressof(held), size, owner=held)
+        self._parts.append((first, memory))
+        self._bytes += whole
+        return memory, Grow(bytes=self._bytes)
+
+    def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Scatter:
+        """What the others are to be told of a parcel in this memory. pages: of the job, from its first on."""
+        address, size = from_B.data_ptr(), from_B.numel()
+        first, memory = next(part for part in self._parts if part[1].holds(address, size))
+        moved, its = of_its_pages(piece, pages)
+        self.told += 1
+        return Scatter(piece=moved, pages=its, offset=first + address - memory.address, size=size)
+
+    def taken(self, rank: int) -> int:
+        """Parcels of which a rank needs the bytes no more, of those that it was told of."""
+        return self._counts[rank * _APART]
+
+    def all_have(self, number: int) -> bool:
+        """Whether no rank needs the bytes of the first so many parcels any more."""
+        return all(self.taken(rank) >= number for rank in range(1, self._ranks))
+
+    def close(self) -> None:
+        """Nobody else comes to have it. Who has it mapped keeps it."""
+        with contextlib.suppress(OSError):
+            os.close(self.file)
+
+
+class FollowedMemory:
+    """The end of a rank that follows: it puts parcels into its own pages."""
+
+    def __init__(self, file: int, rank: int, kv: KvPool) -> None:
+        """file: inherited from rank 0."""
+        self._file, self._rank = file, rank
+        self._counts = _counts(file)
+        self._parcels = Parcels(kv)
+        self._device = kv.planes.device
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._bytes = _ROOM
+        self._parts: list[tuple[int, Tensor]] = []
+
+    def grow(self, told: Grow) -> None:
+        """Maps what has come, and pins it where a GPU reads it. Raises RuntimeError where that is refused."""
+        part_B = torch.frombuffer(
+            mmap.mmap(self._file, told.bytes - self._bytes, offset=self._bytes), dtype=torch.uint8
+        )
+        if self._stream is not None:
+            pin(part_B)
+        self._parts.append((self._bytes, part_B))
+        self._bytes = told.bytes
+
+    def scatter(self, told: Scatter) -> None:
+        """Puts a parcel into pages: steps that are launched from now on find it there. Then its bytes may go: a GPU has
+        a copy of them, which took no longer than the copy, whatever step runs."""
+        first, part_B = next(part for part in reversed(self._parts) if part[0] <= told.offset)
+        parcel_B = part_B[told.offset - first : told.offset - first + told.size]
+        if self._stream is None:
+            self._parcels.scatter(told.piece, told.pages, parcel_B)
+        else:
+            staged_B, copied = stage(parcel_B, self._device, self._stream)
+            with torch.cuda.stream(torch.cuda.default_stream(self._device)):
+                self._parcels.scatter(told.piece, told.pages, staged_B)
+            copied.synchronize()
+        self._counts[self._rank * _APART] += 1
+
+
+def _counts(file: int) -> "ctypes.Array[ctypes.c_int64]":
+    return (ctypes.c_int64 * (_ROOM // 8)).from_buffer(mmap.mmap(file, _ROOM))
+
+
+def _without_a_name() -> int:
+    """A file in memory, where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("redline-ranks", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,202 @@
+"""Law 5 where workers have several ranks: a prompt's pages come from rank 0 of one, and reach all ranks of the other.
+
+The last tests here end the ranks of the engines that those before them use.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import RankLost
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.write import random_checkpoint
+from redline.wire.handoff import Gone
+from redline.wire.job import Grammar, Job
+from redline.worker import ranks
+from redline.worker.config import EngineConfig, Learned
+from redline.worker.engine import EngineCore
+from tests import tiers
+from tests.handoff import Pair
+from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS
+from tests.laws.test_law_6_ranks_change_nothing import counted
+from tests.tiny_model import Answer, job, kernel_config, prompt, run
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+AREA = 1 << 17  # bytes, so that a prompt takes several parcels
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer and a drafter, which two ranks can share."""
+    folder = tmp_path_factory.mktemp("ranks")
+    config = kernel_config(vocab_size=TINY_VOCAB + 2, moe_intermediate_size=64, intermediate_size=64)
+    random_checkpoint(folder, config)
+    write_tiny_tokenizer(folder)
+    torch.manual_seed(0)
+    Eagle3(Eagle3Config.for_target(config)).save(folder / "drafter")
+    return folder
+
+
+def opened(folder: Path, count: int, **tiers: Any) -> EngineCore:
+    asked: dict[str, Any] = {"kv_dtype": "float32", "max_model_len": 1024, "max_running": 8, "step_tokens": 100}
+    drafts = Learned(drafter=str(folder / "drafter"), adaptive=False)
+    return EngineCore.load(
+        folder, EngineConfig(kv_memory=20_000_000, device="cpu", ranks=count, speculation=drafts, **asked, **tiers)
+    )
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path) -> Iterator[Callable[[str], EngineCore]]:
+    """By a name that begins with the number of its ranks; without anything that it has cached. That of two ranks more
+    keeps what it forgets."""
+    below = {"host_memory": 1 << 24, "disk": str(folder / "disk"), "disk_size": 1 << 28}
+    made: dict[str, EngineCore] = {}
+
+    def engine(name: str) -> EngineCore:
+        if name not in made:
+            made[name] = opened(folder, int(name[0]), **below if name.endswith("more") else {})
+        made[name].planner.forget_idle()
+        return made[name]
+
+    yield engine
+    for each in made.values():
+        each.runner.close()
+
+
+def jobs(folder: Path) -> list[Job]:
+    tokens = Tokenizer.open(folder).encode("the functions of a page and " * 20)
+    grammar = Grammar(text=f"start: json\njson: %json {json.dumps(SCHEMA)}")
+    return [
+        job("grammar", tokens[:90], max_tokens=24, grammar=grammar),
+        job("whole pages", prompt(seed=8, length=128), max_tokens=20),
+        job("scored", prompt(seed=9, length=100), max_tokens=10, prompt_logprobs=1),
+        *(
+            job(name, prompt(seed=n, length=70 + 90 * n), max_tokens=30, **how)
+            for n, (name, how) in enumerate(SAMPLINGS.items())
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path, engines: Callable[[str], EngineCore]) -> dict[str, Answer]:
+    with torch.inference_mode():
+        return run(engines("1"), jobs(folder))
+
+
+@pytest.mark.parametrize(("computes", "answers"), [("1", "2"), ("2", "1"), ("2", "2 more")])
+def test_answers_are_those_of_one_worker_of_one_rank(
+    computes: str, answers: str, folder: Path, engines: Callable[[str], EngineCore], expected: dict[str, Answer]
+) -> None:
+    """Over pages of float32, where the order of a sum is no reason for another token, as law 6 has it."""
+    both = Pair(engines(computes), engines(answers), area_bytes=AREA)
+    got = both.run(jobs(folder)[:4], jobs(folder)[4:])
+    assert both.answers.exchange.counts == {"taken over": len(expected)}
+    assert both.answers.engine.planner.load().pages_used == both.computes.engine.planner.load().pages_used == 0
+    assert counted(got, expected, near=1e-3) == 0
+    assert sum(one.accepted for one in got.values()) == sum(one.accepted for one in expected.values()) > 0
+    both.close_exchanges()
+
+
+def test_pages_below_the_cache_come_back_to_every_rank(
+    folder: Path, engines: Callable[[str], EngineCore], expected: dict[str, Answer]
+) -> None:
+    """From memory, from the disk by way of memory, and from the disk where memory has no room."""
+    engine = engines("2 more")
+    assert engine.tiers is not None
+    engine.tiers.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # all is fetched
+    store = engine.tiers.store
+    assert counted(tiers.run(engine, jobs(folder)), expected, near=1e-3) == 0
+    for tier, room in (("host", store._room), ("disk", store._room), ("disk", lambda: None)):
+        engine.planner.forget_idle()
+        store.flush(tiers.WAIT_S)
+        if tier == "disk":
+            for hash in [*store._host.clean]:
+                store._host.drop(hash)
+        before = tiers.tier(engine, tier).hit_tokens
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_room", room)
+            again = tiers.run(engine, jobs(folder))
+        assert tiers.tier(engine, tier).hit_tokens - before >= 64 * (len(again) - 1)
+        assert counted(again, expected, near=1e-3) == 0
+        assert [name for name, one in again.items() if not one.cached_tokens] == ["scored"]
+
+
+def placing(engines: Callable[[str], EngineCore], name: str) -> Pair:
+    """A pair of which the second engine, of this name, has put a parcel in its place and waits for others."""
+    both = Pair(engines("1"), engines(name), area_bytes=AREA)
+    memory = others(both.answers.engine).memory
+    before = memory.told
+    both.send([job("long", prompt(seed=20, length=900), max_tokens=900, stop_ids=())])
+    while memory.told == before:
+        both.turn()
+    return both
+
+
+def turns(both: Pair, count: int) -> None:
+    for _ in range(count):
+        both.turn()
+
+
+def others(engine: EngineCore) -> ranks.Ranks:
+    return engine.runner._ranks  # type: ignore[attr-defined]
+
+
+def lost(both: Pair) -> str:
+    """Why the second worker's ranks are lost, once they are."""
+    until = time.monotonic() + 60
+    while others(both.answers.engine).reason is None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return str(others(both.answers.engine).reason)
+
+
+def given_back(both: Pair) -> None:
+    """The worker that computes is told that the other has ended: it has all its pages, and goes on."""
+    side = both.computes
+    side.exchange.hear(Gone(worker="decode", epoch=1))
+    for _ in range(3):
+        side.turn()
+    assert side.idle
+    assert side.engine.planner.load().pages_used == 0
+    asked = job("next", prompt(seed=21, length=90))
+    assert run(side.engine, [asked])["next"].finish == "length"
+
+
+@torch.inference_mode()
+def test_a_rank_that_is_killed_while_parcels_come_ends_its_worker_and_no_other(
+    engines: Callable[[str], EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "END_S", 1.0)
+    both = placing(engines, "2")
+    others(both.answers.engine)._processes[0].kill()
+    said = lost(both)
+    assert said.startswith("rank 1 is lost in step "), said
+    assert said.endswith("it has ended with code -9")
+    with pytest.raises(RankLost, match="rank 1 is lost in step"):
+        turns(both, 1000)
+    given_back(both)
+
+
+@torch.inference_mode()
+def test_a_rank_that_is_stopped_with_a_parcel_and_no_step_is_named(
+    engines: Callable[[str], EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "SILENT_BEATS", 3)
+    both = Pair(engines("1"), engines("2 more"), area_bytes=AREA)
+    others(both.answers.engine)._processes[0].send_signal(signal.SIGSTOP)
+    number = others(both.answers.engine).memory.told + 1
+    both.send([job("long", prompt(seed=20, length=900), max_tokens=900, stop_ids=())])
+    until = time.monotonic() + 60
+    while others(both.answers.engine).memory.told < number:
+        assert time.monotonic() < until
+        both.turn()
+    assert lost(both) == (f"rank 1 has kept rank 0 waiting for 2 s with parcel {number:,}: its process does not run")
+    given_back(both)
