@@ -34,15 +34,17 @@ def step_work(
     """
     part = part_of(config, ranks)
     heads, layers, head = part.num_attention_heads, part.num_hidden_layers, config.vocab_size * config.hidden_size
+    projections = layers * part.hidden_size * (part.q_lora_rank + part.kv_width)  # into attention: each may read a part
+    elsewhere = part.embedding_parameters + projections * (1 - 1 / ranks)
     draft, draft_head = _drafter(drafter, draft_ranks) if drafter is not None else (0, 0)
     return StepWork(
-        weight_bytes=2 * (part.dense_parameters - part.embedding_parameters),
+        weight_bytes=2 * (part.dense_parameters - elsewhere),
         head_bytes=2 * head / ranks,
         expert_bytes=part.routed_parameters * config.bits_per_routed_parameter / 8,
         experts_of=config.n_routed_experts if part.moe_layers else 0,
         experts_chosen=config.num_experts_per_tok,
         latent_bytes=part.kv_bytes_per_token(kv_dtype) / ranks,  # each may read a part of the context
-        position_ops=2 * (part.active_parameters - part.embedding_parameters),
+        position_ops=2 * (part.active_parameters - elsewhere),
         head_ops=2 * head / ranks,
         pair_ops=2 * layers * heads * (2 * part.kv_lora_rank + part.qk_rope_head_dim),
         prompt_pair_ops=2 * layers * heads * (part.qk_head_dim + part.v_head_dim),
