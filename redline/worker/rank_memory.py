@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from redline import limits
 from redline.disk import human
 from redline.errors import ConfigError
 from redline.run.handoff import Parcels, of_its_pages
@@ -44,6 +45,9 @@ class RankMemory:
     def grow(self, size: int) -> tuple[Memory, Grow]:
         """So many bytes more, zeros, and what the others have to be told. Raises ConfigError where there is no room."""
         first, whole = self._bytes, -(-size // _ROOM) * _ROOM
+        # The file has no bound of its own: whoever takes more than there is has processes killed, its own or others.
+        if whole > (free := limits.free_memory()):
+            raise ConfigError(f"engine.ranks: they share {human(size)} of memory for pages, and {human(free)} are free")
         try:
             os.posix_fallocate(self.file, first, whole)  # taken now: who writes to a page without room is killed
             mapped = mmap.mmap(self.file, whole, offset=first)

@@ -228,15 +228,15 @@ class Ranks:
 
     def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Ended:
         """Has the others put a parcel, which lies in what `share` gave, into a job's pages: steps that they are told of
-        from now on find it there. -> whether they need its bytes no more, which raises RankLost where one is lost. Any
-        thread may call this."""
+        from now on find it there. -> whether they need its bytes no more, which raises RankLost where they never will
+        say so. Any thread may call this."""
         with self._commanding:
             self.tell(self.memory.scatter(piece, pages, from_B))
             number = self.memory.told
 
         def ended() -> bool:
-            if self.reason is not None:
-                raise RankLost(self.reason)
+            if self.reason is not None or self._ending:
+                raise RankLost(self.reason or "the ranks have been told to end")
             return self.memory.all_have(number)
 
         return ended

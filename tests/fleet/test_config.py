@@ -58,6 +58,16 @@ def test_a_folder_is_a_deployment_with_everything_derived(tmp_path: Path):
     assert (config.host, config.port) == ("127.0.0.1", 8000)
 
 
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parents[2] / "examples").glob("*.toml")), ids=lambda file: file.stem
+)
+def test_every_example_is_a_deployment(file: Path):
+    config = read(file, {})
+    assert (Path(config.weights) / "config.json").exists()
+    assert [place.role for place in config.places] == ["prefill", "decode"]
+    assert len(config.places[0].devices) in (0, config.places[0].engine.ranks)
+
+
 def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path):
     config = read(write(tmp_path, WHOLE), {})
     assert config.weights == str(tmp_path / "weights/kimi")

@@ -3,8 +3,10 @@
     python -m redline.bench.runs.pools_gpus --save benchmarks/results/pools-gpus.json
 
 That is for two GPUs of 80 GB, and ends within 200 s. `--devices 0 0` is one GPU for both; `--smoke` is nano from its
-files with short prompts, on a CPU too, to try the flow. The file is written anew after each part, and each worker's log
-lies beside it (`.prefill.log`, `.decode.log`); they tell by which way parcels travel, and why not by a better one.
+files with short prompts, on a CPU too, to try the flow. `--ranks 2 2 --devices 0 2` gives each worker two GPUs, from
+those on, and pages come through the host's memory; numbers that differ are for `--smoke`, since random weights are
+other ones for another number of ranks. The file is written anew after each part, and each worker's log lies beside it
+(`.prefill.log`, `.decode.log`); they tell by which way parcels travel, and why not by a better one.
 
 1. pieces: `peer_pieces`, in a process of its own: GB/s by a parcel's size, beside plain copies of the same bytes.
 2. Two workers as `redline serve` starts them, one that computes prompts and one that answers; this program sends what a
@@ -46,7 +48,7 @@ from redline.bench.runs.full_depth import write_folder
 from redline.bench.runs.pools import Prompts, spread
 from redline.bench.runs.trees import ROOT
 from redline.chat.hashing import page_hashes
-from redline.errors import RedlineError
+from redline.errors import ConfigError, RedlineError
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
 from redline.transport.choice import TransportName
@@ -73,6 +75,7 @@ class Asked(NamedTuple):
     in_memory: int | None
     device: str
     devices: tuple[int, int]
+    ranks: tuple[int, int]
     transport: TransportName
     prompt: int
     streams: int
@@ -99,11 +102,13 @@ class Worker:
         self._outbox = SocketOutbox(self.address)
         longest = max(asked.prompt, asked.stream_prompt + STREAM) + 256
         tokens = 4 * asked.prompt + asked.streams * (asked.stream_prompt + STREAM)
+        place = 0 if name == "prefill" else 1
         engine = EngineConfig(
             kv_memory=tokens * asked.config.kv_bytes_per_token(torch.bfloat16),
             max_model_len=longest,
             max_running=max(8, asked.streams),
             device=asked.device,
+            ranks=asked.ranks[place],
             random_weights=asked.in_memory,
         )
         config = WorkerConfig(
@@ -118,7 +123,8 @@ class Worker:
         )
         environment = {**os.environ, "REDLINE_LOG": "INFO"}
         if asked.device == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = str(asked.devices[0 if name == "prefill" else 1])
+            devices = range(asked.devices[place], asked.devices[place] + asked.ranks[place])
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         with log.open("wb") as file:
             self._process = subprocess.Popen(WORKER, stdin=subprocess.PIPE, stderr=file, env=environment)
         assert self._process.stdin is not None
@@ -389,6 +395,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=count, default=12, help="of the model")
     parser.add_argument("--in-memory", type=count, default=4, help="of these; all others are one of them")
     parser.add_argument("--devices", type=int, nargs=2, default=[0, 1], help="who computes, who answers")
+    parser.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of who computes, of who answers")
     parser.add_argument("--transport", choices=("auto", "peer", "shared"), default="peer")
     parser.add_argument("--prompt", type=count, default=8192, help="tokens")
     parser.add_argument("--streams", type=count, default=8)
@@ -402,14 +409,16 @@ def arguments() -> argparse.ArgumentParser:
 def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
     """What the flags ask for."""
     given = arguments().parse_args(said)
-    devices = given.devices[0], given.devices[1]
+    devices, ranks = (given.devices[0], given.devices[1]), (given.ranks[0], given.ranks[1])
+    if ranks[0] != ranks[1] and not given.smoke:
+        raise ConfigError(f"--ranks is {ranks[0]} {ranks[1]}: with random weights both workers have as many")
     if given.smoke:
         nano = ROOT / "models" / "kimi-nano"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        devices = (0, 0) if device == "cuda" else devices
+        devices = (0, 0) if device == "cuda" and ranks == (1, 1) else devices
         config = K2Config.from_folder(nano)
         small = {"prompt": 640, "streams": 2, "stream_prompt": 64, "times": 2, "answers": 2, "tokens": 8}
-        return Asked(nano, config, None, device, devices, given.transport, **small, window_s=1.0, turns=1), given
+        return Asked(nano, config, None, device, devices, ranks, given.transport, **small, window_s=1.0, turns=1), given
     config = replace(shape(given.shape), num_hidden_layers=given.layers)
     full = {
         "prompt": given.prompt,
@@ -420,7 +429,7 @@ def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
         "tokens": 24,
     }
     how = {"window_s": given.window, "turns": given.turns}
-    return Asked(None, config, given.in_memory, "cuda", devices, given.transport, **full, **how), given
+    return Asked(None, config, given.in_memory, "cuda", devices, ranks, given.transport, **full, **how), given
 
 
 def main(said: Sequence[str] | None = None) -> None:
@@ -438,6 +447,7 @@ def main(said: Sequence[str] | None = None) -> None:
         "prompt_tokens": asked.prompt,
         "transport": asked.transport,
         "devices": asked.devices,
+        "ranks": asked.ranks,
     }
 
     def keep(part: str, value: Any) -> None:

@@ -1,0 +1,69 @@
+"""Memory that ranks share: what rank 0 has there, another puts into its own pages, and counts."""
+
+import os
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from redline import limits
+from redline.errors import ConfigError
+from redline.run.handoff import Parcels
+from redline.run.kv import KvPool
+from redline.wire.codec import decode, encode
+from redline.wire.handoff import Piece
+from redline.wire.job import PageId
+from redline.wire.ranks import Grow, Scatter
+from redline.worker.parcel_memory import HostParcels
+from redline.worker.rank_memory import FollowedMemory, RankMemory
+
+PAGES = [PageId(page) for page in (5, 0, 3, 7, 2)]  # of a job, whose positions 0 to 319 they hold
+PIECES = [
+    Piece(layers=(0, 2), positions=(64, 192), draft=(64, 192)),
+    Piece(layers=(1, 2), positions=(192, 310), draft=(192, 311)),
+    Piece(layers=(0, 1), positions=(256, 310)),
+]
+
+
+def kv(seed: int) -> KvPool:
+    """Of eight pages, which nobody else fills so."""
+    generator = torch.Generator().manual_seed(seed)
+    planes, draft = torch.rand(2, 8, 64, 16, generator=generator), torch.rand(8, 64, 4, generator=generator)
+    tails = torch.rand(8, 6, generator=generator)
+    return cast("KvPool", SimpleNamespace(planes=planes, draft=draft, tails=tails))
+
+
+def test_pieces_reach_another_rank_from_every_part_of_the_memory() -> None:
+    memory, ours, theirs = RankMemory(2), kv(1), kv(2)
+    expected, parcels = kv(2), Parcels(ours)
+    other = FollowedMemory(os.dup(memory.file), 1, theirs)
+    for number, piece in enumerate(PIECES):
+        part, grown = memory.grow(100_000)
+        told = decode(encode(grown))
+        assert isinstance(told, Grow)
+        other.grow(told)
+        size = parcels.size(piece)
+        parcel_B = HostParcels().tensor(part)[64 * number : 64 * number + size]
+        parcels.gather(piece, PAGES, parcel_B)
+        Parcels(expected).scatter(piece, PAGES, parcel_B)
+        command = decode(encode(memory.scatter(piece, PAGES, parcel_B)))
+        assert isinstance(command, Scatter)
+        assert len(command.pages) == -(-(max(piece.positions[1], piece.draft[1])) // 64) - piece.positions[0] // 64
+        assert not memory.all_have(number + 1)
+        other.scatter(command)
+        assert memory.all_have(number + 1)
+        assert memory.taken(1) == memory.told == number + 1
+        for name in ("planes", "draft", "tails"):
+            assert torch.equal(getattr(theirs, name), getattr(expected, name)), name
+    memory.close()
+
+
+def test_more_than_is_free_is_one_line_and_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = RankMemory(2)
+    monkeypatch.setattr(limits, "free_memory", lambda: 99_999)
+    before = os.fstat(memory.file).st_size
+    with pytest.raises(ConfigError, match=r"engine\.ranks: they share 100 kB of memory for pages, and 100 kB are free"):
+        memory.grow(100_000)
+    assert os.fstat(memory.file).st_size == before
+    memory.close()
