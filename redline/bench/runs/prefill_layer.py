@@ -5,7 +5,8 @@
 
 Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
 over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
-of the operations, and the layer's two sums through NCCL are a part of their own.
+of the operations, and the layer's two sums through NCCL are a part of their own; the whole is timed once with sums of
+all rows together too (`ms_together`), where it is not with those of some rows after others.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.kernels.group import ALONE, Group
+from redline.kernels.hopper import block
 from redline.kernels.hopper.block import GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
@@ -204,6 +206,12 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
     """One case, printed and as it is saved."""
     counted = flops(tokens, start, layer.group.ranks)
     ms = milliseconds(layer.whole, repeats) / LAYERS
+    together = None
+    if layer.group.ranks > 1:
+        kept, block.PARTS = block.PARTS, 1
+        together = milliseconds(layer.whole, repeats) / LAYERS
+        block.PARTS = kept
+        print(f"sums of all rows together: {together:.2f} ms")
     parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
     total = sum(counted.values())
     rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
@@ -217,6 +225,7 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
         "tokens": tokens,
         "start": start,
         "ms": round(ms, 3),
+        **({} if together is None else {"ms_together": round(together, 3)}),
         "floor_ms": round(floor_ms, 3),
         "tflops": round(total / ms / 1e9, 1),
         "parts": {name: round(part, 3) for name, part in parts.items()},
