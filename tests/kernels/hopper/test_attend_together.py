@@ -133,6 +133,21 @@ def test_the_bits_of_a_query_are_its_own(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.usefixtures("either_kernel")
+def test_a_token_that_is_broken_breaks_none_before_it(monkeypatch: pytest.MonkeyPatch):
+    """The row's second token has NaN for a latent, on the page in which the first one's context ends."""
+    by_plan(monkeypatch, 16, 2, 3)
+    args = random_context(fresh_generator(), (60,), 4, RANK, verify=3)
+    out, lse = emulated(args)
+    plane = args.plane.clone()
+    page, place = divmod(int(args.lengths_Q[0]), 64)
+    plane[int(args.tables[0, page]), place, 3] = torch.nan
+    broken, broken_lse = emulated(args._replace(plane=plane))
+    assert torch.equal(broken_lse[0], lse[0])
+    assert torch.equal(broken[0, :, 0], out[0, :, 0])
+    assert broken_lse[1:, :, 0].isnan().all()
+
+
+@pytest.mark.usefixtures("either_kernel")
 def test_together_gives_what_apart_gives_where_splits_fall_alike(monkeypatch: pytest.MonkeyPatch):
     """In one split the sums are made in the same order, whichever queries a block has."""
     args = random_context(fresh_generator(), (130, 66), 4, RANK, verify=3)

@@ -78,6 +78,12 @@ constexpr u32 LENGTHS_BYTES = TOGETHER > 1 ? 4 * ROWS : 0;
 FN void store_length(const AttendLaunch& a, const Work& w, u32 lengths, u32 row) {
     if (TOGETHER > 1) store_shared(lengths + 4 * row, load_global_fresh(a.lengths + query_of(a, w, row)));
 }
+// Two bf16, of which those that are not finite become zeros.
+FN u32 finite_or_zero(u32 pair) {
+    u32 low = (pair & 0x7f80) == 0x7f80 ? 0 : pair & 0xffff, high = (pair >> 16 & 0x7f80) == 0x7f80 ? 0 : pair & 0xffff0000;
+    return low | high;
+}
+
 // Whether any query's context ends before a page does.
 FN bool ends_within(const Work& w, u32 page) { return TOGETHER > 1 && (int)((page + 1) * PAGE) > w.shortest; }
 // Whether a row sees anything. If not its sums are NaN, its alone, and its log-sum-exp is -inf. Then nor does it in splits behind.
@@ -85,6 +91,19 @@ FN bool sees(const AttendLaunch& a, const Work& w, u32 lengths, u32 row) {
     if (TOGETHER == 1) return true;
     int length = (int)load_shared(lengths + 4 * row);
     return length > a.skip && length > (int)(w.first * PAGE);
+}
+
+// By all threads, between scores and values of a page in which a query's context ends. What it does not see weighs nothing, but
+// nothing times NaN is NaN. So latents that are not finite become zeros; who sees them has NaN by its scores already. at(row,
+// chunk): where 16 bytes of a row of the page lie.
+template <class Place>
+FN void mend_unseen(const Work& w, u32 page, Place at) {
+    u32 start = page * PAGE, end = smaller(PAGE, w.length - start), first = (u32)w.shortest > start ? w.shortest - start : 0;
+    for (u32 i = first * (R / 8) + thread_index(); i < end * (R / 8); i += THREADS) {
+        u32 to = at(i / (R / 8), i % (R / 8));
+        u32x4 v = load_shared_4(to);
+        store_shared_4(to, {finite_or_zero(v.x), finite_or_zero(v.y), finite_or_zero(v.z), finite_or_zero(v.w)});
+    }
 }
 
 // Two e4m3 in the high bytes of both halves -> bf16, exact: their bits in place, times 2^120, which also mends subnormals.

@@ -274,6 +274,10 @@ KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 :
             soften(c, base, i, score_group, quarter);
         }
         sync_block();
+        if (ends_within(w, w.first + i)) {
+            mend_unseen(w, w.first + i, [=](u32 row, u32 chunk) { return page + chunk_at(row, ROW_BYTES, chunk); });
+            sync_block();
+        }
         if (column < R) {
             for (u32 k = 0; k < TILES; k++)
                 multiply_rows(latents, k, fading_of(base, i, row_of(group, k, 0)), fading_of(base, i, row_of(group, k, 1)));

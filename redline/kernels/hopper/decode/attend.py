@@ -4,11 +4,11 @@ A page holds 64 rows [latent R | rotated key P]: all heads score the same rows, 
 block takes 16, 32 or 64 heads of a query and a run of its pages, one split; `unabsorb` combines the splits. With small
 blocks a page is read more often, and answers come sooner where the GPU has room.
 
-A rank of several has few heads, and a row that verifies drafts several queries of one context. Then a block may take heads
-of neighbouring queries together: (query, head) pairs are rows of q one behind the other, so it is as if one query had so
-many times the heads, of which each sees as many tokens as its own query does. The context is read once, and shared out by
-the longest of the queries'. So a query's bits depend on how many tokens its row verifies, never on what these are, but
-for a latent that is NaN: it takes the row's earlier tokens with it.
+A rank of several has few heads, and a row that verifies drafts several queries of one context. Then a block may take
+heads of neighbouring queries together: (query, head) pairs are rows of q one behind the other, so it is as if one query
+had so many times the heads, of which each sees as many tokens as its own query does. The context is read once, and
+shared out by the longest of the queries'. So a query's bits depend on how many tokens its row verifies, never on what
+these are.
 
 Products of 16 or 32 heads are of warps (attend.cu), those of 64 of warpgroups (attend_warpgroups.cu), which read a page
 from shared memory a quarter as often.
@@ -58,16 +58,17 @@ def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
     """
     pages = max(1, -(-max_length // PAGE_TOKENS))
     ways = _ways(queries, heads, pages), _ways_together(queries, heads, pages, positions)
-    return min(itertools.chain(*ways), key=lambda way: _with_combining(way, queries, heads, pages))
+    return min(itertools.chain(*ways), key=lambda way: modelled(way, queries, heads, pages))
 
 
 def predicted(queries: int, heads: int, max_length: int, positions: int = 1) -> float:
     """Microseconds that the quickest way takes by the model, combining included."""
     pages = max(1, -(-max_length // PAGE_TOKENS))
-    return _with_combining(plan(queries, heads, max_length, positions), queries, heads, pages)
+    return modelled(plan(queries, heads, max_length, positions), queries, heads, pages)
 
 
-def _with_combining(way: Plan, queries: int, heads: int, pages: int) -> float:
+def modelled(way: Plan, queries: int, heads: int, pages: int) -> float:
+    """Microseconds that a way takes by the model, `unabsorb`'s combining included."""
     return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
 
 
@@ -75,7 +76,7 @@ def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
     """Every size of block that is not half empty, with every number of splits of which none is empty."""
     for rows in _TIMES:
         if rows < heads + 16:  # no block is half empty
-            for splits in _splits(queries * -(-heads // rows), pages):
+            for splits in splits_of(queries * -(-heads // rows), pages):
                 yield Plan(rows, splits)
 
 
@@ -85,12 +86,12 @@ def _ways_together(queries: int, heads: int, pages: int, positions: int) -> Iter
     for rows in _TIMES:
         blocks = -(-positions * heads // rows)
         if blocks < positions * -(-heads // rows):
-            for splits in _splits(queries // positions * blocks, pages):
+            for splits in splits_of(queries // positions * blocks, pages):
                 yield Plan(rows, splits, positions)
 
 
-def _splits(blocks: int, pages: int) -> Iterator[int]:
-    """Numbers of splits of which none is empty, where each is of so many blocks."""
+def splits_of(blocks: int, pages: int) -> Iterator[int]:
+    """Numbers of splits of which none is empty, where each split is of so many blocks."""
     most = min(pages, SMS, max(1, MAX_WAVES * SMS // max(1, blocks)))
     for share in sorted({-(-pages // splits) for splits in range(1, most + 1)}):
         yield -(-pages // share)
@@ -207,10 +208,15 @@ def _kernel(rows: int, together: int, rank: int, value_bytes: int, buffers: int,
 
 
 def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
+    return attend_as(args, _plan(args))
+
+
+def attend_as(args: AttendArgs, way: Plan) -> tuple[Tensor, Tensor]:
+    """As `attend` on a GPU, divided over blocks as it is told to: for measurements."""
     q_THW, plane = args.q_THW, args.plane
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
     rank, longest = plane.shape[-1] - ROPE, part_length(args.max_length, args.ranks)
-    rows, splits, together = _plan(args)
+    rows, splits, together = way
     out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
     lse = torch.empty(queries, heads, splits, device=q_THW.device)
     arguments = _Launch(
@@ -288,9 +294,9 @@ def random_context(
 
 
 def _cases() -> Iterator[Case]:
-    def make(length: int, heads: int, dtype: torch.dtype = torch.bfloat16):
+    def make(length: int, heads: int, dtype: torch.dtype = torch.bfloat16, verify: int = 1, rows: int = 1):
         def inputs(g: torch.Generator) -> AttendArgs:
-            return random_context(g, (length,), heads, dtype=dtype)
+            return random_context(g, (length,) * rows, heads, dtype=dtype, verify=verify)
 
         return inputs
 
@@ -301,6 +307,11 @@ def _cases() -> Iterator[Case]:
     for length in (1, 64, 65, 200, 1000, 8192, 32768):
         yield Case(f"{length}, Kimi", make(length, 64), small=False)
         yield Case(f"{length}, Kimi fp8 pages", make(length, 64, fp8), small=False)
+    for heads, verify in ((8, 4), (16, 2), (16, 3), (32, 3), (32, 4)):  # of one of several ranks
+        for length in (1025, 10240):
+            name = f"{verify} tokens of 2 rows of {length}, {heads} heads"
+            yield Case(name, make(length, heads, torch.bfloat16, verify, 2), small=False)
+            yield Case(f"{name}, fp8 pages", make(length, heads, fp8, verify, 2), small=False)
 
 
 # Queries are bf16, as they come; probabilities are rounded to bf16 on their way to the latents.

@@ -355,6 +355,11 @@ FN void run(Part& part, const AttendLaunch& a, const Work& w, u32 group) {
         sync_block();
         part.while_scored(i);
         sync_block();
+        if (ends_within(w, w.first + i)) {
+            mend_unseen(w, w.first + i, [=](u32 row, u32 chunk) { return page + chunk_at(row, chunk, TILE_BYTES); });
+            show_products();
+            sync_block();
+        }
         if (group < VALUE_GROUPS) {
             multiply_heads(o, [=](u32 head) { return load_pair(base + FADING + 4 * head); });
             add_values(o, base, page, group);
