@@ -34,6 +34,7 @@ class Inputs:
     lengths_Q: Tensor  # int32: context of each query, itself included
     tables: Tensor  # int32 [slots, pages per slot]
     longest: int | None = None  # no query's context is longer; None: as long as a table
+    positions: int = 1  # of each row: so many queries side by side are of one slot
     routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
 
     @functools.cached_property

@@ -335,5 +335,6 @@ def _queries(
         slots_Q=slots.to(device, torch.int32),
         lengths_Q=(places + 1).to(device, torch.int32),
         tables=tables.to(device),
+        positions=tokens,
     )
     return inputs, batch * each

@@ -86,7 +86,7 @@ class GpuStep:
     def _divides(self, group: Group) -> bool:
         depth, c = self._depth, self._depth.part
         sizes = depth.rows * depth.tokens, c.num_attention_heads, c.kv_lora_rank, depth.context + depth.tokens
-        return divides(links_of(group), *sizes)
+        return divides(links_of(group), *sizes, depth.tokens)
 
     @property
     def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
@@ -118,6 +118,7 @@ def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
         lengths_Q=(positions + 1).to(torch.int32),
         tables=tables,
         longest=depth.context + depth.tokens,
+        positions=depth.tokens,
         routing=routing,
     )
 
@@ -144,17 +145,17 @@ class _Ops:
         """From q [T, H, N + P] to o."""
         i, w, scale = self.inputs, self.last.attention, self.last.softmax_scale
         plane, queries = self.planes[-1], (i.tokens_Q, i.slots_Q, i.lengths_Q, i.tables)
-        longest = self.depth.context + self.depth.tokens
+        longest, positions = self.depth.context + self.depth.tokens, self.depth.tokens
         q_abs = absorb(q, w.w_uk)
-        o, lse = attend(q_abs, *queries, plane, scale, longest)
+        o, lse = attend(q_abs, *queries, plane, scale, longest, positions=positions)
         stages = [
             self.stage(
                 "absorb", lambda k: absorb(q, self.blocks[k].attention.w_uk), absorb.op.cost(absorb.op.args(q, w.w_uk))
             ),
             self.stage(
                 "attend",
-                lambda k: attend(q_abs, *queries, self.planes[k], scale, longest),
-                attend.op.cost(attend.op.args(q_abs, *queries, plane, scale, longest)),
+                lambda k: attend(q_abs, *queries, self.planes[k], scale, longest, positions=positions),
+                attend.op.cost(attend.op.args(q_abs, *queries, plane, scale, longest, positions=positions)),
             ),
             self.stage(
                 "unabsorb",

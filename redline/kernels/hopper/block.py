@@ -275,7 +275,8 @@ def _absorbed(
     longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
     q = absorb(q_THX, w.attention.w_uk)
     given = tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest
-    if links is None or not divides(links, q.shape[0], q.shape[1], w.attention.rank, longest):
-        return unabsorb(*attend(q, *given), w.attention.w_uv)
-    parts = attend(gather_queries(q, links), *given, rank=links.rank, ranks=links.ranks)
+    positions = inputs.positions
+    if links is None or not divides(links, q.shape[0], q.shape[1], w.attention.rank, longest, positions):
+        return unabsorb(*attend(q, *given, positions=positions), w.attention.w_uv)
+    parts = attend(gather_queries(q, links), *given, rank=links.rank, ranks=links.ranks, positions=positions)
     return unabsorb(*share_latents(*parts, links), w.attention.w_uv)

@@ -153,7 +153,12 @@ class DecodeStep:
             *(shared.frequencies, shape.positions, shared.spare_page),
         )
         inputs = Inputs(
-            **step._asdict(), chunks=(), tokens_Q=self._tokens_Q, tables=shared.slots.tables, longest=shape.longest
+            **step._asdict(),
+            chunks=(),
+            tokens_Q=self._tokens_Q,
+            tables=shared.slots.tables,
+            longest=shape.longest,
+            positions=shape.positions,
         )
         self._ids_T = step.ids_T
         hidden, self._features = shared.model.forward(inputs, shared.kv.planes, shared.layers)

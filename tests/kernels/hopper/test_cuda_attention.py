@@ -152,7 +152,7 @@ def test_company_does_not_matter_to_a_query(monkeypatch: pytest.MonkeyPatch):
     """Given the number of splits, bits are a query's own; so are those of `absorb` and `unabsorb`."""
     monkeypatch.setattr(attention, "plan", lambda *_: Plan(16, 2))
     g = generator()
-    q, tokens, slots, lengths, *rest = random_context(g, (150, 64, 9), 4, verify=3)
+    q, tokens, slots, lengths, *rest = random_context(g, (150, 64, 9), 4, verify=3)._replace(positions=1)
     w_uv = Tiled.prepare(torch.randn(4, 128, 512, generator=g).to(torch.bfloat16))
     together = emulated(unabsorb, (*emulated(attend, (q, tokens, slots, lengths, *rest)), w_uv))
     for i in range(9):
@@ -186,7 +186,7 @@ def test_the_three_of_them_are_mla_decode():
 @pytest.mark.parametrize("heads", [4, 16, 64, 128])
 @pytest.mark.parametrize("length", [1, 64, 1000, 8192, 32768, 131072])
 def test_blocks_fill_the_chip_and_no_split_is_shorter_than_a_page(queries: int, heads: int, length: int):
-    rows, splits = plan(queries, heads, length)
+    rows, splits, _ = plan(queries, heads, length)
     pages, tiles = -(-length // 64), queries * -(-heads // rows)
     assert 1 <= splits <= min(pages, MAX_SPLITS)
     assert tiles * splits <= max(MAX_WAVES * SMS, tiles)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Alone
 from redline.kernels.hopper import block
 from redline.kernels.hopper.block import ResidualStream, decode_block
+from redline.kernels.hopper.decode.attend import Plan
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
@@ -59,27 +61,30 @@ def kernels() -> Iterator[None]:
         yield
 
 
-def inputs(model: K2, chunks: tuple[Chunk, ...], contexts: tuple[int, ...], slots: tuple[int, ...]) -> Inputs:
-    """Chunks, then queries whose tokens are the last of `contexts` of their slots."""
+def inputs(
+    model: K2, chunks: tuple[Chunk, ...], contexts: tuple[int, ...], slots: tuple[int, ...], positions: int = 1
+) -> Inputs:
+    """Chunks, then queries whose tokens are the last of `contexts` of their slots, so many to a row."""
     g = torch.Generator().manual_seed(5)
-    positions = [(c.slot, c.start + i) for c in chunks for i in range(c.count)]
-    first = len(positions)
-    positions += [(slot, context - 1) for slot, context in zip(slots, contexts, strict=True)]
+    places = [(c.slot, c.start + i) for c in chunks for i in range(c.count)]
+    first = len(places)
+    places += [(slot, context - 1) for slot, context in zip(slots, contexts, strict=True)]
     tables = torch.arange(PAGES, dtype=torch.int32).view(4, 2)
-    at = torch.tensor([position for _, position in positions])
+    at = torch.tensor([position for _, position in places])
     cos, sin = model.angles(at.to(model.device))
-    rows = [int(tables[slot, p // 64]) * 64 + p % 64 for slot, p in positions]
+    rows = [int(tables[slot, p // 64]) * 64 + p % 64 for slot, p in places]
     ints = {"dtype": torch.int32, "device": model.device}
     return Inputs(
-        ids_T=torch.randint(model.config.vocab_size, (len(positions),), generator=g).to(model.device),
+        ids_T=torch.randint(model.config.vocab_size, (len(places),), generator=g).to(model.device),
         cos_T=cos,
         sin_T=sin,
         rows_T=torch.tensor(rows, device=model.device),
         chunks=chunks,
-        tokens_Q=torch.arange(first, len(positions), **ints),
+        tokens_Q=torch.arange(first, len(places), **ints),
         slots_Q=torch.tensor(slots, **ints),
         lengths_Q=torch.tensor(contexts, **ints),
         tables=tables.to(model.device),
+        positions=positions,
     )
 
 
@@ -101,6 +106,12 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
     agree(models, *STEPS[step])
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+def test_drafts_whose_attention_is_together(models: tuple[K2, K2], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "plan", lambda *_: Plan(16, 1, 3))
+    agree(models, (), (63, 64, 65), (0, 0, 0), positions=3)
 
 
 @pytest.mark.parametrize("models", ["int4"], indirect=True)
@@ -162,12 +173,13 @@ def agree(
     slots: tuple[int, ...],
     pages: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.float32),
     limit: float = 2e-2,
+    positions: int = 1,
 ) -> None:
     ours, theirs = models
     kept = planes(ours, pages[0]), planes(theirs, pages[1])
     references = fallbacks.copy()
     with kernels():
-        hidden, features = ours.forward(inputs(ours, chunks, contexts, slots), kept[0], (0, 1, 2))
+        hidden, features = ours.forward(inputs(ours, chunks, contexts, slots, positions), kept[0], (0, 1, 2))
         logits = ours.logits(hidden)
     assert fallbacks == references, "an op took its reference"
     with torch.inference_mode():

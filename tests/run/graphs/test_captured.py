@@ -29,6 +29,7 @@ from redline.kernels.kernel import fallbacks
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
+from redline.model.k2.cpu import K2
 from redline.ops.draws import signed, uniforms
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
@@ -832,6 +833,29 @@ def test_a_drafters_rows_stay_in_their_slots_own_pages(captured: Open, monkeypat
     assert not strays
     assert [asked.id for asked in jobs if answers[asked.id].tokens != alone(asked).tokens] == []
     assert sum(answer.accepted for answer in answers.values()) > 50
+
+
+def test_the_positions_of_a_row_are_queries_of_one_slot_side_by_side(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    """Whatever of its positions a row uses, and in rows that nobody needs: attention may take them together."""
+    seen: list[Inputs] = []
+
+    def forward(self: K2, inputs: Inputs, *rest: Any) -> Any:
+        if inputs.longest is not None:
+            seen.append(inputs)
+        return passed(self, inputs, *rest)
+
+    passed = K2.forward
+    monkeypatch.setattr(K2, "forward", forward)
+    jobs = [job(f"{n}", prompt(seed=n, length=40 + n), max_tokens=12 + n, logprobs=None) for n in range(3)]
+    answers_of(captured(speculation=LEARNED, max_running=3), jobs)
+    assert len({inputs.positions for inputs in seen}) > 1
+    for inputs in seen:
+        slots_BK = inputs.slots_Q.view(-1, inputs.positions)
+        assert torch.equal(slots_BK, slots_BK[:, :1].expand_as(slots_BK))
+        assert torch.equal(inputs.tokens_Q, torch.arange(inputs.count, dtype=torch.int32))
+    lengths = [inputs.lengths_Q.view(-1, inputs.positions).diff() for inputs in seen if inputs.positions > 1]
+    assert any((each == 1).any() for each in lengths)
+    assert any((each < 1).any() for each in lengths), "a place that its row does not use"
 
 
 def test_behind_its_last_draft_a_row_writes_nothing(captured: Open):

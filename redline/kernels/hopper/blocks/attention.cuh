@@ -1,4 +1,7 @@
-// What both kernels of `attend` share: its arguments, which pages a block has, and how fp8 becomes bf16.
+// What both kernels of `attend` share: its arguments, what a block has of them, and how fp8 becomes bf16.
+//
+// TOGETHER queries of one slot, side by side, are as one query of so many times the heads: a block takes ROWS of their
+// (query, head) pairs, which are rows of q and of what comes out, one behind the other. What a query sees is its own.
 #pragma once
 #include "core.cuh"
 
@@ -20,24 +23,31 @@ struct AttendLaunch {
     float scale;  // of scores, for powers of two
 };
 
-// Pages [first, first + count) of a slot, for heads [head, head + rows) of a query. `out` and `lse` of a head are in row
-// out_row + splits * its number among them.
+// Pages [first, first + count) of a slot, for pairs [pair, pair + rows) of the queries from `query` on. `out` and `lse` of a
+// pair are in row out_row + splits * its number among them.
 struct Work {
     const int* table;
     u32 first, count;
-    int length;
-    u32 query, head, rows, out_row;
+    int length, shortest;  // of the queries' contexts: the longest, and the shortest
+    u32 query, pair, rows, out_row;
 };
 
-// Pages are shared out evenly over the splits of all ranks, whatever length the grid was made for; splits left over, the
-// last ones, have none.
+// Pages of the longest context are shared out evenly over the splits of all ranks, whatever length the grid was made for;
+// splits left over, the last ones, have none.
 FN Work find_work(const AttendLaunch& a) {
     Work w;
-    u32 split = block_index(), parts = (a.heads + ROWS - 1) / ROWS;
-    w.query = block_index_y() / parts, w.head = block_index_y() % parts * ROWS;
-    w.rows = smaller(ROWS, a.heads - w.head);
-    w.out_row = (w.query * a.heads + w.head) * a.splits + split;
-    w.length = (int)load_global_fresh(a.lengths + w.query);
+    int pairs = TOGETHER * a.heads;
+    u32 split = block_index(), parts = (pairs + ROWS - 1) / ROWS;
+    w.query = block_index_y() / parts * TOGETHER, w.pair = block_index_y() % parts * ROWS;
+    w.rows = smaller(ROWS, pairs - w.pair);
+    w.out_row = (w.query * a.heads + w.pair) * a.splits + split;
+    int lengths[TOGETHER];
+    for (u32 i = 0; i < TOGETHER; i++) lengths[i] = (int)load_global_fresh(a.lengths + w.query + i);
+    w.length = w.shortest = lengths[0];
+    for (u32 i = 1; i < TOGETHER; i++) {
+        w.length = lengths[i] > w.length ? lengths[i] : w.length;
+        w.shortest = lengths[i] < w.shortest ? lengths[i] : w.shortest;
+    }
     u32 pages = w.length > a.skip ? (w.length + PAGE - 1) / PAGE : 0;
     u32 share = (pages + a.all_splits - 1) / a.all_splits;
     w.first = smaller((a.first_split + split) * share, pages);
@@ -46,10 +56,55 @@ FN Work find_work(const AttendLaunch& a) {
     return w;
 }
 
-FN float* lse_of(const AttendLaunch& a, const Work& w, u32 head) { return a.lse + w.out_row + (u64)head * a.splits; }
-FN char* latents_of(const AttendLaunch& a, const Work& w, u32 head) { return a.out + (w.out_row + (u64)head * a.splits) * (2 * R); }
+FN float* lse_of(const AttendLaunch& a, const Work& w, u32 row) { return a.lse + w.out_row + (u64)row * a.splits; }
+FN char* latents_of(const AttendLaunch& a, const Work& w, u32 row) { return a.out + (w.out_row + (u64)row * a.splits) * (2 * R); }
 
+// By the query whose context is the longest.
 FN bool is_seen(const AttendLaunch& a, const Work& w, u32 token) { return (int)token >= a.skip && (int)token < w.length; }
+
+// The query of a row, also where there is no such row; and where its head lies in q.
+FN u32 query_of(const AttendLaunch& a, const Work& w, u32 row) {
+    u32 query = w.query;
+    for (u32 i = 1; i < TOGETHER; i++) query += w.pair + row >= i * a.heads;
+    return query;
+}
+FN const char* head_of(const AttendLaunch& a, const Work& w, u32 row) {
+    u32 query = query_of(a, w, row);
+    return a.q + ((u64)load_global_fresh(a.tokens + query) * a.heads + w.pair + row - (query - w.query) * a.heads) * (2 * WIDTH);
+}
+
+// What a row sees of a block's pages, where its query is not alone: lengths [ROWS] lie in shared memory.
+constexpr u32 LENGTHS_BYTES = TOGETHER > 1 ? 4 * ROWS : 0;
+FN void store_length(const AttendLaunch& a, const Work& w, u32 lengths, u32 row) {
+    if (TOGETHER > 1) store_shared(lengths + 4 * row, load_global_fresh(a.lengths + query_of(a, w, row)));
+}
+// Two bf16, of which those that are not finite become zeros.
+FN u32 finite_or_zero(u32 pair) {
+    u32 low = (pair & 0x7f80) == 0x7f80 ? 0 : pair & 0xffff, high = (pair >> 16 & 0x7f80) == 0x7f80 ? 0 : pair & 0xffff0000;
+    return low | high;
+}
+
+// Whether any query's context ends before a page does.
+FN bool ends_within(const Work& w, u32 page) { return TOGETHER > 1 && (int)((page + 1) * PAGE) > w.shortest; }
+// Whether a row sees anything. If not its sums are NaN, its alone, and its log-sum-exp is -inf. Then nor does it in splits behind.
+FN bool sees(const AttendLaunch& a, const Work& w, u32 lengths, u32 row) {
+    if (TOGETHER == 1) return true;
+    int length = (int)load_shared(lengths + 4 * row);
+    return length > a.skip && length > (int)(w.first * PAGE);
+}
+
+// By all threads, between scores and values of a page in which a query's context ends. What it does not see weighs nothing, but
+// nothing times NaN is NaN. So latents that are not finite become zeros; who sees them has NaN by its scores already. at(row,
+// chunk): where 16 bytes of a row of the page lie.
+template <class Place>
+FN void mend_unseen(const Work& w, u32 page, Place at) {
+    u32 start = page * PAGE, end = smaller(PAGE, w.length - start), first = (u32)w.shortest > start ? w.shortest - start : 0;
+    for (u32 i = first * (R / 8) + thread_index(); i < end * (R / 8); i += THREADS) {
+        u32 to = at(i / (R / 8), i % (R / 8));
+        u32x4 v = load_shared_4(to);
+        store_shared_4(to, {finite_or_zero(v.x), finite_or_zero(v.y), finite_or_zero(v.z), finite_or_zero(v.w)});
+    }
+}
 
 // Two e4m3 in the high bytes of both halves -> bf16, exact: their bits in place, times 2^120, which also mends subnormals.
 FN u32 widen_apart(u32 pair) { return multiply_bf16((pair & 0x80008000) | (pair >> 4 & 0x07f007f0), 0x7b807b80); }

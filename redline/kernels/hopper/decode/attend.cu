@@ -1,6 +1,7 @@
-// Absorbed latent attention over pages: scores, softmax and weighted latents of one split of one query: see attend.py.
+// Absorbed latent attention over pages: scores, softmax and weighted latents of one split of one query, or of TOGETHER of a
+// slot: see attend.py.
 //
-// A block takes ROWS heads of a query and a run of its pages. Rows of queries, pages and probabilities lie in shared
+// A block takes ROWS heads of a query, or of the queries, and a run of their pages. Rows of queries, pages and probabilities lie in shared
 // memory in chunks of 16 bytes, chunk c of row r at c ^ (r % 8), so that eight rows of a tile meet all banks though
 // their sizes are multiples of 128 bytes. Pages arrive chunk by chunk, BUFFERS deep; a row outside the context
 // arrives as zeros, so whatever a page holds there, NaN too, takes no part.
@@ -28,7 +29,8 @@ constexpr u32 CHANCES = CONVERT ? RAW + BUFFERS * PAGE * RAW_ROW : PAGES + BUFFE
 constexpr u32 LARGEST = CHANCES + 2 * ROWS * PAGE;    // float32 [QUARTERS, ROWS]: scores of a page
 constexpr u32 MOST = LARGEST + 4 * QUARTERS * ROWS;   // float32 [2, ROWS]: the largest score before a page, and with it
 constexpr u32 TOTALS = MOST + 8 * ROWS;               // float32 [QUARTERS, ROWS]: sums of chances
-constexpr u32 SHARED = TOTALS + 4 * QUARTERS * ROWS;
+constexpr u32 LENGTHS = TOTALS + 4 * QUARTERS * ROWS; // int32 [ROWS], where TOGETHER > 1
+constexpr u32 SHARED = LENGTHS + LENGTHS_BYTES;
 
 static_assert(BUFFERS == 1 || BUFFERS == 2, "one where no split has two pages");
 static_assert(ROWS == 16 || ROWS == 32 || ROWS == 64, "whole groups of row tiles");
@@ -55,8 +57,7 @@ FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
     u32 row = copied_row(), piece = copied_piece();
     if (row >= ROWS) return;
     bool real = row < w.rows;
-    u64 source = (u64)load_global_fresh(a.tokens + w.query) * a.heads + w.head + (real ? row : 0);
-    copy_row<ROW_BYTES>(base + QUERIES + chunk_at(row, ROW_BYTES, piece), a.q + source * ROW_BYTES + 16 * piece, real);
+    copy_row<ROW_BYTES>(base + QUERIES + chunk_at(row, ROW_BYTES, piece), head_of(a, w, real ? row : 0) + 16 * piece, real);
 }
 
 // Raw rows lie as they are, for the threads that copied them; others in their final places.
@@ -115,18 +116,28 @@ FN void score(Scores& c, u32 queries, u32 page, u32 group, u32 quarter) {
     }
 }
 
-FN void scale_and_mask(Scores& c, const AttendLaunch& a, const Work& w, u32 number, u32 quarter) {
+// A lane has rows g and g + 8 (`lower`) of each tile.
+FN u32 row_of(u32 group, u32 i, u32 lower) { return tile_row(group, i) + 8 * lower + lane_index() / 4; }
+
+FN void scale_and_mask(Scores& c, const AttendLaunch& a, const Work& w, u32 base, u32 number, u32 group, u32 quarter) {
     u32 first = number * PAGE + 16 * quarter + 2 * (lane_index() % 4);
     for (u32 j = 0; j < 2; j++)
         for (u32 e = 0; e < 4; e++) {
             bool seen = is_seen(a, w, first + 8 * j + (e & 1));
             for (u32 i = 0; i < TILES; i++) c.s[i][j][e] = seen ? c.s[i][j][e] * a.scale : -infinity();
         }
+    if (!ends_within(w, number)) return;
+    for (u32 i = 0; i < TILES; i++)
+        for (u32 lower = 0; lower < 2; lower++) {
+            u32 length = load_shared(base + LENGTHS + 4 * row_of(group, i, lower));
+            for (u32 j = 0; j < 2; j++)
+                for (u32 e = 0; e < 2; e++)
+                    if (first + 8 * j + e >= length) c.s[i][j][2 * lower + e] = -infinity();
+        }
 }
 
-// ---- softmax. A lane has rows g and g + 8 (`lower`) of each tile; the four lanes of a row agree on what is theirs.
+// ---- softmax. The four lanes of a row agree on what is theirs.
 
-FN u32 row_of(u32 group, u32 i, u32 lower) { return tile_row(group, i) + 8 * lower + lane_index() / 4; }
 FN float four_sum(float v) { return v += shuffle_xor(v, 1), v + shuffle_xor(v, 2); }
 FN float four_max(float v) { return v = larger(v, shuffle_xor(v, 1)), larger(v, shuffle_xor(v, 2)); }
 FN u32 most_at(u32 base, u32 page, u32 row) { return base + MOST + 4 * (page % 2 * ROWS + row); }
@@ -214,7 +225,7 @@ FN void store_latents(const AttendLaunch& a, const Latents& c, u32 base, u32 gro
     sync_warp();
     for (u32 i = lane_index(); i < 16 * TILES * OUT_TILES; i += 32) {
         u32 row = tile_row(group, 0) + i / OUT_TILES, chunk = column / 8 + i % OUT_TILES;
-        if (row >= w.rows) continue;
+        if (row >= w.rows || !sees(a, w, base + LENGTHS, row)) continue;
         u32x4 v = load_shared_4(base + QUERIES + chunk_at(row, ROW_BYTES, chunk));
         store_global_4(latents_of(a, w, row) + 16 * chunk, v);
     }
@@ -235,6 +246,7 @@ KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 :
     copy_page(a, w, base + (CONVERT ? RAW : PAGES), w.first, load_global_fresh(w.table));
     u32 next = count > 1 ? load_global_fresh(w.table + 1) : 0;
     begin_softmax(base);
+    if (thread < ROWS) store_length(a, w, base + LENGTHS, thread);
     wait_for_previous_grid();
     copy_queries(a, base, w);
     copies_commit();
@@ -256,12 +268,16 @@ KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 :
         if (score_group < GROUPS) {
             Scores c = {};
             score(c, base + QUERIES, page, score_group, quarter);
-            scale_and_mask(c, a, w, w.first + i, quarter);
+            scale_and_mask(c, a, w, base, w.first + i, score_group, quarter);
             share_largest(c, base, score_group, quarter);
             sync_threads(1 + score_group, 32 * QUARTERS);
             soften(c, base, i, score_group, quarter);
         }
         sync_block();
+        if (ends_within(w, w.first + i)) {
+            mend_unseen(w, w.first + i, [=](u32 row, u32 chunk) { return page + chunk_at(row, ROW_BYTES, chunk); });
+            sync_block();
+        }
         if (column < R) {
             for (u32 k = 0; k < TILES; k++)
                 multiply_rows(latents, k, fading_of(base, i, row_of(group, k, 0)), fading_of(base, i, row_of(group, k, 1)));
@@ -270,8 +286,8 @@ KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 :
         sync_block();
     }
     if (thread < w.rows) {
-        float most = load_shared_f32(most_at(base, count, thread));
-        store_global_f32(lse_of(a, w, thread), (most + log2_fast(total_of(base, thread))) * LN_2);
+        float most = load_shared_f32(most_at(base, count, thread)), lse = (most + log2_fast(total_of(base, thread))) * LN_2;
+        store_global_f32(lse_of(a, w, thread), sees(a, w, base + LENGTHS, thread) ? lse : -infinity());
     }
     if (column < R) {
         for (u32 k = 0; k < TILES; k++)

@@ -4,6 +4,12 @@ A page holds 64 rows [latent R | rotated key P]: all heads score the same rows, 
 block takes 16, 32 or 64 heads of a query and a run of its pages, one split; `unabsorb` combines the splits. With small
 blocks a page is read more often, and answers come sooner where the GPU has room.
 
+A rank of several has few heads, and a row that verifies drafts several queries of one context. Then a block may take
+heads of neighbouring queries together: (query, head) pairs are rows of q one behind the other, so it is as if one query
+had so many times the heads, of which each sees as many tokens as its own query does. The context is read once, and
+shared out by the longest of the queries'. So a query's bits depend on how many tokens its row verifies, never on what
+these are.
+
 Products of 16 or 32 heads are of warps (attend.cu), those of 64 of warpgroups (attend_warpgroups.cu), which read a page
 from shared memory a quarter as often.
 
@@ -14,6 +20,7 @@ splits write 8.4 MB (float32: 16.8) beside 37.7 MB of pages.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -38,27 +45,30 @@ _Launch = launch_record("blocks/attention.cuh", "AttendLaunch")
 class Plan(NamedTuple):
     """How a step's queries are divided over blocks."""
 
-    rows: int  # heads of a block
+    rows: int  # of a block: heads of a query, or of several
     splits: int  # of a query
+    together: int = 1  # queries whose heads blocks take as if they were one query's
 
 
 @functools.cache
-def plan(queries: int, heads: int, max_length: int) -> Plan:
+def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
     """The way that a model fitted to an NVIDIA H200 finds the quickest, `unabsorb`'s combining of splits included.
 
-    max_length: tokens, at least those of any query's context.
+    max_length: tokens, at least those of any query's context. positions: queries of one slot that are side by side.
     """
     pages = max(1, -(-max_length // PAGE_TOKENS))
-    return min(_ways(queries, heads, pages), key=lambda way: _with_combining(way, queries, heads, pages))
+    ways = _ways(queries, heads, pages), _ways_together(queries, heads, pages, positions)
+    return min(itertools.chain(*ways), key=lambda way: modelled(way, queries, heads, pages))
 
 
-def predicted(queries: int, heads: int, max_length: int) -> float:
+def predicted(queries: int, heads: int, max_length: int, positions: int = 1) -> float:
     """Microseconds that the quickest way takes by the model, combining included."""
     pages = max(1, -(-max_length // PAGE_TOKENS))
-    return _with_combining(plan(queries, heads, max_length), queries, heads, pages)
+    return modelled(plan(queries, heads, max_length, positions), queries, heads, pages)
 
 
-def _with_combining(way: Plan, queries: int, heads: int, pages: int) -> float:
+def modelled(way: Plan, queries: int, heads: int, pages: int) -> float:
+    """Microseconds that a way takes by the model, `unabsorb`'s combining included."""
     return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
 
 
@@ -66,14 +76,30 @@ def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
     """Every size of block that is not half empty, with every number of splits of which none is empty."""
     for rows in _TIMES:
         if rows < heads + 16:  # no block is half empty
-            blocks = max(1, queries * -(-heads // rows))
-            most = min(pages, SMS, max(1, MAX_WAVES * SMS // blocks))
-            for share in sorted({-(-pages // splits) for splits in range(1, most + 1)}):
-                yield Plan(rows, -(-pages // share))
+            for splits in splits_of(queries * -(-heads // rows), pages):
+                yield Plan(rows, splits)
+
+
+def _ways_together(queries: int, heads: int, pages: int, positions: int) -> Iterator[Plan]:
+    """Every size of block of which a slot's queries take fewer together than apart. The last may be half empty, for
+    with a page a block of 64 rows is done sooner than one of 32."""
+    for rows in _TIMES:
+        blocks = -(-positions * heads // rows)
+        if blocks < positions * -(-heads // rows):
+            for splits in splits_of(queries // positions * blocks, pages):
+                yield Plan(rows, splits, positions)
+
+
+def splits_of(blocks: int, pages: int) -> Iterator[int]:
+    """Numbers of splits of which none is empty, where each split is of so many blocks."""
+    most = min(pages, SMS, max(1, MAX_WAVES * SMS // max(1, blocks)))
+    for share in sorted({-(-pages // splits) for splits in range(1, most + 1)}):
+        yield -(-pages // share)
 
 
 def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
     """How long `attend` takes by the model: in each wave a block begins, and multiplies a page while the next comes."""
+    queries, heads = queries // way.together, heads * way.together
     parts, share = -(-heads // way.rows), -(-pages // way.splits)
     blocks = queries * parts * -(-pages // share)
     waves = -(-blocks // SMS)
@@ -115,6 +141,7 @@ class AttendArgs(NamedTuple):
     skip: int = 0  # leading rows of every slot that hold nothing and are not read, as in `mla_decode`
     rank: int = 0  # reads the rank's part of every context, of
     ranks: int = 1  # parts that are alike, in pages
+    positions: int = 1  # of a row of the step: so many queries side by side are of one slot
 
 
 def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
@@ -124,13 +151,15 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """
     q_THW = args.q_THW
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
-    splits, rank = plan(queries, heads, part_length(args.max_length, args.ranks)).splits, args.plane.shape[-1] - ROPE
+    way, rank = _plan(args), args.plane.shape[-1] - ROPE
+    splits = way.splits
+    longest = args.lengths_Q.view(-1, way.together).amax(1).repeat_interleave(way.together)
     out = q_THW.new_zeros(queries, heads, splits, rank)
     lse = torch.full((queries, heads, splits), -torch.inf, device=q_THW.device)
-    for i, (token, slot, length) in enumerate(
-        zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True)
+    for i, (token, slot, length, most) in enumerate(
+        zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), longest.tolist(), strict=True)
     ):
-        pages = -(-length // PAGE_TOKENS) if length > args.skip else 0
+        pages = -(-most // PAGE_TOKENS) if most > args.skip else 0
         share = max(1, -(-pages // (splits * args.ranks)))
         starts = [min((args.rank * splits + split) * share, pages) for split in range(splits)]
         for split, first in enumerate(starts):
@@ -138,11 +167,19 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
                 break
             numbers = args.tables[slot, first : min(first + share, pages)].long()
             rows_SW = args.plane[numbers].flatten(0, 1).float()
-            rows_SW = rows_SW[max(args.skip - first * PAGE_TOKENS, 0) : length - first * PAGE_TOKENS]
+            rows_SW = rows_SW[max(args.skip - first * PAGE_TOKENS, 0) : max(length - first * PAGE_TOKENS, 0)]
+            if not len(rows_SW):  # what the split has is a neighbour's
+                continue
             scores_HS = q_THW[token].float() @ rows_SW.T * args.scale
             out[i, :, split] = (scores_HS.softmax(-1) @ rows_SW[:, :rank]).to(out.dtype)
             lse[i, :, split] = scores_HS.logsumexp(-1)
     return out, lse
+
+
+def _plan(args: AttendArgs) -> Plan:
+    queries, heads = args.tokens_Q.shape[0], args.q_THW.shape[1]
+    assert queries % args.positions == 0, f"{queries} queries are no whole rows of {args.positions} positions"
+    return plan(queries, heads, part_length(args.max_length, args.ranks), args.positions)
 
 
 def part_length(length: int, ranks: int) -> int:
@@ -156,23 +193,30 @@ def has_warpgroups(rows: int, rank: int) -> bool:
 
 
 @functools.cache
-def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bool) -> CudaKernel:
+def _kernel(rows: int, together: int, rank: int, value_bytes: int, buffers: int, warpgroups: bool) -> CudaKernel:
     """buffers: 1 where no split has two pages, so that a block leaves room on its SM for other kernels; else 2."""
     row_bytes, page_values = 2 * (rank + ROPE), PAGE_TOKENS * (rank + ROPE)
-    defines = {"ROWS": rows, "R": rank, "P": ROPE, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
+    sizes = {"ROWS": rows, "TOGETHER": together, "R": rank, "P": ROPE}
+    defines = {**sizes, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
+    lengths = 4 * rows if together > 1 else 0
     if warpgroups:
-        shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4)
+        shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4) + lengths
         return CudaKernel("decode/attend_warpgroups.cu", "attend", _Launch, defines, shared)
     pages = page_values * 2 * buffers if value_bytes == 2 else page_values * (2 + buffers)
-    shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16)
+    shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16) + lengths
     return CudaKernel("decode/attend.cu", "attend", _Launch, defines, shared)
 
 
 def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
+    return attend_as(args, _plan(args))
+
+
+def attend_as(args: AttendArgs, way: Plan) -> tuple[Tensor, Tensor]:
+    """As `attend` on a GPU, divided over blocks as it is told to: for measurements."""
     q_THW, plane = args.q_THW, args.plane
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
     rank, longest = plane.shape[-1] - ROPE, part_length(args.max_length, args.ranks)
-    rows, splits = plan(queries, heads, longest)
+    rows, splits, together = way
     out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
     lse = torch.empty(queries, heads, splits, device=q_THW.device)
     arguments = _Launch(
@@ -194,8 +238,8 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
         scale=args.scale * math.log2(math.e),
     )
     buffers = 1 if splits * PAGE_TOKENS >= longest else 2
-    kernel = _kernel(rows, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
-    kernel.launch(arguments, splits if queries else 0, queries * -(-heads // rows))
+    kernel = _kernel(rows, together, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
+    kernel.launch(arguments, splits if queries else 0, queries // together * -(-together * heads // rows))
     return out, lse
 
 
@@ -245,13 +289,14 @@ def random_context(
     tokens = torch.arange(1, queries + 1, dtype=torch.int32)
     slots_Q = torch.arange(slots, dtype=torch.int32).repeat_interleave(verify)
     lengths_Q = torch.tensor(seen, dtype=torch.int32)
-    return AttendArgs(q, tokens, slots_Q, lengths_Q, tables, plane.to(dtype), 0.1, max(lengths), skip)
+    args = AttendArgs(q, tokens, slots_Q, lengths_Q, tables, plane.to(dtype), 0.1, max(lengths), skip)
+    return args._replace(positions=verify)
 
 
 def _cases() -> Iterator[Case]:
-    def make(length: int, heads: int, dtype: torch.dtype = torch.bfloat16):
+    def make(length: int, heads: int, dtype: torch.dtype = torch.bfloat16, verify: int = 1, rows: int = 1):
         def inputs(g: torch.Generator) -> AttendArgs:
-            return random_context(g, (length,), heads, dtype=dtype)
+            return random_context(g, (length,) * rows, heads, dtype=dtype, verify=verify)
 
         return inputs
 
@@ -262,6 +307,11 @@ def _cases() -> Iterator[Case]:
     for length in (1, 64, 65, 200, 1000, 8192, 32768):
         yield Case(f"{length}, Kimi", make(length, 64), small=False)
         yield Case(f"{length}, Kimi fp8 pages", make(length, 64, fp8), small=False)
+    for heads, verify in ((8, 4), (16, 2), (16, 3), (32, 3), (32, 4)):  # of one of several ranks
+        for length in (1025, 10240):
+            name = f"{verify} tokens of 2 rows of {length}, {heads} heads"
+            yield Case(name, make(length, heads, torch.bfloat16, verify, 2), small=False)
+            yield Case(f"{name}, fp8 pages", make(length, heads, fp8, verify, 2), small=False)
 
 
 # Queries are bf16, as they come; probabilities are rounded to bf16 on their way to the latents.

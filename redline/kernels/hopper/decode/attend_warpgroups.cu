@@ -31,7 +31,8 @@ constexpr u32 LARGEST = CHANCES + ROWS * 128;          // float32 [4, ROWS]: sco
 constexpr u32 TOTALS = LARGEST + 16 * ROWS;            // float32 [4, ROWS]: sums of chances, by warp
 constexpr u32 MOST = TOTALS + 16 * ROWS;               // float32 [ROWS]: the largest score so far
 constexpr u32 FADING = MOST + 4 * ROWS;                // float32 [ROWS]: what a page before now counts
-constexpr u32 SHARED = FADING + 4 * ROWS;
+constexpr u32 LENGTHS = FADING + 4 * ROWS;             // int32 [ROWS], where TOGETHER > 1
+constexpr u32 SHARED = LENGTHS + LENGTHS_BYTES;
 
 static_assert(ROWS == 16 || ROWS == 32 || ROWS == 64, "a head has a thread of a warpgroup");
 static_assert(R % 64 == 0 && P % 64 == 0 && SHARE <= 2 && VALUE_TILES % SHARE == 0, "whole tiles, few enough for registers");
@@ -61,14 +62,16 @@ FN u32 piece() { return thread_index() % 8; }
 
 // All threads: a row of each head, zeros for those that this work has not.
 FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
-    const char* from = a.q + ((u64)load_global_fresh(a.tokens + w.query) * a.heads + w.head) * (2 * WIDTH);
+    // One head is looked up: the first, which the others lie behind; of several queries the thread's only one.
+    u32 known = TOGETHER > 1 ? smaller(thread_index() / 8 % ROWS, w.rows - 1) : 0;
+    const char* from = head_of(a, w, known);
 #pragma unroll 3
     for (u32 n = 0; n < (ROWS * TILES + THREADS / 8 - 1) / (THREADS / 8); n++) {
         u32 i = n * (THREADS / 8) + thread_index() / 8;
         if (ROWS * TILES % (THREADS / 8) && i >= ROWS * TILES) break;
         u32 row = i % ROWS, chunk = i / ROWS * 8 + piece(), to = base + QUERIES + chunk_at(row, chunk, QUERY_TILE_BYTES);
         bool real = row < w.rows;
-        copy_async(to, from + (real ? row * 2 * WIDTH + 16 * chunk : 0), real);
+        copy_async(to, from + (real ? (row - known) * 2 * WIDTH + 16 * chunk : 0), real);
     }
     copies_commit();
 }
@@ -201,7 +204,10 @@ struct Scorer {
     __device__ __forceinline__ void begin() {
         wait_for_previous_grid();
         copy_queries(a, base, w);
-        if (thread_index() < ROWS) store_shared_f32(base + MOST + 4 * thread_index(), -infinity());
+        if (thread_index() < ROWS) {
+            store_shared_f32(base + MOST + 4 * thread_index(), -infinity());
+            store_length(a, w, base + LENGTHS, thread_index());
+        }
     }
     __device__ __forceinline__ void show() {
         copies_wait<0>();
@@ -244,6 +250,12 @@ struct Scorer {
         u32 token = (w.first + page) * PAGE + 16 * warp_index() + lane_index() / 4;
         bool seen[2] = {is_seen(a, w, token), is_seen(a, w, token + 8)};
         for (u32 i = 0; i < SUMS; i++) s[i] = seen[i / 2 % 2] ? s[i] * a.scale : -infinity();
+        if (!ends_within(w, w.first + page)) return;
+        for (u32 j = 0; j < ROWS / 8; j++) {
+            u32x2 length = load_shared_2(base + LENGTHS + 4 * (8 * j + lane_index() % 4 * 2));
+            for (u32 e = 0; e < 4; e++)
+                if (token + 8 * (e / 2) >= (e % 2 ? length.y : length.x)) s[4 * j + e] = -infinity();
+        }
     }
 
     __device__ __forceinline__ void share_largest(const float (&s)[SUMS]) const {
@@ -327,7 +339,8 @@ FN void store_latents(const AttendLaunch& a, const Work& w, const float (&o)[SHA
         for (u32 first = 0; first < ROWS; first += GROUP / 8) {
             u32 tile = group + 4 * k;
             u32x4 v = load_shared_4(page + tile * TILE_BYTES + chunk_at(first + row, chunk, 0));
-            if (first + row < w.rows) store_global_4(latents_of(a, w, first + row) + 128 * tile + 16 * chunk, v);
+            if (first + row < w.rows && sees(a, w, shared_base_1024() + LENGTHS, first + row))
+                store_global_4(latents_of(a, w, first + row) + 128 * tile + 16 * chunk, v);
         }
 }
 
@@ -342,6 +355,11 @@ FN void run(Part& part, const AttendLaunch& a, const Work& w, u32 group) {
         sync_block();
         part.while_scored(i);
         sync_block();
+        if (ends_within(w, w.first + i)) {
+            mend_unseen(w, w.first + i, [=](u32 row, u32 chunk) { return page + chunk_at(row, chunk, TILE_BYTES); });
+            show_products();
+            sync_block();
+        }
         if (group < VALUE_GROUPS) {
             multiply_heads(o, [=](u32 head) { return load_pair(base + FADING + 4 * head); });
             add_values(o, base, page, group);
@@ -363,7 +381,7 @@ FN void store_lse(const AttendLaunch& a, const Work& w, u32 base) {
     if (head >= w.rows) return;
     float total = 0, most = load_shared_f32(base + MOST + 4 * head);
     for (u32 warp = 0; warp < 4; warp++) total += load_shared_f32(base + TOTALS + 4 * (warp * ROWS + head));
-    store_global_f32(lse_of(a, w, head), (most + log2_fast(total)) * LN_2);
+    store_global_f32(lse_of(a, w, head), sees(a, w, base + LENGTHS, head) ? (most + log2_fast(total)) * LN_2 : -infinity());
 }
 
 KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {

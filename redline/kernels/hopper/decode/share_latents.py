@@ -63,24 +63,25 @@ def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: Links) -> tuple[
     return out, lse
 
 
-def divides(links: Links | None, queries: int, heads: int, rank: int, longest: int) -> bool:
+def divides(links: Links | None, queries: int, heads: int, rank: int, longest: int, positions: int = 1) -> bool:
     """Whether ranks read a part of every context each, in a step of so many queries.
 
     heads: of a rank. rank: R. longest: tokens, at least those of any query's context, so a recorded shape has one way.
+    positions: queries of a row.
     """
     if links is None or queries > MOST_TOKENS or rank % _SLICE or links.contexts == "whole":
         return False
-    return links.contexts == "divided" or gain(queries, heads, links.ranks, longest) > 0
+    return links.contexts == "divided" or gain(queries, heads, links.ranks, longest, positions) > 0
 
 
 @functools.cache
-def gain(queries: int, heads: int, ranks: int, longest: int) -> float:
+def gain(queries: int, heads: int, ranks: int, longest: int, positions: int = 1) -> float:
     """Microseconds that dividing contexts saves a layer, by the model of `attend` and what the exchanges take.
 
     Fitted to 41 cases of 1 to 64 queries and 2,048 to 131,072 tokens: it decides otherwise than was measured where less
-    than 2 us a layer are to be had.
+    than 2 us a layer are to be had. All of them had one query a row; of several a rank may attend to them together.
     """
     bytes_sent = (ranks - 1) * 2 * queries * heads * (2 * attend.LATENT + attend.ROPE)
-    whole = attend.predicted(queries, heads, longest)
-    divided = attend.predicted(queries, heads * ranks, attend.part_length(longest, ranks))
+    whole = attend.predicted(queries, heads, longest, positions)
+    divided = attend.predicted(queries, heads * ranks, attend.part_length(longest, ranks), positions)
     return _KEPT * (whole - divided - bytes_sent / _LINK_SPEED) - _EXCHANGE - _QUERY * queries
