@@ -86,7 +86,8 @@ FN u32 finite_or_zero(u32 pair) {
 
 // Whether any query's context ends before a page does.
 FN bool ends_within(const Work& w, u32 page) { return TOGETHER > 1 && (int)((page + 1) * PAGE) > w.shortest; }
-// Whether a row sees anything. If not its sums are NaN, its alone, and its log-sum-exp is -inf. Then nor does it in splits behind.
+// Whether a row sees anything of a split. If not its sums are NaN, its alone, its log-sum-exp is -inf, and it sees nothing of
+// the splits behind.
 FN bool sees(const AttendLaunch& a, const Work& w, u32 lengths, u32 row) {
     if (TOGETHER == 1) return true;
     int length = (int)load_shared(lengths + 4 * row);

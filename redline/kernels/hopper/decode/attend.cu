@@ -1,8 +1,8 @@
 // Absorbed latent attention over pages: scores, softmax and weighted latents of one split of one query, or of TOGETHER of a
 // slot: see attend.py.
 //
-// A block takes ROWS heads of a query, or of the queries, and a run of their pages. Rows of queries, pages and probabilities lie in shared
-// memory in chunks of 16 bytes, chunk c of row r at c ^ (r % 8), so that eight rows of a tile meet all banks though
+// A block takes ROWS heads of a query, or of the queries, and a run of pages. Rows of queries, pages and probabilities lie in
+// shared memory in chunks of 16 bytes, chunk c of row r at c ^ (r % 8), so that eight rows of a tile meet all banks though
 // their sizes are multiples of 128 bytes. Pages arrive chunk by chunk, BUFFERS deep; a row outside the context
 // arrives as zeros, so whatever a page holds there, NaN too, takes no part.
 //
@@ -29,7 +29,7 @@ constexpr u32 CHANCES = CONVERT ? RAW + BUFFERS * PAGE * RAW_ROW : PAGES + BUFFE
 constexpr u32 LARGEST = CHANCES + 2 * ROWS * PAGE;    // float32 [QUARTERS, ROWS]: scores of a page
 constexpr u32 MOST = LARGEST + 4 * QUARTERS * ROWS;   // float32 [2, ROWS]: the largest score before a page, and with it
 constexpr u32 TOTALS = MOST + 8 * ROWS;               // float32 [QUARTERS, ROWS]: sums of chances
-constexpr u32 LENGTHS = TOTALS + 4 * QUARTERS * ROWS; // int32 [ROWS], where TOGETHER > 1
+constexpr u32 LENGTHS = TOTALS + 4 * QUARTERS * ROWS;  // int32 [ROWS], where TOGETHER > 1
 constexpr u32 SHARED = LENGTHS + LENGTHS_BYTES;
 
 static_assert(BUFFERS == 1 || BUFFERS == 2, "one where no split has two pages");
