@@ -24,6 +24,8 @@ from redline.transport.memory import host_memory
 from redline.wire.handoff import Piece
 from redline.worker.config import AREA_BYTES
 
+STAGED_BYTES = 64 << 20  # of a rank's GPU, for what is copied from pinned memory and waits for the stream of steps
+
 Ended = Callable[[], bool]
 
 

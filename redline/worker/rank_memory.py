@@ -9,6 +9,7 @@ import ctypes
 import mmap
 import os
 import tempfile
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ from redline.transport.base import Memory
 from redline.wire.handoff import Piece
 from redline.wire.job import PageId
 from redline.wire.ranks import Grow, Scatter
-from redline.worker.parcel_memory import pin, stage
+from redline.worker.parcel_memory import STAGED_BYTES, pin, stage
 
 _APART = 8  # words of 8 bytes between two counts, which ranks write
 _ROOM = mmap.ALLOCATIONGRANULARITY  # bytes of all counts, and what each part begins at a whole number of
@@ -93,6 +94,7 @@ class FollowedMemory:
         self._parcels = Parcels(kv)
         self._device = kv.planes.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._staged: deque[tuple[int, torch.cuda.Event]] = deque()  # bytes that wait for the stream of steps
         self._bytes = _ROOM
         self._parts: list[tuple[int, Tensor]] = []
 
@@ -108,17 +110,29 @@ class FollowedMemory:
 
     def scatter(self, told: Scatter) -> None:
         """Puts a parcel into pages: steps that are launched from now on find it there. Then its bytes may go: a GPU has
-        a copy of them, which took no longer than the copy, whatever step runs."""
+        a copy of them, for which no step is waited for, but where many such wait already."""
         first, part_B = next(part for part in reversed(self._parts) if part[0] <= told.offset)
         parcel_B = part_B[told.offset - first : told.offset - first + told.size]
         if self._stream is None:
             self._parcels.scatter(told.piece, told.pages, parcel_B)
         else:
+            self._make_room(told.size)
             staged_B, copied = stage(parcel_B, self._device, self._stream)
             with torch.cuda.stream(torch.cuda.default_stream(self._device)):
                 self._parcels.scatter(told.piece, told.pages, staged_B)
+                placed = torch.cuda.Event()
+                placed.record()
+            self._staged.append((told.size, placed))
             copied.synchronize()
         self._counts[self._rank * _APART] += 1
+
+    def _make_room(self, size: int) -> None:
+        """Waits for the stream of steps, where more copies would wait for it than there is room for."""
+        while self._staged:
+            waiting = sum(each for each, _ in self._staged)
+            if waiting + size <= STAGED_BYTES and not self._staged[0][1].query():
+                return
+            self._staged.popleft()[1].synchronize()
 
 
 def _counts(file: int) -> "ctypes.Array[ctypes.c_int64]":

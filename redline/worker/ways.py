@@ -20,7 +20,7 @@ from redline.transport.choice import TransportName, open_transport
 from redline.worker.arrivals import Arrivals, Budget
 from redline.worker.config import PEER_SHARE
 from redline.worker.departures import Departures
-from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory, PinnedParcels
+from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # whatever a parcel that leaves is for
 In = TypeVar("In")  # whatever one that comes is for
@@ -122,7 +122,7 @@ def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
     if name is None or device.type != "cuda":
         return 0
     if ranks > 1:
-        return 2 * PinnedParcels.sizes.landing  # copies that wait for the stream of steps, and those behind them
+        return STAGED_BYTES
     return GpuParcels.sizes.area + GpuParcels.sizes.landing if name in ("peer", "auto") else 0
 
 
