@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import os
 from collections.abc import Callable, Generator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,6 @@ class GpuGroup:
                 world_size=ranks,
                 timeout=wait,
                 device_id=device,
-                pg_options=_urgent(),
             )
             opened.callback(_leave)
             try:
@@ -143,13 +141,6 @@ class GpuGroup:
     def _close_peers(self) -> None:
         while self._peers:
             driver.close_shared(self._peers.popitem()[1])
-
-
-def _urgent() -> Any:
-    """NCCL's kernels begin before those that were enqueued earlier: they wait for other chips, and others wait for them."""
-    options = dist.ProcessGroupNCCL.Options()  # pyright: ignore[reportPrivateImportUsage]
-    options.is_high_priority_stream = True
-    return options
 
 
 def _leave() -> None:
