@@ -27,7 +27,7 @@ from redline.fleet.config import Steer
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
 from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, choose_roles
-from redline.tune.steps import StepFit, StepModel, Work
+from redline.tune.steps import StepFit, StepModel, Work, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
 
@@ -230,7 +230,7 @@ class Steering:
         fit = StepFit()
         for work, ms in steps:
             fit.add(work, ms)
-        worker = msgspec.structs.replace(fleet.model, steps=fit.model())
+        worker = msgspec.structs.replace(fleet.model, steps=on_the_mean(fit.model(), steps))
         return choose_roles(traffic, fleet._replace(model=worker), self._targets)
 
     # -- what is done
