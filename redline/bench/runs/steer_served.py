@@ -67,8 +67,8 @@ class Kind(NamedTuple):
 # On a core of an AMD EPYC of its own; what it takes there, and what comes and is promised there.
 TRIED, TRIED_S = Kind(1.0, 600, 100), (0.57, 0.0018)  # seconds to its first token, and between two of its tokens
 PHASES: Mapping[str, Sequence[Kind]] = {
-    "long prompts": (Kind(1.2, 600, 16), Kind(3.0, 24, 80)),
-    "long answers": (Kind(9.0, 24, 100),),
+    "long prompts": (Kind(1.1, 600, 16), Kind(3.0, 24, 80)),
+    "long answers": (Kind(8.0, 24, 100),),
 }
 TTFT_MS, ITL_MS = 3000.0, 6.0
 
@@ -247,6 +247,7 @@ def deployment(given: argparse.Namespace, setting: Setting, name: str, cores: Se
     """A deployment file's text."""
     ttft_ms, itl_ms = setting.promised.values()
     steer = f"[steer]\nevery_s = {LOOK_S}\nwindow_s = {setting.window_s}\nrest_s = {REST_S}\n"
+    steer += f"horizon_s = {setting.seconds}\n"  # traffic shifts as often
     return (
         f'weights = "{given.weights.resolve()}"\nlog_level = "info"\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n'
         f'[engine]\nkv_memory = "{given.kv_memory}"\nmax_model_len = 4096\n'
