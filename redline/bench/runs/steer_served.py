@@ -1,19 +1,23 @@
 """Whether roles that follow the traffic bring more good requests than roles that stay, on a served model.
 
-    python -m redline.bench.runs.steer_served [--weights models/kimi-nano] [--rounds 2] [--seconds 16]
-        [--only steered|both|apart]... [--save FILE]
+    python -m redline.bench.runs.steer_served [--paced 4] [--rounds 1] [--seconds 26] [--only NAME]...
+        [--seed N] [--save FILE] [--again]
 
-Three deployments of two workers stand beside each other, each worker on a core of its own: `steered`, with [steer];
-`both`, where each does all; and `apart`, where one computes prompts and one answers. Other roles of two workers mean
-the same: one that does `both` counts as one that answers beside one that computes prompts. In each round each of them
-is sent the same requests at the same times, one deployment after the other, in another order each round, while those
-whose turn it is not do nothing. The traffic shifts: long prompts among short questions, then short prompts with long
-answers. A request is good where its first token and the mean time between its tokens keep what is promised (`[sla]`).
+Deployments of as many workers stand beside each other: `steered`, with [steer]; `both`, where each does all; and every
+number of workers for prompts. Other roles mean the same: one that does `both` counts as one that answers beside one
+that computes prompts. In each round each deployment is sent the same requests at the same times, one after the other,
+in another order each round, while those whose turn it is not do nothing. The traffic shifts: long prompts among short
+questions, then short prompts with long answers. A request is good where its first token and the mean time between its
+tokens keep what is promised (`[sla]`).
 
-How fast the machine is just now is tried first, alone: rates are divided by how many times as long as on a core of its
-own things take, and promises multiplied by it, so that the load is the same share of what the workers can do. Told are
-good requests a second of each kind of traffic and over all, the difference of each request between `steered` and each
-fixed choice with its interval, and what was decided, when and why. Under four minutes, two cores.
+Kimi-Nano is served by two workers, each on a core of its own. How fast the machine is just now is tried first: rates
+are divided by how many times as long as on a core of its own things take, and promises multiplied by it. On a machine
+that others use this changes while one measures, so with --paced there are three workers whose steps take so many times
+what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`): all but the arithmetic is the product.
+
+Told are good requests a second of each kind of traffic and over all, the difference of each request between `steered`
+and each fixed choice with its interval, and what was decided, when and why. Under four minutes. With --again the
+file's runs stay, and `together` counts the requests of all.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import asyncio
 import json
 import os
 import random
+import sys
 import tempfile
 import threading
 import time
@@ -33,6 +38,7 @@ from typing import Any, NamedTuple, Self
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.flips import KEY, Operator
+from redline.bench.runs.paced_worker import LAYERS, PACED, write
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of, ended_by_a_signal
 from redline.bench.serving.arrivals import planned
 from redline.bench.serving.client import Client
@@ -49,15 +55,31 @@ REST_S = 3.0  # of who steers
 END_S = 6.0  # for what is under way when no more comes; what has not ended by then is not good
 MOST_SLOW = 8.0  # times a core of its own: beyond, so little can be asked that nothing would be seen
 TRIES = 3
-WORKERS = {
-    "steered": '[[workers]]\nname = "first"\ncores = [{first}]\n[[workers]]\nname = "second"\ncores = [{second}]\n',
-    "both": '[[workers]]\nname = "first"\ncores = [{first}]\n[[workers]]\nname = "second"\ncores = [{second}]\n',
-    "apart": '[[workers]]\nrole = "prefill"\ncores = [{first}]\n[[workers]]\nrole = "decode"\ncores = [{second}]\n',
-}
+BOTH, STEERED = "both", "steered"
+MODEL_NAME = "kimi-nano"
+
+
+def layouts(cores: Sequence[int], paced: bool) -> dict[str, str]:
+    """The [[workers]] of each deployment: two on cores of their own, or three that wait most of the time."""
+    if paced:
+        apart = {
+            f"{prompts}:{3 - prompts}": f'[[workers]]\nrole = "prefill"\ncount = {prompts}\n'
+            f'[[workers]]\nrole = "decode"\ncount = {3 - prompts}\n'
+            for prompts in (1, 2)
+        }
+        both = "[[workers]]\ncount = 3\n"
+    else:
+        first, second = cores[:2]
+        apart = {
+            "1:1": f'[[workers]]\nrole = "prefill"\ncores = [{first}]\n'
+            f'[[workers]]\nrole = "decode"\ncores = [{second}]\n'
+        }
+        both = "".join(f'[[workers]]\nname = "on-{core}"\ncores = [{core}]\n' for core in (first, second))
+    return {STEERED: both, BOTH: both, **apart}
 
 
 class Kind(NamedTuple):
-    """So many requests a second, of so many tokens of prompt and of answer."""
+    """So many requests a second for each worker, of so many tokens of prompt and of answer."""
 
     rate: float
     prompt: int
@@ -67,8 +89,8 @@ class Kind(NamedTuple):
 # On a core of an AMD EPYC of its own; what it takes there, and what comes and is promised there.
 TRIED, TRIED_S = Kind(1.0, 600, 100), (0.57, 0.0018)  # seconds to its first token, and between two of its tokens
 PHASES: Mapping[str, Sequence[Kind]] = {
-    "long prompts": (Kind(1.1, 600, 16), Kind(3.0, 24, 80)),
-    "long answers": (Kind(8.0, 24, 100),),
+    "long prompts": (Kind(0.7, 600, 40), Kind(2.0, 24, 80)),
+    "long answers": (Kind(4.0, 24, 100),),
 }
 TTFT_MS, ITL_MS = 3000.0, 6.0
 
@@ -87,6 +109,7 @@ class Setting(NamedTuple):
     slow: float
     seconds: float
     window_s: float  # of traffic, that who steers goes by
+    workers: int = 2
 
     @property
     def promised(self) -> dict[str, float]:
@@ -111,7 +134,7 @@ def schedule(setting: Setting, seed: int, vocabulary: int) -> list[Due]:
     draw, found = random.Random(seed), list[Due]()
     for number, (phase, kinds) in enumerate(PHASES.items()):
         for kind in kinds:
-            many = max(1, round(kind.rate / setting.slow * setting.seconds))
+            many = max(1, round(kind.rate * setting.workers / setting.slow * setting.seconds))
             times = planned(many, Pace(rate=many / setting.seconds, seed=draw.randrange(1 << 30))) or ()
             found += [Due(number * setting.seconds + at_s, phase, _asked(kind, draw, vocabulary)) for at_s in times]
     return sorted(found, key=lambda due: due.at_s)
@@ -122,10 +145,10 @@ def _asked(kind: Kind, draw: random.Random, vocabulary: int) -> Ask:
     return Ask(max_tokens=kind.tokens, ids=ids, prompt_tokens=kind.prompt)
 
 
-async def sent(port: int, model: str, requests: Sequence[Due]) -> list[Answer]:
+async def sent(port: int, requests: Sequence[Due]) -> list[Answer]:
     """Sends each when it is due, and waits for all answers until END_S after the last was sent."""
     body = {"ignore_eos": True, "temperature": 0, "return_token_ids": True}
-    target = Target(base_url=f"http://127.0.0.1:{port}", backend="openai", model=model, body=body)
+    target = Target(base_url=f"http://127.0.0.1:{port}", backend="openai", model=MODEL_NAME, body=body)
     async with Client(target) as client:
         encoded = [client.request(due.ask) for due in requests]
         client.begin()
@@ -159,8 +182,10 @@ class Looks:
         while not self._stopping.wait(LOOK_S):
             status = self._operator.status()
             prefill = sum(worker["role"] == "prefill" for worker in status["workers"].values())
-            last = (status["steer"] or {}).get("last") or {}
+            steer = status["steer"] or {}
+            last = steer.get("last") or {}
             seen = {"prefill": prefill, **{key: last.get(key) for key in ("why", "now", "expected")}}
+            seen["weighed"] = steer.get("weighed") if last.get("now") else None
             if not self.all or any(self.all[-1][key] != value for key, value in seen.items()):
                 self.all.append({"at_s": round(time.perf_counter() - self._began, 1), **seen})
 
@@ -168,17 +193,17 @@ class Looks:
 class Deployed:
     """One deployment, which serves, and its turns."""
 
-    def __init__(self, server: Server, model: str) -> None:
+    def __init__(self, server: Server) -> None:
         """Raises RedlineError where the server does not start."""
         self.turns: list[Turn] = []
-        self.server, self._model = server, model
+        self.server = server
         self._port = server.until_ready()
         self.operator = Operator(server)
 
     def ask(self, requests: Sequence[Due]) -> Turn:
         """A turn, which is not kept. Raises RedlineError where the server has ended."""
         with Looks(self.operator) as looks:
-            answers = asyncio.run(sent(self._port, self._model, requests))
+            answers = asyncio.run(sent(self._port, requests))
         self.server.check()
         return Turn(requests, answers, looks.all)
 
@@ -243,16 +268,17 @@ def differences(steered: Sequence[Turn], fixed: Sequence[Turn], setting: Setting
     return found
 
 
-def deployment(given: argparse.Namespace, setting: Setting, name: str, cores: Sequence[int]) -> str:
-    """A deployment file's text."""
+def deployment(given: argparse.Namespace, setting: Setting, weights: Path, workers: str, *, steered: bool) -> str:
+    """A deployment file's text. workers: its [[workers]]."""
     ttft_ms, itl_ms = setting.promised.values()
     steer = f"[steer]\nevery_s = {LOOK_S}\nwindow_s = {setting.window_s}\nrest_s = {REST_S}\n"
     steer += f"horizon_s = {setting.seconds}\n"  # traffic shifts as often
+    model = f'weights = "{weights.resolve()}"\nserved_model_name = ["{MODEL_NAME}"]\n'
+    engine = f'[engine]\nkv_memory = "{given.kv_memory}"\nmax_model_len = 4096\n'
     return (
-        f'weights = "{given.weights.resolve()}"\nlog_level = "info"\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n'
-        f'[engine]\nkv_memory = "{given.kv_memory}"\nmax_model_len = 4096\n'
-        f"[sla.default]\nttft_ms = {ttft_ms}\nitl_ms = {itl_ms}\n{steer if name == 'steered' else ''}"
-        + WORKERS[name].format(first=cores[0], second=cores[1])
+        f'{model}log_level = "info"\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n'
+        f"{engine}{f'random_weights = {LAYERS}' if given.paced else ''}\n"
+        f"[sla.default]\nttft_ms = {ttft_ms}\nitl_ms = {itl_ms}\n{steer if steered else ''}{workers}"
     )
 
 
@@ -260,14 +286,38 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=ROOT / "models" / "kimi-nano")
+    parser.add_argument("--paced", type=count, default=None, help="times a core of its own that steps take")
     parser.add_argument("--kv-memory", default="100MB", help="of each worker")
-    parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--seconds", type=count, default=16, help="of each phase")
+    parser.add_argument("--rounds", type=count, default=1)
+    parser.add_argument("--seconds", type=count, default=26, help="of each phase")
     parser.add_argument("--window-s", type=count, default=8, help="of traffic, that who steers goes by")
-    parser.add_argument("--only", action="append", choices=WORKERS, help="of the deployments; absent: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--again", action="store_true", help="add to the runs that the file has")
     return parser
+
+
+class Place:
+    """Where files lie, and servers that end with it."""
+
+    def __init__(self, given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+        (folder / "keys.txt").write_text(f"{KEY}\n")
+        self._given, self._folder, self._stack = given, folder, stack
+        self._tree = Tree(".", ROOT, commit_of(ROOT))
+        self._weights, self._python = write(folder) if given.paced else (given.weights, sys.executable)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids from which prompts are drawn."""
+        return Tokenizer.open(self._weights).vocab_size // 2
+
+    def start(self, name: str, workers: str, setting: Setting) -> Server:
+        """A server, which is not waited for."""
+        file = self._folder / f"{name.replace(':', '-')}.toml"
+        file.write_text(deployment(self._given, setting, self._weights, workers, steered=name == STEERED))
+        server = Server(self._tree, [str(file)], self._folder, str(self._python), {PACED: str(self._given.paced)})
+        self._stack.callback(server.close)
+        return server
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -280,58 +330,72 @@ def main(words: Sequence[str] | None = None) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("a core for each of two workers is wanted; there is one")
-    names = list(dict.fromkeys(given.only or WORKERS))
-    vocabulary, loads = Tokenizer.open(given.weights).vocab_size // 2, list[float]()
-    with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-steer-") as place, ExitStack() as stack:
-        (Path(place) / "keys.txt").write_text(f"{KEY}\n")
-        tree = Tree(".", ROOT, commit_of(ROOT))
-
-        def started(name: str, setting: Setting) -> Server:
-            file = Path(place) / f"{name}.toml"
-            file.write_text(deployment(given, setting, name, cores))
-            server = Server(tree, [str(file)], Path(place))
-            stack.callback(server.close)
-            return server
-
-        setting = Setting(1.0, float(given.seconds), float(given.window_s))
-        tried = Deployed(started("apart", setting), given.weights.name)
-        setting = setting._replace(slow=round(slowness(tried, vocabulary, given.seed), 2))
-        tried.server.stop()
+    all, loads = layouts(cores, bool(given.paced)), list[float]()
+    names = list(all)
+    setting = Setting(float(given.paced or 1), float(given.seconds), float(given.window_s), 3 if given.paced else 2)
+    with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-steer-") as folder, ExitStack() as stack:
+        place = Place(given, Path(folder), stack)
+        vocabulary = place.vocabulary
+        if not given.paced:
+            tried = Deployed(place.start("tried", all[BOTH], setting))
+            setting = setting._replace(slow=round(slowness(tried, vocabulary, given.seed), 2))
+            tried.server.stop()
         print(f"{setting.slow:g} times as slow as a core of its own; promised are {setting.promised} ms", flush=True)
-        servers = {name: started(name, setting) for name in names}
-        deployed = {name: Deployed(server, given.weights.name) for name, server in servers.items()}
+        servers = {name: place.start(name, workers, setting) for name, workers in all.items()}
+        deployed = {name: Deployed(server) for name, server in servers.items()}
         for number in range(given.rounds):
             requests = schedule(setting, given.seed + number, vocabulary)
-            for name in (names[number % len(names) :] + names)[: len(names)]:
+            first = (given.seed + number) % len(names)
+            for name in names[first:] + names[:first]:
                 loads.append(round(os.getloadavg()[0], 1))
                 turn = deployed[name].ask(requests)
                 deployed[name].turns.append(turn)
                 shown = {phase: f"{of['good']} of {of['requests']}" for phase, of in told([turn], setting).items()}
                 print(f"round {number + 1}, {name}: good {json.dumps(shown)}", flush=True)
-        changes = deployed["steered"].operator.status()["steer"]["changes"] if "steered" in names else []
+        changes = deployed[STEERED].operator.status()["steer"]["changes"]
         for server in servers.values():
             server.stop()
     turns = {name: one.turns for name, one in deployed.items()}
-    fixed = [name for name in names if name != "steered" and "steered" in names]
     record: dict[str, Any] = {
         **provenance("torch", "uvicorn", "uvloop"),
-        "model": given.weights.name,
+        "model": f"{LAYERS} random layers, paced as Kimi-Nano" if given.paced else given.weights.name,
+        "workers": setting.workers,
         "slow": setting.slow,
         "promised_ms": setting.promised,
         "phases": {phase: [kind._asdict() for kind in kinds] for phase, kinds in PHASES.items()},
         "phase_s": setting.seconds,
+        "window_s": setting.window_s,
         "rounds": given.rounds,
+        "seed": given.seed,
         "load_average_before_turns": loads,
         "deployments": {name: told(all, setting) for name, all in turns.items()},
-        "rounds_good_per_s": {
-            name: [told([turn], setting)["all"]["good_per_s"] for turn in all] for name, all in turns.items()
+        "steered_less_fixed": {
+            name: differences(turns[STEERED], all, setting) for name, all in turns.items() if name != STEERED
         },
-        "steered_less_fixed": {name: differences(turns["steered"], turns[name], setting) for name in fixed},
+        "good": {
+            name: [[int(keeps(a, setting.promised)) for a in turn.answers] for turn in all]
+            for name, all in turns.items()
+        },
         "looks": {name: [turn.looks for turn in all] for name, all in turns.items()},
         "changes": changes,
     }
-    given.save.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({key: record[key] for key in ("rounds_good_per_s", "steered_less_fixed")}), flush=True)
+    kept = given.again and given.save.exists() and given.save.stat().st_size
+    runs: list[dict[str, Any]] = [*(json.loads(given.save.read_text())["runs"] if kept else []), record]
+    given.save.write_text(json.dumps({"together": together(runs), "runs": runs}, indent=1) + "\n")
+    print(json.dumps({"steered_less_fixed": record["steered_less_fixed"], "together": together(runs)}), flush=True)
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all requests of all runs: how many were good, and the difference of each with [steer] and without."""
+    good = {name: [one for run in runs for turn in run["good"][name] for one in turn] for name in runs[0]["good"]}
+    found: dict[str, Any] = {"runs": len(runs)}
+    for name, all in good.items():
+        found[name] = {"requests": len(all), "good": sum(all), "share": round(sum(all) / len(all), 4)}
+        within = interval([float(a - b) for a, b in zip(good[STEERED], all, strict=True)])
+        if name != STEERED and within is not None:
+            shares = {"of_requests": within.mean, "low": within.low, "high": within.high}
+            found[name]["steered_less"] = {key: round(value, 4) for key, value in shares.items()}
+    return found
 
 
 if __name__ == "__main__":
