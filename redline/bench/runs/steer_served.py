@@ -89,7 +89,7 @@ class Kind(NamedTuple):
 # On a core of an AMD EPYC of its own; what it takes there, and what comes and is promised there.
 TRIED, TRIED_S = Kind(1.0, 600, 100), (0.57, 0.0018)  # seconds to its first token, and between two of its tokens
 PHASES: Mapping[str, Sequence[Kind]] = {
-    "long prompts": (Kind(0.7, 600, 40), Kind(2.0, 24, 80)),
+    "long prompts": (Kind(0.9, 600, 24), Kind(1.0, 24, 80)),
     "long answers": (Kind(4.0, 24, 100),),
 }
 TTFT_MS, ITL_MS = 3000.0, 6.0
@@ -123,6 +123,7 @@ class Turn(NamedTuple):
     requests: Sequence[Due]
     answers: Sequence[Answer]
     looks: Sequence[dict[str, Any]]
+    jobs: Sequence[Sequence[int]] = ()  # of each worker, about once in LOOK_S
 
     def of(self, phase: str) -> list[Answer]:
         """The answers to what came in a phase, or in all."""
@@ -163,10 +164,11 @@ async def sent(port: int, requests: Sequence[Due]) -> list[Answer]:
 
 class Looks:
     """Every LOOK_S who has which role, and what who steers has seen. Use as a context manager; `all` has what changed:
-    seconds, workers for prompts, and of the last look why, with what was predicted."""
+    seconds, workers for prompts, and of the last look why, with what was weighed and predicted."""
 
     def __init__(self, operator: Operator) -> None:
         self.all: list[dict[str, Any]] = []
+        self.jobs: list[list[int]] = []  # of each worker, at each look
         self._operator, self._stopping, self._began = operator, threading.Event(), time.perf_counter()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -182,6 +184,7 @@ class Looks:
         while not self._stopping.wait(LOOK_S):
             status = self._operator.status()
             prefill = sum(worker["role"] == "prefill" for worker in status["workers"].values())
+            self.jobs.append([worker["jobs"] for worker in status["workers"].values()])
             steer = status["steer"] or {}
             last = steer.get("last") or {}
             seen = {"prefill": prefill, **{key: last.get(key) for key in ("why", "now", "expected")}}
@@ -205,7 +208,7 @@ class Deployed:
         with Looks(self.operator) as looks:
             answers = asyncio.run(sent(self._port, requests))
         self.server.check()
-        return Turn(requests, answers, looks.all)
+        return Turn(requests, answers, looks.all, looks.jobs)
 
 
 def slowness(deployed: Deployed, vocabulary: int, seed: int) -> float:
@@ -376,12 +379,13 @@ def main(words: Sequence[str] | None = None) -> None:
             name: [[int(keeps(a, setting.promised)) for a in turn.answers] for turn in all]
             for name, all in turns.items()
         },
+        "jobs": {name: [turn.jobs for turn in all] for name, all in turns.items()},
         "looks": {name: [turn.looks for turn in all] for name, all in turns.items()},
         "changes": changes,
     }
     kept = given.again and given.save.exists() and given.save.stat().st_size
     runs: list[dict[str, Any]] = [*(json.loads(given.save.read_text())["runs"] if kept else []), record]
-    given.save.write_text(json.dumps({"together": together(runs), "runs": runs}, indent=1) + "\n")
+    given.save.write_text(json.dumps({"together": together(runs), "runs": runs}) + "\n")
     print(json.dumps({"steered_less_fixed": record["steered_less_fixed"], "together": together(runs)}), flush=True)
 
 
