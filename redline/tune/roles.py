@@ -386,7 +386,7 @@ class _Sample:
         more = self._step_s(rows + 1, here, each) - mean  # what one more answer adds
         if not math.isfinite(more):
             more = mean
-        deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(max(rows, 1.0) / workers))
+        deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(rows / workers))
         if not here:
             off = (self._itl_s - mean) / np.maximum(deviation, 1e-6)
         else:

@@ -111,9 +111,9 @@ def test_an_answer_is_one_more_beside_those_that_it_finds():
         name="rows", steps=StepModel(base=0.0, row=5.0, prompt=0.01), step_tokens=512, slots=64, kv_tokens=1_000_000
     )
     fleet, alone = Fleet(1, model), Roles(both=1)
-    for itl_s, good in ((0.0045, 0.0), (0.0055, 1.0)):
+    for itl_s, least, most in ((0.0045, 0.0, 0.1), (0.0055, 0.8, 1.0)):
         found = predict_roles(Traffic(0.01, [Asked(0, 1, 100)]), fleet, {"": Targets(itl_s=itl_s)}, alone)
-        assert found.attainment == pytest.approx(good, abs=0.02)
+        assert least <= found.attainment <= most
     half = predict_roles(
         Traffic(1.0, [Asked(0, 1, 100)]), fleet, {"": Targets()}, alone
     )  # of its time: 100 rows a second
