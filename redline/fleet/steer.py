@@ -27,7 +27,7 @@ from redline.fleet.config import Steer
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
 from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, choose_roles
-from redline.tune.steps import StepFit, StepModel, Work
+from redline.tune.steps import StepFit, StepModel, Work, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
 
@@ -35,6 +35,7 @@ CONFIRM = 2  # looks in a row that say the same, before anything changes
 LEAST_REQUESTS = 8  # that have come in the window: of fewer nothing is concluded
 MOST_TOLD = 16  # changes that are remembered
 MOST_STEPS = 1024  # with prompts, and as many without, that are remembered
+TOLD_ROWS, TOLD_TOKENS = (1, 16), 512  # of what is told of a step model: answers at once; of a context, and of a prompt
 MEMORY = 0.98  # share of the tokens and rows of steps that stays when those of another are added
 
 log = logging.getLogger("redline.fleet")
@@ -132,6 +133,7 @@ class Steering:
         self._changed_at = -math.inf
         self._said = 0, 0  # which way to change, and in how many looks in a row
         self._goal: Decision | None = None  # whose roles are being given, one worker after the other
+        self._weighed: tuple[Traffic, StepModel] | None = None  # by the last look that weighed anything
         gateway.loads = self.measured.hear
         gateway.lately.remember()
 
@@ -170,6 +172,7 @@ class Steering:
             "roles": self._roles()._asdict(),
             "last": None if self.last is None else self.last.told(),
             "changes": [change.told() for change in reversed(self.changes)],
+            "weighed": None if self._weighed is None else _told_weighed(*self._weighed),
         }
 
     # -- what is seen
@@ -230,7 +233,8 @@ class Steering:
         fit = StepFit()
         for work, ms in steps:
             fit.add(work, ms)
-        worker = msgspec.structs.replace(fleet.model, steps=fit.model())
+        worker = msgspec.structs.replace(fleet.model, steps=on_the_mean(fit.model(), steps))
+        self._weighed = traffic, worker.steps
         return choose_roles(traffic, fleet._replace(model=worker), self._targets)
 
     # -- what is done
@@ -280,6 +284,19 @@ def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
         kv_tokens=min(ready.pages for ready in readies) * PAGE_TOKENS,
         tokens_per_step=tokens_per_step,
     )
+
+
+def _told_weighed(traffic: Traffic, steps: StepModel) -> dict[str, Any]:
+    """What was weighed: tokens on the mean, and what is believed of steps and of a prompt that stands alone."""
+    asked = traffic.requests
+    return {
+        "requests_per_s": round(traffic.rate, 3),
+        "prompt_tokens": round(sum(each.cached + each.uncached for each in asked) / len(asked), 1),
+        "cached_tokens": round(sum(each.cached for each in asked) / len(asked), 1),
+        "answer_tokens": round(sum(each.output for each in asked) / len(asked), 1),
+        "step_ms": {str(rows): round(steps.decode_ms(rows, TOLD_TOKENS), 3) for rows in TOLD_ROWS},
+        "prompt_ms": round(steps.prompt_ms(0, TOLD_TOKENS, TOLD_TOKENS), 3),
+    }
 
 
 def _told(predicted: Predicted) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Planner:
         self._led = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._step_positions = 0
-        self._timed = TimedSteps()
+        self._timed = TimedSteps(clock)
         self._cached_told = 0  # how often
         self._preemptions = 0
         self._prompt_tokens = 0

@@ -2,11 +2,13 @@
 long steps took, all together, beside the least that they can take on this machine.
 
 Of steps with prompts every one, of others one in EVERY: a load goes out five times a second at most, and says what the
-newest of each kind were.
+newest of each kind were. What is told of a step is the time from the end of the one before, where somebody waited from
+there on: between two tokens of an answer lies what the host does too, half as long again as a CPU's step of a small
+model. Beside its floor a step counts for itself.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from redline.plan.active import ActiveJob
 from redline.tune.floor import Counted, StepFloor
@@ -24,8 +26,11 @@ class TimedSteps:
     floor: what steps take at least; None: the machine was not measured, and there are no sums.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """clock: tells seconds; None: a step is told as it took itself."""
         self.floor: StepFloor | None = None
+        self._clock = clock
+        self._before: tuple[float, Sequence[ActiveJob]] = 0.0, ()  # when the last step had settled, and its jobs
         self._with_prompts: deque[TimedStep] = deque(maxlen=KEPT)
         self._without: deque[TimedStep] = deque(maxlen=KEPT)
         self._sums: dict[StepKind, StepTimes] = {}
@@ -41,7 +46,9 @@ class TimedSteps:
         return tuple(self._sums.values())
 
     def took(self, step: Step, jobs: Sequence[ActiveJob], result: StepResult, seconds: float) -> None:
-        """A step has settled. jobs: one for each of its rows."""
+        """A step has settled, just now. jobs: one for each of its rows. seconds: that it took itself."""
+        (last, waited), now = self._before, 0.0 if self._clock is None else self._clock()
+        self._before = now, jobs
         with_prompts = step.rows[-1].start is not None  # decode rows stand before all others
         if not with_prompts and step.number % EVERY:
             return
@@ -64,6 +71,7 @@ class TimedSteps:
                 expanded += expanded_of(row.start, row.count)
                 read += row.start + row.count
                 sampled += row.samples
+        since_s = now - last if any(jobs[0] is other for other in waited) else seconds
         timed = TimedStep(
             number=step.number,
             prompt=prompt,
@@ -72,7 +80,7 @@ class TimedSteps:
             rows=rows,
             context=context,
             tokens=tokens,
-            ms=seconds * 1e3,
+            ms=1e3 * max(seconds, since_s),
         )
         (self._with_prompts if with_prompts else self._without).append(timed)
         if self.floor is None:

@@ -1,14 +1,17 @@
 """What was asked lately: when, how long prompts and answers are, and of which class, for whoever plans by it.
 
 A request is known from its arrival on. So a wave of long prompts is seen while they wait, and not once the first of
-them have been answered; how long an answer becomes that has not ended is taken from those that have.
+them have been answered; how long an answer becomes that has not ended is taken from those that have, lately or before.
 """
 
+import bisect
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MOST = 2048  # requests that are remembered
+KNOWN = 128  # newest answers of a class that have ended, by which others are judged
 
 
 class Came:
@@ -63,14 +66,19 @@ class Lately:
         return len(newest) / seconds if seconds > 0 else 0.0
 
     def lengths(self, window_s: float) -> list[Length]:
-        """Those of the last so many seconds. An answer that has not ended is taken to become as long as those that
-        have, of its class if there are any, on the mean; and no shorter than it is."""
+        """Those of the last so many seconds. An answer that has not ended is taken to become as long as those of its
+        class that became longer than it is, on the mean, or of all where none of its class has ended; where none became
+        longer, as long as it is. Those that end in the window are the short ones where answers take as long as that, so
+        what has ended before it counts too."""
         newest = self._newest(window_s)
-        mean = {of: _mean([each for each in newest if each.of == of]) for of in {each.of for each in newest}}
-        of_all = _mean(newest) or 0
+        of_all = _Ended([each.output for each in self._came if each.ended])
+        ended = {
+            of: _Ended([each.output for each in self._came if each.ended and each.of == of])
+            for of in {each.of for each in newest if not each.ended}
+        }
         found: list[Length] = []
         for each in newest:
-            output = each.output if each.ended else max(each.output, mean[each.of] or of_all)
+            output = each.output if each.ended else (ended[each.of] or of_all).longer_than(each.output)
             found.append(Length(min(each.cached, each.prompt), max(0, each.prompt - each.cached), output, each.of))
         return found
 
@@ -79,6 +87,18 @@ class Lately:
         return [each for each in self._came if each.at >= since]
 
 
-def _mean(all: Sequence[Came]) -> int | None:
-    outputs = [each.output for each in all if each.ended]
-    return round(sum(outputs) / len(outputs)) if outputs else None
+class _Ended:
+    """How long the newest of some answers became; true where there are any."""
+
+    def __init__(self, outputs: Sequence[int]) -> None:
+        self._outputs = sorted(outputs[-KNOWN:])
+        self._sums = [0, *itertools.accumulate(self._outputs)]
+
+    def __bool__(self) -> bool:
+        return bool(self._outputs)
+
+    def longer_than(self, tokens: int) -> int:
+        """The mean of those that became longer than so many tokens; where none did, so many."""
+        place = bisect.bisect_right(self._outputs, tokens)
+        longer = len(self._outputs) - place
+        return round((self._sums[-1] - self._sums[place]) / longer) if longer else tokens

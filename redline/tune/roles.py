@@ -309,7 +309,7 @@ class _Sample:
         beside = model.base + rows * (model.row + model.context * self._context)
         shares = count * model.share(chunk / 2 + rows)  # of a chunk of some length
         pairs = self._uncached * (self._cached + (self._uncached + 1) / 2)
-        expanded = count * (self._cached + (self._uncached + chunk) / 2)
+        expanded = count * self._cached + chunk * count * (count - 1) / 2 + self._uncached  # each chunk's end
         own = model.prompt * self._uncached + model.pair * pairs + model.expand * expanded
         return (count * beside + model.experts * shares + own) / 1e3
 
@@ -357,8 +357,9 @@ class _Sample:
         return min(rows, self._most), rows / self._most
 
     def _step_s(self, rows: float, here: int, each: float) -> float:
-        """Seconds between two tokens of an answer, on the mean, beside such prompts."""
-        plain = self._decode_s(rows)
+        """Seconds between two tokens of an answer, on the mean, beside such prompts, and beside so many other answers:
+        who comes finds as many as there are on the mean, and is one more."""
+        plain = self._decode_s(rows + 1)
         busy = each * float(self._prompts(rows).sums[here]) if here else 0.0  # of a second
         if busy >= 1:
             return math.inf
@@ -385,7 +386,7 @@ class _Sample:
         more = self._step_s(rows + 1, here, each) - mean  # what one more answer adds
         if not math.isfinite(more):
             more = mean
-        deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(max(rows, 1.0) / workers))
+        deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(rows / workers))
         if not here:
             off = (self._itl_s - mean) / np.maximum(deviation, 1e-6)
         else:

@@ -5,13 +5,16 @@
               + expand x positions whose keys and values are expanded for these tokens
 
 `StepModel` is the sum, `StepFit` finds its coefficients: none negative, relative errors counted, outliers nearly not. A
-window of each kind of step is kept, so hours of decoding do not forget what prompts cost.
+window of each kind of step is kept, so hours of decoding do not forget what prompts cost. So a fit says what a step
+usually takes; `on_the_mean` makes of it what many take together, which is more where some take much longer.
 """
 
 import math
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +27,9 @@ PRIOR_STEPS = 4  # as many steps as a prior counts for
 TURNS = 8  # of weighing steps anew by how far they are off
 OUTLIER = 2.5  # times the typical error: what is further off counts in inverse proportion to it
 LEAST_ERROR = 0.01  # a typical error below it is luck
+LATELY = 96  # newest steps, with prompts and without, whose mean counts: some seconds of a busy fleet
+LEAST_LATELY = 4  # of fewer a mean says nothing
+FARTHEST = 8.0  # times what is usual, or one part in so many, that the mean may be
 
 _Array = NDArray[np.float64]
 
@@ -156,6 +162,38 @@ class StepFit:
         a += pull * np.eye(len(a))
         b += pull * self._before() * scale if self._has_prior else 0.0
         return _not_negative(a, b) / scale
+
+
+def on_the_mean(model: StepModel, steps: Sequence[tuple[Work, float]]) -> StepModel:
+    """The model whose steps take together what the newest of `steps` did: (work, milliseconds), the newest last.
+
+    A fit by relative errors lies below the mean where times scatter upwards, as on a machine that others use. An
+    answer is a sum of a hundred steps, and so is the time that it takes. What answers take is put right first, then
+    what prompts add.
+    """
+    without = [each for each in steps if not each[0].prompt][-LATELY:]
+    beside = [each for each in steps if each[0].prompt][-LATELY:]
+    if len(without) >= LEAST_LATELY:
+        times = _times(sum(ms for _, ms in without), sum(model.step_ms(work) for work, _ in without))
+        model = msgspec.structs.replace(
+            model,
+            base=times * model.base,
+            experts=times * model.experts,
+            row=times * model.row,
+            context=times * model.context,
+        )
+    if len(beside) >= LEAST_LATELY:
+        other = msgspec.structs.replace(model, prompt=0.0, pair=0.0, expand=0.0)
+        took_ms = sum(ms - other.step_ms(work) for work, ms in beside)
+        times = _times(took_ms, sum(model.step_ms(work) - other.step_ms(work) for work, _ in beside))
+        model = msgspec.structs.replace(
+            model, prompt=times * model.prompt, pair=times * model.pair, expand=times * model.expand
+        )
+    return model
+
+
+def _times(took_ms: float, expected_ms: float) -> float:
+    return min(max(took_ms / expected_ms, 1 / FARTHEST), FARTHEST) if expected_ms > 0 else 1.0
 
 
 def _not_negative(a: _Array, b: _Array) -> _Array:

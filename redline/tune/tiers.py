@@ -20,8 +20,8 @@ LEAST = 3  # steps before anything is predicted
 LEAST_POSITIONS = 32  # of a step's prompts, which otherwise says little of them
 MOST_DECODING = 0.125  # of a step's positions; a step with more says little of its prompts
 NEW_STEPS = 8  # between two fits, which take milliseconds
-PACE = 0.25  # of the newest step's surprise, which the machine's other programs may share
-SURPRISE = 2.0  # times what was predicted, or one part in so many: what is beyond counts as so much
+NEWEST = 16  # steps, by which is told how fast the machine is just now
+STEP_FADES = 0.8  # of a step's weight there, with each that is newer
 MARGIN = 0.1  # of a reading's predicted time, which it may take more and still be no slower than computing
 
 
@@ -57,11 +57,16 @@ class ReadTimes:
 
 
 class PrefillTimes:
-    """What prompts take, in seconds: a fit to steps of all sizes, times the pace of the newest."""
+    """What prompts take, in seconds: a fit to steps of all sizes, times the pace of the newest.
+
+    The pace is the median of what the newest steps took over what this fit says of them. A pace that is carried on from
+    fit to fit counts them twice: the fit has learnt from them too.
+    """
 
     def __init__(self) -> None:
         self._fit, self._model = StepFit(), StepModel(base=0.0)
-        self._pace = 0.0  # logarithm of what the newest steps took, over what the model says
+        self._newest: deque[tuple[Work, float]] = deque(maxlen=NEWEST)  # and milliseconds
+        self._pace: float | None = 1.0  # times what the model says; None: to be told anew
         self._steps = self._new = 0  # that were taken in, and since the last fit
 
     @property
@@ -74,10 +79,10 @@ class PrefillTimes:
         work = _work(rows)
         if work.prompt < LEAST_POSITIONS or decoding > MOST_DECODING * work.prompt or seconds <= 0:
             return
-        if self.known and (expected_ms := self._fitted().step_ms(work)) > 0:
-            surprise = math.log(1e3 * seconds / expected_ms) - self._pace
-            self._pace += PACE * max(-math.log(SURPRISE), min(math.log(SURPRISE), surprise))
-        self._fit.add(work._replace(rows=decoding), 1e3 * seconds)
+        work = work._replace(rows=decoding)
+        self._fit.add(work, 1e3 * seconds)
+        self._newest.append((work, 1e3 * seconds))
+        self._pace = None
         self._steps += 1
         self._new += 1
 
@@ -85,12 +90,19 @@ class PrefillTimes:
         """Seconds to compute positions [first, end) in steps of so many; None while it is not known."""
         if not self.known:
             return None
-        return math.exp(self._pace) * self._fitted().prompt_ms(first, end - first, step_tokens) / 1e3
+        if self._pace is None:
+            self._pace = self._paced()
+        return self._pace * self._model.prompt_ms(first, end - first, step_tokens) / 1e3
 
-    def _fitted(self) -> StepModel:
+    def _paced(self) -> float:
+        """Fits anew where enough is new, and gives the pace."""
         if self._new >= min(NEW_STEPS, self._steps - self._new + 1):
             self._model, self._new = self._fit.model(), 0
-        return self._model
+        weighed = [(0.0, STEP_FADES ** len(self._newest))]  # that of the fit, as the oldest
+        for age, (work, ms) in enumerate(reversed(self._newest)):
+            if (expected_ms := self._model.step_ms(work)) > 0:
+                weighed.append((math.log(ms / expected_ms), STEP_FADES**age))
+        return math.exp(_median(weighed))
 
 
 class Choice(NamedTuple):

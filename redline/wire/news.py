@@ -70,7 +70,7 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  #
 
 
 class TimedStep(Record, frozen=True):
-    """What a step computed, and how long it took."""
+    """What a step computed, and how long it took, with what the host did before it while somebody waited."""
 
     number: int  # of the worker's steps
     prompt: int  # tokens of prompts

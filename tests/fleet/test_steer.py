@@ -136,6 +136,11 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     assert [change["worker"] for change in told["changes"]] == ["c", "b", "a"]
     assert all(change["expected"]["attainment"] > change["now"]["attainment"] for change in told["changes"])
     assert told["last"]["workers_wanted"] is None, "nothing was weighed"
+    weighed = told["weighed"]  # by the look that began it
+    assert [weighed[f"{what}_tokens"] for what in ("prompt", "cached", "answer")] == [1000, 0, 100]
+    assert weighed["requests_per_s"] == pytest.approx(3, rel=0.02)
+    assert weighed["step_ms"] == pytest.approx({"1": BASE_MS + ROW_MS, "16": BASE_MS + 16 * ROW_MS}, rel=0.02)
+    assert weighed["prompt_ms"] == pytest.approx(BASE_MS + 512 * PROMPT_MS, rel=0.02)
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:

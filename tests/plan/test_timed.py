@@ -73,3 +73,16 @@ def test_a_machine_that_was_not_measured_has_no_sums() -> None:
     world.finish()
     assert world.planner.load().timed
     assert not world.planner.load().step_times
+
+
+def test_what_the_host_does_between_two_steps_counts_while_somebody_waits() -> None:
+    """Steps of 2 ms, the next ended 3 ms after the one before; then nobody was there for a second."""
+    now = 0.0
+    timed = TimedSteps(lambda: now)
+    one, other = (ActiveJob(make_job(name, tuple(range(10)), max_tokens=90), 0, 100) for name in "ab")
+    row = Row(slot=0, start=None, count=1)
+    for number, (at, job) in enumerate(((5.0, one), (5.003, one), (6.003, other), (6.006, other))):
+        now = at
+        result = StepResult(number=EVERY * number, rows=(RowResult(tokens=(1,)),))
+        timed.took(Step(number=EVERY * number, rows=(row,)), [job], result, 0.002)
+        assert timed.newest[-1].ms == pytest.approx((2, 3, 2, 3)[number])

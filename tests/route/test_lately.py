@@ -1,6 +1,6 @@
 """What was asked lately: what is remembered, for how long, and what is said of answers that have not ended."""
 
-from redline.route.lately import MOST, Lately, Length
+from redline.route.lately import KNOWN, MOST, Lately, Length
 
 
 class Clock:
@@ -29,6 +29,30 @@ def test_an_answer_that_has_not_ended_becomes_as_long_as_those_of_its_class_that
         Length(0, 200, 70, "chat"),
         Length(0, 8, 180, "new"),
     ]
+
+
+def test_where_no_answer_of_the_window_has_ended_those_before_it_say_how_long_they_become() -> None:
+    """Answers that take longer than the window: of these some were short, and one that runs on is none of the short."""
+    clock = Clock()
+    lately = Lately(clock)
+    lately.remember()
+    for output in (10, 20, 200, 400):
+        came = lately.came("chat", 64)
+        came.output, came.ended = output, True
+    clock.now += 100
+    for output in (0, 15, 90, 300, 500):
+        lately.came("chat", 64).output = output
+    assert [each.output for each in lately.lengths(8)] == [158, 207, 300, 400, 500]
+
+
+def test_the_newest_that_ended_say_how_long_answers_become() -> None:
+    lately = Lately(Clock())
+    lately.remember()
+    for output in [1000] * KNOWN + [50] * KNOWN:
+        came = lately.came("chat", 64)
+        came.output, came.ended = output, True
+    lately.came("chat", 64)
+    assert lately.lengths(60)[-1].output == 50
 
 
 def test_more_cached_than_the_prompt_has_is_the_prompt() -> None:

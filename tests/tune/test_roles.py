@@ -91,3 +91,30 @@ def test_what_cannot_be_asked_is_refused():
         choose_roles(LONG_PROMPTS, Fleet(8, MODEL, Roles(both=7)), TARGETS)
     with pytest.raises(ValueError, match="targets"):
         choose_roles(LONG_PROMPTS, Fleet(8, MODEL), {"key": TARGETS[""]})
+
+
+def test_a_prompt_shorter_than_a_step_takes_what_its_own_step_takes():
+    """And one of several steps what these take: each expands the positions up to its own end, not to a whole step's."""
+    steps = StepModel(base=1.0, prompt=0.5, expand=0.2)
+    model = WorkerModel(name="made", steps=steps, step_tokens=512, slots=64, kv_tokens=1_000_000)
+    for cached, uncached in ((0, 64), (640, 64), (0, 512), (128, 1600)):
+        traffic = Traffic(0.1, [Asked(cached, uncached, 1)])
+        took_s = steps.prompt_ms(cached, uncached, 512) / 1e3
+        use = predict_roles(traffic, Fleet(1, model), TARGETS, Roles(both=1)).prefill
+        assert use == pytest.approx(0.1 * took_s, rel=0.02)
+
+
+def test_an_answer_is_one_more_beside_those_that_it_finds():
+    """Where rows cost more than a step itself, as on a CPU, one that is alone takes a row's time, and answers that come
+    by chance share the worker: as many are there as in a queue that is shared, load / (1 - load)."""
+    model = WorkerModel(
+        name="rows", steps=StepModel(base=0.0, row=5.0, prompt=0.01), step_tokens=512, slots=64, kv_tokens=1_000_000
+    )
+    fleet, alone = Fleet(1, model), Roles(both=1)
+    for itl_s, least, most in ((0.0045, 0.0, 0.1), (0.0055, 0.8, 1.0)):
+        found = predict_roles(Traffic(0.01, [Asked(0, 1, 100)]), fleet, {"": Targets(itl_s=itl_s)}, alone)
+        assert least <= found.attainment <= most
+    half = predict_roles(
+        Traffic(1.0, [Asked(0, 1, 100)]), fleet, {"": Targets()}, alone
+    )  # of its time: 100 rows a second
+    assert half.decode * model.slots == pytest.approx(1.0, rel=0.02)

@@ -7,7 +7,7 @@ import pytest
 
 from redline.bench.runs.step_times import errors, fitted, read
 from redline.tune.pairs import expanded_of, pairs_of
-from redline.tune.steps import StepFit, StepModel, Work
+from redline.tune.steps import LATELY, StepFit, StepModel, Work, on_the_mean
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "step-times-cpu.json"
 TRUE = StepModel(
@@ -111,3 +111,28 @@ def test_a_prompts_time_is_that_of_its_steps():
             took, done = took + TRUE.step_ms(work), done + size
         assert TRUE.prompt_ms(cached, uncached, chunk, rows=3, context=2000) == pytest.approx(took)
     assert TRUE.prompt_ms(100, 0, 256) == 0
+
+
+def test_where_one_step_in_five_takes_eight_times_as_long_the_mean_of_many_is_told():
+    """As on a machine that others use: a fit by relative errors says what a step usually takes, an answer is a sum."""
+    draw, fit, steps = random.Random(5), StepFit(experts_of=384, experts_chosen=8), list[tuple[Work, float]]()
+    for work in some_steps(3000):
+        steps.append((work, TRUE.step_ms(work) * draw.choice((1, 1, 1, 1, 8))))
+        fit.add(*steps[-1])
+    usual = fit.model()
+    mean = on_the_mean(usual, steps)
+    for prompts in (True, False):
+        some = [each for each in steps if bool(each[0].prompt) == prompts]
+        took_ms = sum(ms for _, ms in some)
+        assert sum(usual.step_ms(work) for work, _ in some) < 0.7 * took_ms
+        assert sum(mean.step_ms(work) for work, _ in some) == pytest.approx(took_ms, rel=0.25)
+
+
+def test_the_newest_steps_say_how_far_the_mean_is_from_what_is_usual():
+    some = some_steps(600)
+    slower = [(work, 3 * TRUE.step_ms(work)) for work in some[-2 * LATELY * 3 :]]
+    model = on_the_mean(TRUE, [*((work, TRUE.step_ms(work)) for work in some), *slower])
+    for work, _ in slower:
+        assert model.step_ms(work) == pytest.approx(3 * TRUE.step_ms(work), rel=0.01)
+    assert on_the_mean(TRUE, []) == TRUE
+    assert on_the_mean(TRUE, slower[:2]) == TRUE

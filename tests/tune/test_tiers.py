@@ -135,3 +135,16 @@ def test_steps_that_mostly_decode_say_nothing_of_prompts() -> None:
         times.observed([(0, 16)], 0, 1.0)
         times.observed([(0, 64)], 16, 1.0)
     assert not times.known
+
+
+def test_a_pace_that_the_fit_has_learnt_is_not_counted_twice() -> None:
+    """A machine that was slow for a worker's first prompts and is fast from then on: soon nothing is off."""
+    times, draw, off = PrefillTimes(), random.Random(4), list[float]()
+    for number in range(26):
+        slow, positions = 1.7 if number < 6 else 1.0, draw.randrange(100, 1000)
+        predicted_s, true_s = times.predict(0, positions, STEP_TOKENS), TRUE.prompt_ms(0, positions, STEP_TOKENS) / 1e3
+        if predicted_s is not None and number >= 10:
+            off.append(abs(predicted_s - true_s) / true_s)
+        computed(times, positions, lambda slow=slow: slow)
+    assert median(off) < 0.03
+    assert max(off) < 0.2

@@ -10,7 +10,8 @@ Timed is the first token. Beside what was measured stands what had been predicte
 and of each prompt that was computed; beside these errors their floor, which is what the same work differs by from its
 own median in this run. `regret` counts hits that were slower than computing was predicted to be, or was.
 
-`served`: the same over HTTP, in turns at two servers, with host memory and without (`tiers_served.py`). About four
+`served`: the same over HTTP, in turns at two servers, with host memory and without (`tiers_served.py`). `repeated`: on
+a CPU the same reading again and again, and what of its time is waiting for a core (`tiers_repeated.py`). About four
 minutes on a CPU with a core to itself, one on a GPU.
 """
 
@@ -28,11 +29,13 @@ from typing import Any, NamedTuple
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
+from redline.bench.runs.tiers_repeated import repeated
 from redline.bench.runs.tiers_served import served_turns
 from redline.bench.runs.trees import MODEL, ROOT
 from redline.chat.hashing import make_job
 from redline.chat.tokenizer import RESERVED
 from redline.errors import RedlineError
+from redline.model.k2.config import K2Config
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
 from redline.wire.news import TierLoad
@@ -272,6 +275,9 @@ def main(said: Sequence[str] | None = None) -> None:
         print(
             json.dumps({key: value for key, value in record["returning"][-1].items() if key != "prompts"}), flush=True
         )
+    if device.type == "cpu":
+        record["repeated"] = repeated(K2Config.from_folder(given.folder), device)
+        print(json.dumps(record["repeated"]), flush=True)
     if given.turns > 0:
         record["served"] = served_turns(given.folder, device.type, given.turns, given.seed)
         print(json.dumps(record["served"]), flush=True)

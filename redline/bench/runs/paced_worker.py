@@ -1,0 +1,99 @@
+"""A worker whose steps take what a core of its own takes for them, times a number, whatever else the machine does.
+
+It is `redline.worker.main` over random weights of two layers, which compute in some per cent of that time; the rest of
+each step it waits. What a step takes is the step model that was fitted to Kimi-Nano on a core of an AMD EPYC
+(`step_times.py`). So several workers fit on two cores that others use, and do not compete: planner, pages, handoffs,
+roles and the API are the product's own, what steps take is given. PACED in the environment has the number.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import redline.worker.main as worker
+from redline.bench.runs.tiny_tokenizer import RESERVED, words, write_tiny_tokenizer
+from redline.model.k2.shapes import shape
+from redline.model.k2.write import k25_config
+from redline.run.runner import Pending
+from redline.tune.pairs import expanded_of, pairs_of
+from redline.tune.steps import StepModel, Work
+from redline.wire.step import Step, StepResult
+from redline.worker.engine import EngineCore
+
+PACED = "REDLINE_PACED"
+LAYERS = 2  # the first has no experts
+FITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "step-times-cpu.json"
+# A server whose workers are these, in the place of a Python that is told `-m redline serve ...`.
+PYTHON = f"""#!{sys.executable}
+import sys
+from redline.fleet import process
+process.WORKER = sys.executable, "-m", "redline.bench.runs.paced_worker"
+del sys.argv[1:3]
+from redline.__main__ import main
+sys.exit(main())
+"""
+
+
+def write(folder: Path) -> tuple[Path, Path]:
+    """(a model's folder, the Python that serves it with such workers), written into this one."""
+    config = replace(shape("kimi-nano"), num_hidden_layers=LAYERS)
+    model, python = folder / "paced", folder / "python"
+    model.mkdir()
+    write_tiny_tokenizer(model, words(config.vocab_size - 256 - RESERVED))
+    (model / "config.json").write_text(json.dumps(k25_config(config)))
+    python.write_text(PYTHON)
+    python.chmod(0o700)
+    return model, python
+
+
+def step_model() -> StepModel:
+    """Milliseconds of a step of Kimi-Nano on a core of its own."""
+    return msgspec.convert(json.loads(FITTED.read_text())["fitted"], StepModel)
+
+
+def work_of(step: Step) -> Work:
+    """What a step computes, but for the contexts of its answers, of which it does not say how long they are."""
+    prompts = [(row.start, row.count) for row in step.rows if row.start is not None]
+    return Work(
+        prompt=sum(count for _, count in prompts),
+        pairs=sum(pairs_of(first, count) for first, count in prompts),
+        rows=len(step.rows) - len(prompts),
+        expanded=sum(expanded_of(first, count) for first, count in prompts),
+    )
+
+
+class _Paced(NamedTuple):
+    """A step that has not ended before a time of the clock."""
+
+    pending: Pending
+    until: float
+
+    def wait(self) -> StepResult:
+        result = self.pending.wait()
+        time.sleep(max(0.0, self.until - time.perf_counter()))
+        return result
+
+
+class PacedCore(EngineCore):
+    """An engine whose steps take as long as they are to."""
+
+    def measure(self) -> None:
+        """Nothing is measured: steps are slowed from now on."""
+        launch, model, times = self.runner.launch, step_model(), float(os.environ[PACED])
+
+        def paced(step: Step) -> Pending:
+            until = time.perf_counter() + times * model.step_ms(work_of(step)) / 1e3
+            return _Paced(launch(step), until)
+
+        self.runner.launch = paced
+
+
+if __name__ == "__main__":
+    worker.__dict__["EngineCore"] = PacedCore
+    sys.exit(worker.main())
