@@ -20,7 +20,6 @@ splits write 8.4 MB (float32: 16.8) beside 37.7 MB of pages.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -57,8 +56,18 @@ def plan(queries: int, heads: int, max_length: int, positions: int = 1) -> Plan:
     max_length: tokens, at least those of any query's context. positions: queries of one slot that are side by side.
     """
     pages = max(1, -(-max_length // PAGE_TOKENS))
-    ways = _ways(queries, heads, pages), _ways_together(queries, heads, pages, positions)
-    return min(itertools.chain(*ways), key=lambda way: modelled(way, queries, heads, pages))
+    apart = min(_ways(queries, heads, pages), key=lambda way: modelled(way, queries, heads, pages))
+    shared = [*_ways_together(queries, heads, pages, positions)]
+    if not shared:
+        return apart
+    together = min(shared, key=lambda way: modelled(way, queries, heads, pages))
+    saved = _alone(apart, queries, heads, pages) - _alone(together, queries, heads, pages)
+    return together if saved > _TOGETHER_SAVES else apart
+
+
+def _alone(way: Plan, queries: int, heads: int, pages: int) -> float:
+    """Microseconds of a way where heads are so few that each is combined by its own block, as fast as one reads."""
+    return microseconds(way, queries, heads, pages) + queries * way.splits * _LATENT_BYTES / _BLOCK_SPEED
 
 
 def predicted(queries: int, heads: int, max_length: int, positions: int = 1) -> float:
@@ -124,6 +133,9 @@ _LAUNCH = 0.4
 _ONE_BY_ONE = 0.45  # of a wave
 _PAGE_BYTES, _LATENT_BYTES = 73728, 1024
 _SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microsecond: of a block, and of all
+# An NVIDIA H100 (`attend-rows-h100.json`): at which a block combines, and what the model has to promise so that taking a
+# row's queries together is not slower anywhere: its memory is slower than the H200's of the model.
+_BLOCK_SPEED, _TOGETHER_SAVES = 33e3, 4.0
 _PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, and those beyond the L2 cache
 
 
