@@ -9,6 +9,8 @@ DRAFT ?= $(patsubst %/config.json,%,$(wildcard $(MODEL:/=)-eagle3/config.json))
 
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
+# The libraries of which most of the tests' processes run something, each with all that it imports.
+LIBRARIES = anthropic, openai, torch._dynamo, torch.distributed.tensor, transformers.models.deepseek_v3.modeling_deepseek_v3
 
 .DEFAULT_GOAL = help
 .PHONY: help serve test test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
@@ -89,10 +91,13 @@ clean:
 	@echo "building the CPU kernels for this machine" && $(KERNELS)
 	@touch $@
 
+# Bytecode of all that is installed takes a minute of one core, most of it for what no test imports. What the tests'
+# processes import is written while the kernels are built, so that they do not each write it.
 .venv/.test: pyproject.toml | .venv/bin/pip
 	@echo "installing Redline, what it needs to run, and its tests' tools (minutes, once)"
-	@$(PIP) --editable '.[test]'
-	@echo "building the CPU kernels for this machine" && $(KERNELS)
+	@$(PIP) --no-compile --editable '.[test]'
+	@echo "building the CPU kernels for this machine"
+	@PYTHONDONTWRITEBYTECODE= .venv/bin/python -c 'import $(LIBRARIES)' & PYTHONDONTWRITEBYTECODE= $(KERNELS); wait $$!
 	@touch .venv/.runtime $@
 
 # DeepSpeed's build looks for the torch that is here.

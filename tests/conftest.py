@@ -4,9 +4,11 @@ And Ctrl-C is heard: who runs the tests in the background of a shell has it igno
 in half as many processes again as there are cores, since those of servers wait more than they compute.
 """
 
+import gc
 import logging
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,6 +29,15 @@ if not torch.cuda.is_available():
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` means."""
     return processors() * 3 // 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Thousands of tests and the libraries that they import are kept to the end: nobody looks for garbage in them."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from redline.bench.runs.schemas import schemas
 from redline.worker.config import DraftConfig, Suffix
 
 pytestmark = pytest.mark.anyio
-SAMPLE = 40
+SAMPLE = 20
 SUFFIX = Suffix(tokens=4, adaptive=False)
 
 

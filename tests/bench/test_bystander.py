@@ -163,11 +163,11 @@ def test_a_small_run_against_a_real_server(
         "save": saved,
     }
     words = [f"--{name}={value}" for name, value in sizes.items()]
-    only = [f"--only={name}" for name in ("tiny_penalty", "foreign_pages", "departing_clients")]
+    only = [f"--only={name}" for name in ("tiny_penalty", "foreign_pages")]
     assert bystander.main([str(ROOT / "models" / "kimi-nano"), *words, *only]) == 0
     record = json.loads(saved.read_text())
     phases = {phase["name"]: phase for phase in record["phases"]}
-    assert {"control", "polite", "tiny_penalty", "foreign_pages", "departing_clients", "random"} <= set(phases)
+    assert {"control", "polite", "tiny_penalty", "foreign_pages", "random"} <= set(phases)
     assert phases["control"]["pauses"]["chunks"] > 2
     assert phases["tiny_penalty"]["replies"].get("unanswered", 0) == 0
     assert sum(phases["random"]["replies"].values()) == record["random"]["sent"] == 12

@@ -129,14 +129,10 @@ def test_a_stream_that_is_closed_is_done_without(redirected: str, code: int):
 @pytest.mark.parametrize(
     "environment",
     [
-        {"COLUMNS": "1"},
-        {"COLUMNS": "0"},
-        {"TERM": ""},
-        {"TERM": "dumb"},
-        {"PYTHONIOENCODING": "ascii"},
-        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-        {"HOME": "/proc/nowhere"},
-        {"HOME": ""},
+        {"COLUMNS": "1", "HOME": "/proc/nowhere"},
+        {"COLUMNS": "0", "PYTHONIOENCODING": "ascii"},
+        {"TERM": "", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"TERM": "dumb", "HOME": ""},
     ],
     ids=str,
 )

@@ -100,7 +100,7 @@ def test_one_answer_over_fp8_pages(way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_many_in_one_batch_with_chunks_prefixes_and_few_pages(way: str):
-    """18 jobs over 12 pages: pre-emption, prefix hits, chunked prompts, and rows that are drawn beside greedy ones."""
+    """16 jobs over 12 pages: pre-emption, prefix hits, chunked prompts, and rows that are drawn beside greedy ones."""
     engine = speculating(way, pages=12, max_model_len=400, step_tokens=90)
     waves = [
         [
@@ -108,7 +108,7 @@ def test_many_in_one_batch_with_chunks_prefixes_and_few_pages(way: str):
             for n, sampling in enumerate(SAMPLINGS.values())
         ]
         + [job(f"{wave}.again", prompt(seed=1, length=130), max_tokens=60)]
-        for wave in range(3)
+        for wave in range(2)
     ]
     answers = answers_of(engine, *waves, every=9)
     assert engine.planner.load().preemptions > 0

@@ -11,9 +11,9 @@ from redline.model.k2.write import random_checkpoint, tiny_config
 
 @pytest.fixture(scope="session")
 def big_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """2.1 GB of INT4 experts in 256 MB shards. All experts are alike: random ones would take minutes to make."""
+    """1.1 GB of INT4 experts in 256 MB shards. All experts are alike: random ones would take minutes to make."""
     folder = tmp_path_factory.mktemp("big")
-    config = tiny_config(hidden_size=2048, moe_intermediate_size=1024, n_routed_experts=96, num_hidden_layers=7)
+    config = tiny_config(hidden_size=2048, moe_intermediate_size=1024, n_routed_experts=96, num_hidden_layers=4)
     random_checkpoint(folder, config, shard_bytes=256_000_000, experts_alike=True)
     yield folder
     shutil.rmtree(folder)

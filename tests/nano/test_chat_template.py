@@ -60,14 +60,14 @@ def rendered(of: Conversation, **changes: Any) -> str:
 
 
 def test_conversations_of_every_kind_are_rendered_as_here():
-    for seed in range(1500):
+    for seed in range(600):
         assert rendered(conversation(seed)) == shown(conversation(seed)), seed
 
 
 def test_hundreds_of_conversations_and_the_golden_ones_have_our_ids(ours: Tokenizer, theirs: Any):
     golden = [msgspec.convert(case["conversation"], Conversation) for case in GOLDEN if case["style"] == "K2.6"]
     assert len(golden) > 10
-    for one in [*golden, *map(conversation, range(600))]:
+    for one in [*golden, *map(conversation, range(250))]:
         if spells_a_control_token(one) or not one.messages:  # transformers refuses an empty conversation
             continue
         messages, options = asked(one)

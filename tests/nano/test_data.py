@@ -180,7 +180,7 @@ def test_targets_are_the_next_tokens_and_no_loss_crosses_documents() -> None:
 
 @pytest.mark.parametrize("row", [ROW, LONG_ROW])
 def test_the_same_seed_gives_the_same_rows_and_shares_follow_the_table(tokenizer: Tokenizer, row: int) -> None:
-    first, second = (list(islice(rows(tokenizer, "a", row), 4)) for _ in range(2))
+    first, second = (list(islice(rows(tokenizer, "a", row), 2)) for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     mixture, encoder = Mixture("b", row), Encoder(tokenizer)
     for _ in range(400):

@@ -79,25 +79,24 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool
 @pytest.mark.parametrize(
     ("draft_tokens", "learned", "together", "seeds"),
     [
-        (0, False, False, range(100)),
-        (0, False, False, range(100, 200)),
-        (0, False, True, range(100)),
-        (3, False, False, range(50)),
-        (1, True, False, range(50)),
-        (7, True, True, range(50, 120)),
+        (0, False, False, range(60)),
+        (0, False, True, range(60, 120)),
+        (3, False, False, range(40)),
+        (1, True, False, range(40)),
+        (7, True, True, range(50, 110)),
     ],
 )
 def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned: bool, together: bool, seeds: range):
     worlds = [live(seed, draft_tokens, learned, together) for seed in seeds]
     finishes = [story.finish for world in worlds for story in world.stories.values()]
     assert {"stop", "length", "aborted", "error"} == set(finishes)
-    assert len(finishes) > 500
+    assert len(finishes) > 400
     loads = [world.planner.load() for world in worlds]
     assert sum(load.preemptions for load in loads) > 5, "too few pre-emptions to learn from"
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
     assert sum(world.runner.replays for world in worlds) > 1000
-    assert sum(load.grammar_draft_tokens for load in loads) > 500
+    assert sum(load.grammar_draft_tokens for load in loads) > 200
     assert all(load.grammar_draft_tokens == load.grammar_accepted_tokens for load in loads)
     if not draft_tokens:
         return

@@ -79,8 +79,8 @@ print(json.dumps([peak - before, engine.layout.kv_bytes, needs.whole, needs.scra
 @pytest.mark.parametrize(
     "asked",
     [
-        {"max_model_len": 4096, "max_running": 16, "step_tokens": 512, "kv_memory": 1 << 24},
-        {"max_model_len": 8192, "max_running": 4, "step_tokens": 2048, "kv_memory": 1 << 25, "kv_dtype": "float32"},
+        {"max_model_len": 2048, "max_running": 16, "step_tokens": 512, "kv_memory": 1 << 24},
+        {"max_model_len": 4096, "max_running": 4, "step_tokens": 2048, "kv_memory": 1 << 25, "kv_dtype": "float32"},
     ],
     ids=lambda asked: asked.get("kv_dtype", "bf16"),
 )

@@ -1,11 +1,15 @@
-"""One rank of `test_cuda_ranks.py`, a process of its own: launches kernels of several ranks, and proves what they give.
+"""The ranks of `test_cuda_ranks.py`, each a process: launches kernels of several ranks, and proves what they give.
 
-usage: ranks_program.py FILE RANK RANKS ROUNDS      FILE holds the inboxes of all ranks.
+usage: ranks_program.py FILE RANKS ROUNDS      FILE holds the inboxes of all ranks. Prints a line for each rank.
+
+The ranks are forked, so that what they import is imported once.
 """
 
+import multiprocessing
 import random
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -182,9 +186,8 @@ def latents(round_: int, tokens: int, splits: int, links: Links) -> None:
         near(got[:, :, rank], want)
 
 
-def main() -> None:
-    file, rank, ranks, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-    torch.set_num_threads(1)
+def of_rank(file: Path, rank: int, ranks: int, rounds: int) -> str:
+    """What the rank has come to: a sum over the bits of its results, and who has kept it waiting for too long, or 0."""
     late = random.Random(rank + time.time_ns())
     links = links_of(file, rank, ranks, seconds=60)
     hashes: list[int] = []
@@ -202,7 +205,15 @@ def main() -> None:
                 hashes.append(hash(got.numpy().tobytes()))
             for again in range(round_ % 3):  # two directly one after the other
                 gathered(3 * round_ + again, links)
-    print(sum(value % 2**40 for value in hashes), int(links.control[1]))
+    return f"{sum(value % 2**40 for value in hashes)} {int(links.control[1])}"
+
+
+def main() -> None:
+    file, ranks, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
+        for result in [pool.submit(of_rank, file, rank, ranks, rounds) for rank in range(ranks)]:
+            print(result.result())
 
 
 if __name__ == "__main__":

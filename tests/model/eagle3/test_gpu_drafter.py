@@ -199,13 +199,16 @@ class Work:
         assert_near(plane[written], self.planes[1][written])
 
 
-# Of each architecture one reads many rows where kernels are emulated: how many there are is no matter of their config.
+# Of each architecture one reads many rows where kernels are emulated, and one of all finishes many: how many there are
+# is no matter of their config.
 LONG = ("reduced, normed residual", "Llama")
 CASES = [
     (config, name)
     for config in CONFIGS
     for name in PASSES
-    if DEVICE.type == "cuda" or config in LONG or not name.startswith("70 rows")
+    if DEVICE.type == "cuda"
+    or not name.startswith("70 rows")
+    or (config in LONG and (config, name) != ("Llama", "70 rows, 65 finished"))
 ]
 
 

@@ -361,12 +361,12 @@ print(sum(read), largest, (peak - before) * 1024)
 """
 
 
-def test_reading_2_gb_takes_the_memory_of_one_tensor(big_checkpoint: Path):
+def test_reading_1_gb_takes_the_memory_of_one_tensor(big_checkpoint: Path):
     child = subprocess.run(
         [sys.executable, "-c", READ_EVERYTHING, str(big_checkpoint)], capture_output=True, text=True, check=True
     )
     read, largest, grown = map(int, child.stdout.split())
-    assert read > 2_000_000_000
+    assert read > 1_000_000_000
     assert grown <= largest + 200_000_000
 
 

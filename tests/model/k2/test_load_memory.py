@@ -45,12 +45,12 @@ print(checkpoint.bytes, sum(read), max(read), anonymous() - before, peak - befor
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
-def test_loading_2_gb_takes_the_model_and_one_tensor(big_checkpoint: Path):
+def test_loading_1_gb_takes_the_model_and_one_tensor(big_checkpoint: Path):
     child = subprocess.run(
         [sys.executable, "-c", LOAD, str(big_checkpoint)], capture_output=True, text=True, check=True
     )
     stored, read, largest, kept, peak = map(int, child.stdout.split())
-    assert stored > 2_000_000_000
+    assert stored > 1_000_000_000
     assert read == stored  # the progress bar ends at its end
     assert abs(kept - stored) < 200_000_000
     assert peak <= stored + largest + 200_000_000, f"{(peak - stored) / 1e6:.0f} MB beside the model"

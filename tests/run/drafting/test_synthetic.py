@@ -15,7 +15,7 @@ from redline.worker.config import DraftConfig
 from tests.tiny_model import LEARNED, SUFFIX, Answer, job, open_engine, prompt, run, tiny_model
 
 RATES = (0.9, 0.6, 0.3)
-TOKENS = 120
+TOKENS = 80
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 1.0, "seed": 5, "seeded": True},
@@ -66,8 +66,9 @@ def test_all_drafts_that_a_rate_of_1_names_hold_and_none_of_0(monkeypatch: pytes
 def test_without_drafts_there_is_nothing_to_draw(monkeypatch: pytest.MonkeyPatch, captured: bool):
     """Where no draft holds, what is emitted is the target's own, token for token."""
     plain = answers(monkeypatch, LEARNED, captured=captured)
-    assert plain["greedy"].tokens == answers(monkeypatch, synthetic(1.0), captured=captured)["greedy"].tokens
-    assert plain["seeded"].tokens == answers(monkeypatch, synthetic(1.0), captured=captured)["seeded"].tokens
+    none_hold = answers(monkeypatch, synthetic(1.0), captured=captured)
+    assert plain["greedy"].tokens == none_hold["greedy"].tokens
+    assert plain["seeded"].tokens == none_hold["seeded"].tokens
 
 
 def test_matches_of_the_texts_own_past_are_judged_by_the_same_draw(monkeypatch: pytest.MonkeyPatch):
