@@ -133,8 +133,8 @@ _LAUNCH = 0.4
 _ONE_BY_ONE = 0.45  # of a wave
 _PAGE_BYTES, _LATENT_BYTES = 73728, 1024
 _SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microsecond: of a block, and of all
-# An NVIDIA H100 (`attend-rows-h100.json`): at which a block combines, and what the model has to promise so that taking a
-# row's queries together is not slower anywhere: its memory is slower than the H200's of the model.
+# An NVIDIA H100 (`attend-rows-h100.json`): at which a block combines, and what the model has to promise so that taking
+# a row's queries together is nowhere slower; its memory is slower than the H200's of the model.
 _BLOCK_SPEED, _TOGETHER_SAVES = 33e3, 4.0
 _PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, and those beyond the L2 cache
 
