@@ -40,7 +40,8 @@ pages of short contexts) is warm there, unlike in a step.
 same run. A step's floor counts, from the model's sizes alone, every weight once, each distinct expert that was chosen
 once, and each row's context once. An op's adds its activations. `weights alone` is the floor of the step's weights at
 4.3 TB/s (of two GPUs 4.5), with as many experts as uniform routing chooses on average: the fixed measure on an NVIDIA
-H200. Of several GPUs every weight counts once over all of them, since commit d5e5fe1 also the projection into attention.
+H200. Of several GPUs every weight counts once over all of them, since commit d5e5fe1 the projection into attention
+too.
 
 ![One layer of four GPUs: each launch beside its floor](../benchmarks/results/layer-four-h100.png)
 """
