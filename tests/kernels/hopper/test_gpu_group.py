@@ -69,7 +69,7 @@ class Chips:
     def destroy_process_group(self) -> None:
         self.joined -= 1
 
-    def all_reduce(self, _: Tensor) -> None:
+    def all_reduce(self, _: Tensor, async_op: bool) -> None:
         """A rank that does not come: NCCL waits for it."""
         assert self.aborted.wait(20), "nobody has broken it off"
         raise RuntimeError("NCCL communicator was aborted")
