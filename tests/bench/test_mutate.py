@@ -117,7 +117,10 @@ def test_the_nearest_tests_come_first():
     suite = Suite(ROOT, Path("nowhere"))
     assert suite.nearest("redline/plan/prefix.py")[0] == "tests/plan/test_prefix.py"
     assert "tests/laws/test_law_3_the_cache_changes_nothing.py" in suite.nearest("redline/plan/prefix.py")
-    assert suite.nearest("redline/kernels/hopper/decode/attend.cu")[0] == "tests/bench/runs/test_attend_rows.py"
+    assert suite.nearest("redline/kernels/hopper/decode/attend.cu")[:2] == [
+        "tests/kernels/hopper/test_attend_together.py",
+        "tests/kernels/hopper/test_cuda_attention.py",
+    ], "those of its room before a timing program's"
     assert "tests/laws/test_law_1_kernel_is_reference.py" in suite.nearest("redline/kernels/cpu/moe.cpp")[:2]
     suite.seconds = {"a": 50.0, "b": 40.0, "c": 5.0}
     assert suite.within(["a", "b", "c"], 60) == ["a", "c"]

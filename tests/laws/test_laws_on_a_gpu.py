@@ -137,13 +137,28 @@ def test_law_4_drafts_change_nothing(
         same(asked, answer(engine, asked), plain, kv_dtype)
 
 
+def lengthened(asked: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Several conversations one behind the other, 60 tokens more each: one has less than a page."""
+    long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
+    return [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
+
+
+def handed_over(both: Pair, asked: Sequence[tuple[int, ...]], stop_ids: tuple[int, ...]) -> Answers:
+    """Greedy answers to prompts that one worker computes and the other takes over, all of them."""
+    sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
+    fingerprint = both.answers.engine.fingerprint
+    jobs = [make_job(JobId(f"{n}"), tokens, sampling, fingerprint) for n, tokens in enumerate(asked)]
+    given = both.run(jobs, most=100_000)
+    assert both.answers.exchange.counts == {"taken over": len(asked)}
+    return [given[job.id].tokens for job in jobs]
+
+
 @pytest.mark.parametrize("speculation", [None, Learned(drafter=str(DRAFTER), adaptive=False)], ids=["plain", "drafter"])
 def test_law_5_where_does_not_matter(
     asked: list[tuple[int, ...]], kv_dtype: str, speculation: DraftConfig | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Prompts computed in one worker, their answers in another: several conversations, as one has less than a page."""
-    long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
-    long = [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
+    """Prompts computed in one worker, their answers in another."""
+    long = lengthened(asked)
     with opened(kv_dtype=kv_dtype) as engine:
         alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
     config = EngineConfig(
@@ -160,48 +175,37 @@ def test_law_5_where_does_not_matter(
 
     monkeypatch.setattr(Parcels, "scatter", checked)
     try:
-        sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
-        jobs = [
-            make_job(JobId(f"{n}"), tokens, sampling, both.answers.engine.fingerprint) for n, tokens in enumerate(long)
-        ]
-        given = both.run(jobs, most=100_000)
-        assert both.answers.exchange.counts == {"taken over": len(long)}
+        given = handed_over(both, long, stop_ids)
         assert len(wrong) >= len(long)
         assert not any(wrong), "a parcel's bytes are not those of the pages"
     finally:
         both.close()
-    same(long, [given[job.id].tokens for job in jobs], alone, kv_dtype, CUT)
+    same(long, given, alone, kv_dtype, CUT)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("computes", "answers"), [(1, 2), (2, 1), (2, 2)])
 def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int, ...]]):
     """Through the host's memory, pinned where a worker has two ranks; the GPUs of both workers are the same two."""
-    long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
-    long = [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
+    long = lengthened(asked)
     drafts = Learned(drafter=str(DRAFTER), adaptive=False)
     with opened() as engine:
         alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
-    engines = [
+    prompts_of, answers_of = (
         EngineCore.load(
             NANO,
             EngineConfig(max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=drafts, ranks=ranks),
         )
         for ranks in (computes, answers)
-    ]
+    )
     transport = MemoryTransport()
     memories = iter([HostParcels() if ranks == 1 else PinnedParcels(GPU) for ranks in (computes, answers)])
-    both = Pair(*engines, carriers=lambda: [Carrier("memory", transport, next(memories))])
+    both = Pair(prompts_of, answers_of, carriers=lambda: [Carrier("memory", transport, next(memories))])
     try:
-        sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
-        jobs = [
-            make_job(JobId(f"{n}"), tokens, sampling, both.answers.engine.fingerprint) for n, tokens in enumerate(long)
-        ]
-        given = both.run(jobs, most=100_000)
-        assert both.answers.exchange.counts == {"taken over": len(long)}
+        given = handed_over(both, long, stop_ids)
     finally:
         both.close()
-    same(long, [given[job.id].tokens for job in jobs], alone, "bf16", CUT)
+    same(long, given, alone, "bf16", CUT)
 
 
 def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str):

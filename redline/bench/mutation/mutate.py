@@ -219,7 +219,7 @@ class Suite:
             knows = module in self._imports[test]
             if path.suffix in (".cu", ".cuh"):
                 emulates = "redline.kernels.emulator.emulator" in self._imports[test]
-                place = 0 if emulates and knows else 1 if emulates else 9
+                place = 0 if emulates and knows and in_room else 1 if emulates else 9
             elif path.suffix in CPP:
                 law = "test_law_1_kernel_is_reference" in test
                 place = 0 if in_room and name == stem else 1 if law else 2 if in_room and "cuda" not in name else 3

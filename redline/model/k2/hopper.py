@@ -126,7 +126,7 @@ class _Features:
         return layer in self._places
 
     def take(self, layer: int, residual: Tensor) -> None:
-        if self._data is not None and layer in self._places:
+        if self._data is not None and self.takes(layer):
             self._data[:, self._places[layer]] = residual
 
     def whole(self) -> Tensor | None:
