@@ -216,6 +216,8 @@ def main() -> None:
     except OSError as error:
         code = _report(": ".join(filter(None, [error.filename and str(error.filename), error.strerror or str(error)])))
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C as a class was made: Python 3.11 says RuntimeError
+            raise error.__cause__ from None
         code = _report(f"{type(error).__name__}: {one_line(str(error))}; this is a mistake of ours{_kept_traceback()}")
     else:
         code = 0

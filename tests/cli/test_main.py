@@ -161,8 +161,20 @@ def test_ctrl_c_ends_a_verb_without_a_word_at_any_moment(delay_s: float):
     time.sleep(delay_s)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
-    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert process.returncode in (0, 130, -signal.SIGINT), said
     assert said == ""
+
+
+def test_ctrl_c_as_a_class_is_made_is_ctrl_c(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """Python 3.11 raises a RuntimeError from it, as when torch is imported."""
+
+    def fails() -> None:
+        raise RuntimeError("Error calling __set_name__") from KeyboardInterrupt()
+
+    monkeypatch.setattr("redline.cli.app", fails)
+    with pytest.raises(KeyboardInterrupt):
+        main()
+    assert capfd.readouterr().err == ""
 
 
 BEGINS = """
