@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Group
+from redline.kernels.hopper import block
 from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode.attend import Plan
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.prefill import stream as streams
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.inputs import Chunk, Inputs
@@ -144,13 +146,18 @@ def test_over_fp8_pages_it_is_the_model_too(models: tuple[K2, K2], step: str):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are a GPU each")
-@pytest.mark.parametrize(("ranks", "divided"), [(2, 16), (4, 16), (2, 64)], ids=str)
+@pytest.mark.parametrize(("ranks", "divided"), [(4, 16), (2, 64)], ids=str)
 def test_ranks_that_divide_rows_are_the_model(
     ranks: int, divided: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
-    """A prompt's rows and some that decode, which no number of ranks shares evenly; below `divided` rows are whole."""
+    """A prompt's rows and some that decode, which no number of ranks shares evenly; below `divided` rows are whole.
+
+    What is done to single rows is left to the references, since Triton's interpreter takes its time for each.
+    """
     monkeypatch.setattr(streams, "DIVIDED", divided)
     monkeypatch.setattr(streams, "PART_ROWS", 16)
+    for module, kernel in ((streams, norm_rows), (block, split_a), (block, rotate_heads), (block, swiglu)):
+        monkeypatch.setattr(module, kernel.op.name, kernel.op)
     step, layers = ((Chunk(0, 31, 0, 0),), (64, 70), (1, 2)), (0, 1, 2)
     theirs = cpu.load(checkpoint, CPU)
     with torch.inference_mode():
