@@ -5,10 +5,11 @@
 
 Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
 over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
-of the operations. There the whole is timed in two more ways: with all rows in one part (`ms_together`), and with rows
-whole on every rank (`ms_whole`); what ranks exchange through NCCL is timed alone, as `scatters` (sums of a rank's own
-rows) and `gathers`, and as the `sums` that stand in their place where rows are whole. `apart` is how far the last
-residual is from that of whole rows, relative to it.
+of the operations. There the whole is timed in two more ways: with rows divided, all in one part (`ms_together`), and
+with rows whole on every rank (`ms_whole`). What ranks exchange through NCCL is timed alone: `scatters` (the sums of a
+rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole. A row's residual is
+compared with the same where rows are whole, and bits among ranks; where they are not right the program says so at its
+end, with code 1.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from redline.bench.record import provenance
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.errors import RedlineError
 from redline.kernels.group import ALONE, Group, least
-from redline.kernels.hopper.block import GpuBlock, prefill_block
+from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill import stream as streams
@@ -111,11 +112,11 @@ class Layer:
             stream = prefill_block(stream, self.w, self.inputs, self.plane, forced_TK)
         return stream.added()
 
-    def apart(self) -> float:
-        """How far a row is at most from the same with rows whole on every rank, relative to it, behind LAYERS layers.
+    def compared(self) -> tuple[float, bool]:
+        """How far a row is at most from the same with rows whole on every rank, relative to it, behind LAYERS layers;
+        and whether all ranks have the same bits of the residual and in their pages.
 
-        Experts are given, since of two that are near rounding chooses either. Raises RedlineError where ranks do not
-        have the same bits, or a row is further off than rounding can bring it.
+        Experts are given, since of two that are near rounding chooses either.
         """
         assert self.w.experts is not None
         count, chosen = self.w.experts.bias_E.shape[0], self.w.experts.chosen
@@ -126,17 +127,10 @@ class Layer:
             return stream.whole(part.residual for part in stream.parts)
 
         divided = residual()
-        for name, tensor in (("residual", divided), ("pages", self.plane)):
-            number = int(tensor.view(torch.int16).long().sum()) % FLOAT_EXACT
-            numbers = (least(self.group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
-            if sum(numbers) != FLOAT_EXACT:  # the lowest and the highest are the same
-                raise RedlineError(f"ranks have other bits in the {name}")
+        same = all(_same_on_all(self.group, tensor) for tensor in (divided, self.plane))
         with streams_of(DIVIDED=len(self.residual) + 1):
             whole = residual()
-        apart = float(((divided - whole).norm(dim=1) / whole.norm(dim=1)).max())
-        if not apart < FAR:
-            raise RedlineError(f"a row is {apart:.1e} from what it is with rows whole; rounding brings it to {FAR}")
-        return apart
+        return float(((divided - whole).norm(dim=1) / whole.norm(dim=1)).max()), same
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What enqueues each part alone, by its name, on activations that are computed here.
@@ -217,6 +211,12 @@ class Layer:
         return {**parts, "scatters": scatters, "gathers": gathers}
 
 
+def _same_on_all(group: Group, tensor: Tensor) -> bool:
+    number = int(tensor.view(torch.int16).long().sum()) % FLOAT_EXACT
+    lowest, beyond_highest = (least(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
+    return lowest == FLOAT_EXACT - beyond_highest
+
+
 def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Inputs:
     """What a step gives a block for tokens [start, start + tokens) of one prompt, its pages in random order.
 
@@ -260,31 +260,45 @@ def main() -> None:
                 plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, config.kv_width, device="cuda").bfloat16()
                 layer = Layer(model.gpu_blocks[1], inputs, plane, tokens, group)
                 cases.append(measured(layer, tokens, start, given.repeats, machine.flops_per_s))
-    if own_rank() or not given.save:
-        return
-    record = {
-        **provenance("torch", "triton"),
-        "gpu": torch.cuda.get_device_name(),
-        "ranks": given.ranks,
-        "flops_per_s": machine.flops_per_s,
-        "peer_ms": PEER_MS if given.ranks == 1 else {},
-        "cases": cases,
-    }
-    given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    if given.save and not own_rank():
+        record = {
+            **provenance("torch", "triton"),
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": given.ranks,
+            "flops_per_s": machine.flops_per_s,
+            "peer_ms": PEER_MS if given.ranks == 1 else {},
+            "cases": cases,
+        }
+        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    for case in cases:
+        check(case)
+
+
+def check(case: dict[str, object]) -> None:
+    """Raises RedlineError where ranks have other bits, or a row is further off than rounding brings it."""
+    if case.get("same_bits") is False:
+        raise RedlineError(f"{case['tokens']} tokens: ranks do not have the same bits")
+    apart = case.get("apart", 0.0)
+    if not isinstance(apart, float) or not apart < FAR:
+        raise RedlineError(f"{case['tokens']} tokens: a row is {apart} from what it is with rows whole, beyond {FAR}")
 
 
 def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> dict[str, object]:
     """One case, printed and as it is saved."""
     counted = flops(tokens, start, layer.group.ranks)
     ms = milliseconds(layer.whole, repeats) / LAYERS
-    others: dict[str, float] = {}
+    others: dict[str, float | bool] = {}
     if layer.group.ranks > 1:
-        for name, constants in (("ms_together", {"PARTS": 1}), ("ms_whole", {"DIVIDED": tokens + 1})):
+        for name, constants in (
+            ("ms_together", {"PARTS": 1, "DIVIDED": LISTED + 1}),
+            ("ms_whole", {"DIVIDED": tokens + 1}),
+        ):
             with streams_of(**constants):
                 others[name] = milliseconds(layer.whole, repeats) / LAYERS
-        others["apart"] = layer.apart()
-        print(f"rows in one part: {others['ms_together']:.2f} ms; whole on every rank: {others['ms_whole']:.2f} ms")
-        print(f"rows are {others['apart']:.1e} apart from those that are whole, the same bits on all ranks")
+        print(f"rows divided in one part: {others['ms_together']:.2f} ms; rows whole: {others['ms_whole']:.2f} ms")
+        others["apart"], others["same_bits"] = layer.compared()
+        bits = "the same bits" if others["same_bits"] else "other bits"
+        print(f"rows are {others['apart']:.1e} apart from whole ones at most; {bits} on all ranks")
     parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
     total = sum(counted.values())
     rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
@@ -298,7 +312,7 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
         "tokens": tokens,
         "start": start,
         "ms": round(ms, 3),
-        **{name: round(value, 4) for name, value in others.items()},
+        **{name: value if isinstance(value, bool) else round(value, 4) for name, value in others.items()},
         "floor_ms": round(floor_ms, 3),
         "tflops": round(total / ms / 1e9, 1),
         "parts": {name: round(part, 3) for name, part in parts.items()},

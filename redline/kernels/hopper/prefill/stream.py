@@ -15,7 +15,9 @@ from torch import Tensor
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 
-DIVIDED = 1024  # rows of a step from which ranks divide them: below, four calls of NCCL take longer than they save
+DIVIDED = (
+    1024  # rows of a step from which ranks divide them: two calls of NCCL more for fewer bytes and less to compute
+)
 PARTS, PART_ROWS = 2, 1024  # that rows come in, and at least so many rows of each
 
 
