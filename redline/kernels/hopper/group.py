@@ -102,13 +102,15 @@ class GpuGroup:
         return self._begun(_ALL_GATHER, whole, own)
 
     def _begun(self, call: str, *tensors: Tensor) -> Callable[[], None]:
-        """Begins a call of torch's. -> what ends it; torch keeps the tensors until then."""
+        """Begins a call of torch's, and keeps the tensors for it until it has ended. -> what ends it."""
         with self._broken_off():
             work = getattr(dist, call)(*tensors, async_op=True)
+        kept = [tensors]
 
         def end() -> None:
             with self._broken_off():
                 work.wait()
+            kept.clear()
 
         return end
 
