@@ -87,17 +87,13 @@ class InTurn:
         partial.fill_(torch.nan)
         return lambda: _sum(end()).chunk(self.ranks)[self.rank].to(dtype)
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
         """As `Group.begin_gather_rows`."""
         end = self._begin("gather rows", own)
         assert (whole.shape, whole.dtype) == ((self.ranks * own.shape[0], *own.shape[1:]), own.dtype)
         assert whole.is_contiguous()
         whole.fill_(torch.nan)
-
-        def ended() -> None:
-            whole.copy_(torch.cat(end()))
-
-        return ended
+        return lambda: whole.copy_(torch.cat(end()))
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `Group.gather`."""

@@ -42,9 +42,9 @@ class Group(Protocol):
         those from rank * n on. What is given must not be read or written before the end."""
         ...
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
         """Begins to write the n rows of each rank, one rank's behind another's, into whole [ranks * n, W] on every
-        rank; what comes back ends it, once. Neither must be touched until then."""
+        rank; what comes back ends it, once, and gives `whole`. Neither must be touched until then."""
         ...
 
     def gather(self, part_RV: Tensor) -> Tensor:
@@ -87,10 +87,10 @@ class Alone:
         """Gives the same tensor, all of whose rows are its own."""
         return lambda: partial
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
         """Copies them."""
         whole.copy_(own)
-        return lambda: None
+        return lambda: whole
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """The same tensor."""

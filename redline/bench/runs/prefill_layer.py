@@ -5,11 +5,11 @@
 
 Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
 over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
-of the operations. There the whole is timed in two more ways: with rows divided, all in one part (`ms_together`), and
-with rows whole on every rank (`ms_whole`). What ranks exchange through NCCL is timed alone: `scatters` (the sums of a
-rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole. A row's residual is
-compared with the same where rows are whole, and bits among ranks; where they are not right the program says so at its
-end, with code 1.
+of the operations. There the whole is timed in more ways: with rows that are divided and come in 1, 2 or 4 parts
+(`ms_by_parts`), and with rows whole on every rank (`ms_whole`). What ranks exchange through NCCL is timed alone:
+`scatters` (the sums of a rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole.
+A row's residual is compared with the same where rows are whole, and bits among ranks; where they are not right the
+program says so at its end, with code 1.
 """
 
 import argparse
@@ -287,18 +287,20 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
     """One case, printed and as it is saved."""
     counted = flops(tokens, start, layer.group.ranks)
     ms = milliseconds(layer.whole, repeats) / LAYERS
-    others: dict[str, float | bool] = {}
+    others: dict[str, object] = {}
     if layer.group.ranks > 1:
-        for name, constants in (
-            ("ms_together", {"PARTS": 1, "DIVIDED": LISTED + 1}),
-            ("ms_whole", {"DIVIDED": tokens + 1}),
-        ):
-            with streams_of(**constants):
-                others[name] = milliseconds(layer.whole, repeats) / LAYERS
-        print(f"rows divided in one part: {others['ms_together']:.2f} ms; rows whole: {others['ms_whole']:.2f} ms")
-        others["apart"], others["same_bits"] = layer.compared()
-        bits = "the same bits" if others["same_bits"] else "other bits"
-        print(f"rows are {others['apart']:.1e} apart from whole ones at most; {bits} on all ranks")
+        by_parts: dict[str, float] = {}
+        for count in (1, 2, 4):
+            with streams_of(PARTS=count, PART_ROWS=LISTED, DIVIDED=LISTED + 1):
+                by_parts[str(count)] = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+        with streams_of(DIVIDED=tokens + 1):
+            whole = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+        apart, same = layer.compared()
+        print(f"rows divided, by parts: {by_parts} ms; rows whole: {whole} ms")
+        print(
+            f"rows are {apart:.1e} apart from whole ones at most; {'the same' if same else 'other'} bits on all ranks"
+        )
+        others = {"ms_by_parts": by_parts, "ms_whole": whole, "apart": apart, "same_bits": same}
     parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
     total = sum(counted.values())
     rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
@@ -312,7 +314,7 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
         "tokens": tokens,
         "start": start,
         "ms": round(ms, 3),
-        **{name: value if isinstance(value, bool) else round(value, 4) for name, value in others.items()},
+        **others,
         "floor_ms": round(floor_ms, 3),
         "tflops": round(total / ms / 1e9, 1),
         "parts": {name: round(part, 3) for name, part in parts.items()},

@@ -77,10 +77,10 @@ class SharedMemoryGroup:
         own = self.add(partial).chunk(self.ranks)[self.rank]
         return lambda: own
 
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
         """As `Group.begin_gather_rows`, and ends it: by way of float32."""
         whole.copy_(self.gather(own).unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
-        return lambda: None
+        return lambda: whole
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `Group.gather`: float32 [R, V], in new memory. V / ranks is at most 262,144."""

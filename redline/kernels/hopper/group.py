@@ -78,39 +78,28 @@ class GpuGroup:
 
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
         """As `Group.begin_add`, on NCCL's own stream, which the current one waits for at the end."""
-        end = self._begun("all_reduce", partial)
-
-        def summed() -> Tensor:
-            end()
-            return partial
-
-        return summed
+        return self._begun("all_reduce", partial)
 
     def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
         """As `Group.begin_add_rows`, likewise."""
         own = partial.new_empty(partial.shape[0] // self.ranks, *partial.shape[1:])
-        end = self._begun(_REDUCE_SCATTER, own, partial)
+        return self._begun(_REDUCE_SCATTER, own, partial)
 
-        def summed() -> Tensor:
-            end()
-            return own
-
-        return summed
-
-    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
         """As `Group.begin_gather_rows`, likewise."""
         return self._begun(_ALL_GATHER, whole, own)
 
-    def _begun(self, call: str, *tensors: Tensor) -> Callable[[], None]:
-        """Begins a call of torch's, and keeps the tensors for it until it has ended. -> what ends it."""
+    def _begun(self, call: str, made: Tensor, *given: Tensor) -> Callable[[], Tensor]:
+        """Begins a call of torch's, and keeps what it is given until its end. -> what ends it, and gives `made`."""
         with self._broken_off():
-            work = getattr(dist, call)(*tensors, async_op=True)
-        kept = [tensors]
+            work = getattr(dist, call)(made, *given, async_op=True)
+        kept = [given]
 
-        def end() -> None:
+        def end() -> Tensor:
             with self._broken_off():
                 work.wait()
             kept.clear()
+            return made
 
         return end
 

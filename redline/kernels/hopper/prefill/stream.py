@@ -15,9 +15,7 @@ from torch import Tensor
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 
-DIVIDED = (
-    1024  # rows of a step from which ranks divide them: two calls of NCCL more for fewer bytes and less to compute
-)
+DIVIDED = 1024  # rows of a step from which ranks divide them; as many as a part has, not measured
 PARTS, PART_ROWS = 2, 1024  # that rows come in, and at least so many rows of each
 
 
@@ -86,7 +84,7 @@ class PromptStream:
         if not self.divided:
             (all_TW,) = own
             return all_TW, iter([self.parts[0].rows])
-        whole, ends = None, list[Callable[[], None]]()
+        whole, ends = None, list[Callable[[], Tensor]]()
         for part, own_W in zip(self.parts, own, strict=True):
             if whole is None:
                 whole = own_W.new_empty(self.parts[-1].rows.start + self.parts[-1].evened, own_W.shape[1])
