@@ -260,7 +260,9 @@ def main() -> None:
                 plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, config.kv_width, device="cuda").bfloat16()
                 layer = Layer(model.gpu_blocks[1], inputs, plane, tokens, group)
                 cases.append(measured(layer, tokens, start, given.repeats, machine.flops_per_s))
-    if given.save and not own_rank():
+    if own_rank():
+        return
+    if given.save:
         record = {
             **provenance("torch", "triton"),
             "gpu": torch.cuda.get_device_name(),

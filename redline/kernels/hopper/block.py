@@ -28,7 +28,7 @@ from redline.kernels.hopper.decode.share_latents import divides, share_latents
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
-from redline.kernels.hopper.linear import product, products
+from redline.kernels.hopper.linear import products
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
@@ -161,14 +161,13 @@ def prefill_block(
     """
     attention, tokens = w.attention, stream.tokens
     heads, value = attention.heads, attention.w_uv.shape[1]
-    norms, into = (attention.q_norm, attention.kv_norm), products(attention.w_a, torch.float32)
-    a, arriving = stream.gather(into(x) for x in stream.normed(w.attention_norm, w.eps))
-    queries: list[Tensor] = []
+    into_a, into_q = products(attention.w_a, torch.float32), products(attention.w_q, torch.bfloat16)
+    a, arriving = stream.gather(into_a(x) for x in stream.normed(w.attention_norm, w.eps))
+    q = torch.empty(tokens, heads * attention.width, dtype=torch.bfloat16, device=a.device)
     for rows in arriving:
         placed = inputs.cos_T[rows], inputs.sin_T[rows], inputs.rows_T[rows]
-        queries.append(split_a(a[rows], *norms, *placed, plane, attention.eps))
-    q = product(_joined(queries), attention.w_q, torch.bfloat16).view(tokens, heads, attention.width)
-    q = rotate_heads(q, inputs.cos_T, inputs.sin_T)
+        into_q(split_a(a[rows], attention.q_norm, attention.kv_norm, *placed, plane, attention.eps), q[rows])
+    q = rotate_heads(q.view(tokens, heads, attention.width), inputs.cos_T, inputs.sin_T)
     o = torch.empty(tokens, heads, value, dtype=torch.bfloat16, device=q.device)
     if inputs.chunks:
         chunks = inputs.chunks, inputs.rows_T, inputs.tables

@@ -1,6 +1,6 @@
 """`linear` on a GPU: a weight in tiles is streamed for few tokens, and laid out anew for the library for many."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,26 +18,38 @@ def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
     return product(args.x_TK, args.weight, args.x_TK.dtype)
 
 
-def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
-    """-> y [T, N] of that dtype. x bf16 [T, K], or K filled with zeros to the multiple of 128 that the tiles have."""
+def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """-> y [T, N] of that dtype. x bf16 [T, K], or K filled with zeros to the multiple of 128 that the tiles have.
+
+    out: y, where there is memory for it; bf16.
+    """
     if x_TK.shape[0] > STREAMED:
-        return products(weight, dtype)(x_TK)
+        return products(weight, dtype)(x_TK, out)
     from redline.kernels.hopper.triton.linear import linear as streamed  # Triton is imported where it is used
 
     fill = weight.data.shape[-3] * 32 - x_TK.shape[1]
-    return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype)
+    return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype, out)
 
 
-def products(weight: Tiled, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+class Products(Protocol):
+    """`product` with one weight and one dtype."""
+
+    def __call__(self, x_TK: Tensor, out: Tensor | None = None) -> Tensor:
+        """As `product`."""
+        ...
+
+
+def products(weight: Tiled, dtype: torch.dtype) -> Products:
     """`product` with one weight, of several parts of rows: for the library it is laid out once."""
     laid: list[Tensor] = []
 
-    def one(x_TK: Tensor) -> Tensor:
+    def one(x_TK: Tensor, out: Tensor | None = None) -> Tensor:
         if x_TK.shape[0] <= STREAMED:
-            return product(x_TK, weight, dtype)
+            return product(x_TK, weight, dtype, out)
         if not laid:
             laid.append(weight.dense().T)
-        return torch.mm(x_TK[:, : weight.inputs], laid[0], out_dtype=dtype)
+        x_TK = x_TK[:, : weight.inputs]
+        return torch.mm(x_TK, laid[0], out_dtype=dtype) if out is None else torch.mm(x_TK, laid[0], out=out)
 
     return one
 

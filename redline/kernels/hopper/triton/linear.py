@@ -90,9 +90,12 @@ def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl
     tl.store(y_at, sum_NT.to(y.dtype.element_ty), mask=(t < tokens)[None, :] & (n < outputs)[:, None])
 
 
-def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
-    """x bf16 [T, K as stored or more], zero beyond the weight's K -> y [T, N] of that dtype; any number of tokens."""
-    y = torch.empty(x_TK.shape[0], weight.outputs, dtype=dtype, device=x_TK.device)
+def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """x bf16 [T, K as stored or more], zero beyond the weight's K -> y [T, N] of that dtype; any number of tokens.
+
+    out: y, where there is memory for it.
+    """
+    y = torch.empty(x_TK.shape[0], weight.outputs, dtype=dtype, device=x_TK.device) if out is None else out
     launch(_linear, weight, x_TK, weight.outputs, (y,), (weight.outputs, y.stride(0)))
     return y
 
