@@ -159,6 +159,11 @@ def prefill_block(
     stream: its residual is changed in place, and it must not be used afterwards. plane [pages, 64, R + P]: read, and
     written at rows_T. forced_TK int32 [T, K]: the experts to take instead of choosing.
     """
+    return _mlp(_attention(stream, w, inputs, plane), w, forced_TK)
+
+
+def _attention(stream: PromptStream, w: GpuBlock, inputs: Inputs, plane: Tensor) -> PromptStream:
+    """The attention of `prefill_block`, whose sums are on their way then."""
     attention, tokens = w.attention, stream.tokens
     heads, value = attention.heads, attention.w_uv.shape[1]
     into_a, into_q = products(attention.w_a, torch.float32), products(attention.w_q, torch.bfloat16)
@@ -177,11 +182,11 @@ def prefill_block(
         places = torch.arange(decoding.shape[0], dtype=torch.int32, device=q.device)
         o[decoding] = _absorbed(q[decoding], places, w, inputs, plane)[:, : heads * value].unflatten(1, (heads, value))
     out = products(w.o_proj, torch.bfloat16)
-    return _mlp(stream.adding(lambda part: out(part.of(o.flatten(1)))), w, forced_TK)
+    return stream.adding(lambda part: out(part.of(o.flatten(1))))
 
 
 def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptStream:
-    """The MLP of `prefill_block`. stream: attention's sums are on their way."""
+    """The MLP of `prefill_block`, likewise. stream: attention's sums are on their way."""
     e = w.experts
     count = 0 if e is None else e.bias_E.shape[0]
     gated = products(w.gates, torch.float32)
