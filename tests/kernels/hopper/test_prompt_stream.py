@@ -13,6 +13,7 @@ from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill import stream as streams
 from redline.kernels.hopper.prefill.stream import Part, PromptStream
 from redline.kernels.kernel import references
+from redline.ops.add_norm import rms_norm
 from tests.ranks_in_turn import Meeting
 from tests.seeds import fresh_generator
 
@@ -28,8 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, group: Group) -> tuple[Tensor, ...]:
     """Of two sublayers, whose partial sums are products with this rank's weight: what each read, the last residual."""
-    tokens = residual_TD.shape[0]
-    weights = weights_RDD.sum(0) if group.ranks == 1 else weights_RDD[group.rank]
+    tokens, weights = residual_TD.shape[0], weights_RDD[group.rank]
     stream = PromptStream.begin(tokens, lambda rows: residual_TD[rows].clone(), group)
     read: list[Tensor] = []
     with references():
@@ -46,13 +46,22 @@ def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, grou
         return *read, stream.whole(part.residual for part in stream.parts)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+def meant(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor) -> tuple[Tensor, ...]:
+    """What `two_sublayers` computes, of all rows and ranks at once."""
+    read: list[Tensor] = []
+    for gamma in gammas:
+        read.append(rms_norm(residual_TD, gamma, EPS))
+        residual_TD = residual_TD + read[-1] @ weights_RDD.sum(0)
+    return *read, residual_TD
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [15, 16, 17, 31, 32, 45])
 def test_of_any_number_of_rows_each_is_added_up_and_normed_once(ranks: int, tokens: int):
     g = fresh_generator()
     residual_TD, gammas = torch.randn(tokens, HIDDEN, generator=g), torch.rand(2, HIDDEN, generator=g) + 0.5
     weights_RDD = torch.randn(ranks, HIDDEN, HIDDEN, generator=g) * (ranks * HIDDEN) ** -0.5
-    want = two_sublayers(residual_TD, weights_RDD, gammas, ALONE)
+    want = meant(residual_TD, weights_RDD, gammas)
     meeting = Meeting(ranks)
     got = meeting.run(lambda group: two_sublayers(residual_TD, weights_RDD, gammas, group))
     for other in got[1:]:
@@ -61,7 +70,7 @@ def test_of_any_number_of_rows_each_is_added_up_and_normed_once(ranks: int, toke
         assert a.shape == b.shape
         assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
     divided = "add rows" in meeting.said[0]
-    assert divided == (tokens >= streams.DIVIDED)
+    assert divided == (ranks > 1 and tokens >= streams.DIVIDED)
     assert ("add" in meeting.said[0]) != divided
 
 
