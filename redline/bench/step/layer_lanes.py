@@ -1,6 +1,7 @@
 """A recorded layer as a picture: a panel for each number of rows, a lane for each rank, a bar for each kernel.
 
-What overlaps is drawn in two rows of its lane. Below the ranks lies the layer's floor, op by op, on the same scale.
+What overlaps is drawn in two rows of its lane, or three where three kernels do. Below the ranks lies the layer's floor,
+op by op, on the same scale.
 """
 
 from collections.abc import Sequence
@@ -24,15 +25,17 @@ COLOURS = {
 }
 UNKNOWN = "tab:gray"
 NAMED = 0.035  # of a panel's width: narrower bars have no name
-LANE = 1.0  # of a rank, in which two rows of bars lie
+MOST_ROWS = 3  # of a rank's lane
 
 
 def rows_of(kernels: Sequence[KernelTime]) -> list[int]:
-    """Which of two rows a bar lies in: the first that is free at its start, else the one that is free sooner."""
-    free = [float("-inf"), float("-inf")]
+    """Which row each bar lies in: the first that is free at its start. Where all MOST_ROWS are taken, bars overlap in
+    the one that is free soonest."""
+    free = [float("-inf")] * MOST_ROWS
     found: list[int] = []
     for kernel in kernels:
-        row = next((i for i in (0, 1) if free[i] <= kernel.start_us), 0 if free[0] <= free[1] else 1)
+        soonest = min(range(MOST_ROWS), key=free.__getitem__)
+        row = next((i for i in range(MOST_ROWS) if free[i] <= kernel.start_us), soonest)
         free[row] = max(free[row], kernel.end_us)
         found.append(row)
     return found
@@ -54,7 +57,7 @@ def draw(trace: LayerTrace, to: Path) -> None:
     figure, axes = made
     for axis, case in zip(axes[:, 0], trace.cases, strict=True):
         _panel(axis, case)
-    axes[-1, 0].set_xlabel("microseconds from the start of each rank's own layer; under a name: what the kernel adds")
+    axes[-1, 0].set_xlabel("microseconds from the start of each rank's own layer; beside a name: what the kernel adds")
     ops = {kernel.op for case in trace.cases for lane in case.lanes for kernel in lane.kernels}
     known = [Patch(color=colour, label=op) for op, colour in COLOURS.items() if op in ops]
     others = [Patch(color=UNKNOWN, label=op[:40]) for op in sorted(ops - set(COLOURS))]
@@ -72,18 +75,20 @@ def draw(trace: LayerTrace, to: Path) -> None:
 def _panel(axis: Any, case: LayerCase) -> None:
     lanes = case.lanes
     width = max([case.floor_us, *(kernel.end_us for lane in lanes for kernel in lane.kernels)])
+    bars = [rows_of(lane.kernels) for lane in lanes]
+    most = max([2, *(1 + row for of in bars for row in of)])
     for number, lane in enumerate(lanes):
-        top = -number * LANE
-        for kernel, row in zip(lane.kernels, rows_of(lane.kernels), strict=True):
-            at = top - 0.22 - 0.42 * row
+        top = -number
+        for kernel, row in zip(lane.kernels, bars[number], strict=True):
+            at = top - 0.88 / most * (row + 0.5)
             colour = COLOURS.get(kernel.op, UNKNOWN)
             long = kernel.end_us - kernel.start_us
-            axis.barh(at, long, height=0.38, left=kernel.start_us, color=colour, alpha=0.75, edgecolor="white")
-            if long > NAMED * width:
-                name = f"{kernel.op[:18]}\n{kernel.adds_us:.1f}"
+            axis.barh(at, long, 0.84 / most, kernel.start_us, color=colour, alpha=0.75, edgecolor="white")
+            if long > NAMED * width * most / 2:
+                name = f"{kernel.op[:18]}{' ' if most > 2 else chr(10)}{kernel.adds_us:.1f}"
                 axis.text(kernel.start_us + long / 2, at, name, ha="center", va="center", fontsize=6.5)
         axis.plot([lane.layer_us] * 2, [top, top - 0.9], color="black", linewidth=1)  # the next layer begins
-    floor = -len(lanes) * LANE - 0.25
+    floor = -len(lanes) - 0.25
     at = 0.0
     for op in (op for op in case.step.ops if op.launches > 1):
         long = op.floor_us / op.launches
@@ -91,7 +96,7 @@ def _panel(axis: Any, case: LayerCase) -> None:
         if long > NAMED * width:
             axis.text(at + long / 2, floor, f"{op.name}\n{long:.1f}", ha="center", va="center", fontsize=6.5)
         at += long
-    axis.set_yticks([*(-number * LANE - 0.43 for number in range(len(lanes))), floor], [*map(_label, lanes), "floor"])
+    axis.set_yticks([*(-number - 0.44 for number in range(len(lanes))), floor], [*map(_label, lanes), "floor"])
     axis.set(xlim=(0, 1.01 * width), ylim=(floor - 0.4, 0.05))
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(_title(case), loc="left", fontsize=9)

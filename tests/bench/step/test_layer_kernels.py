@@ -232,12 +232,12 @@ def test_tritons_products_are_known():
     assert {op_of(name) for name in launched} <= OPS
 
 
-def test_what_overlaps_lies_in_two_rows():
-    apart, overlapping = (lane(layer_trace(recording([replay(early=early)]))).kernels for early in (-500, 2_000))
+def test_what_overlaps_lies_in_rows_of_its_own():
+    apart, two, three = (lane(layer_trace(recording([replay(early=by)]))).kernels for by in (-500, 2_000, 12_000))
     assert rows_of(apart) == [0] * 9
-    assert rows_of(overlapping) == [0, 1] * 4 + [0]
-    three = [apart[0]] * 3
-    assert rows_of(three) == [0, 1, 0], "no third row"
+    assert rows_of(two) == [0, 1] * 4 + [0]
+    assert rows_of(three) == [0, 1, 2] * 3
+    assert rows_of([apart[0]] * 4) == [0, 1, 2, 0], "no fourth row"
 
 
 def test_every_op_has_a_colour_of_its_own():
