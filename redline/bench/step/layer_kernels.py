@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from redline.bench.step.depth import WARM_UP
-from redline.bench.step.depth_record import DepthRecord
+from redline.bench.step.depth_record import DepthRecord, OpRecord
 from redline.bench.step.trace import ON_DEVICE
 from redline.errors import ConfigError
 from redline.wire.base import Record
@@ -247,7 +247,12 @@ def layer_trace(recording: Recording) -> LayerTrace:
 
 def floor_of(step: DepthRecord) -> float:
     """Microseconds of a layer with experts at the least: the floors of its ops together; 0 where none was timed."""
-    return sum(op.floor_us / op.launches for op in step.ops if op.launches > 1)
+    return sum(op.floor_us / op.launches for op in of_a_layer(step))
+
+
+def of_a_layer(step: DepthRecord) -> list[OpRecord]:
+    """The ops that a layer with experts launches, in their order."""
+    return [op for op in step.ops if op.launches > 1 and not op.name.startswith(DENSE)]
 
 
 def _seen(found: Sequence[LayerCase]) -> tuple[str, ...]:

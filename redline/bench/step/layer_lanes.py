@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from redline.bench.step.layer_kernels import KernelTime, LaneTrace, LayerCase, LayerTrace
+from redline.bench.step.layer_kernels import KernelTime, LaneTrace, LayerCase, LayerTrace, of_a_layer
 
 COLOURS = {
     "project_a": "tab:blue",
@@ -90,7 +90,7 @@ def _panel(axis: Any, case: LayerCase) -> None:
         axis.plot([lane.layer_us] * 2, [top, top - 0.9], color="black", linewidth=1)  # the next layer begins
     floor = -len(lanes) - 0.25
     at = 0.0
-    for op in (op for op in case.step.ops if op.launches > 1):
+    for op in of_a_layer(case.step):
         long = op.floor_us / op.launches
         axis.barh(floor, long, height=0.38, left=at, color=COLOURS.get(op.name, UNKNOWN), edgecolor="white")
         if long > NAMED * width:

@@ -1,21 +1,26 @@
 """The program that records one layer: what it reads again and keeps, what it replays, and where it refuses."""
 
+import contextlib
 import gzip
+import os
 import sys
+import threading
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from redline.bench.runs import layer_trace as the_program
-from redline.bench.runs.layer_trace import REPLAYS, gathered, main, replayed
-from redline.bench.step.depth import WARM_UP, measure_step
+from redline.bench.runs.layer_trace import REPLAYS, ends_after, gathered, main, replayed
+from redline.bench.step.depth import WARM_UP, Depth, Progress, measure_step
 from redline.bench.step.layer_kernels import LayerTrace
 from redline.errors import ConfigError
-from redline.kernels.group import ALONE, Alone
-from tests.bench.step.test_depth import FakeStep, depth
-from tests.bench.step.test_layer_kernels import recording, replay
+from redline.kernels.group import ALONE, Alone, Group
+from tests.bench.step.test_depth import H200, FakeStep, depth
+from tests.bench.step.test_layer_kernels import laid, recording, replay
 from tests.tiny_model import CPU
 
 
@@ -40,6 +45,62 @@ def test_what_was_recorded_is_read_again(
     assert "left out: replays with no best at its end: 1" in out
     last = next(line for line in out.splitlines() if line.startswith("experts_down"))
     assert last.split()[1:] == ["80.00", "92.00", "12.00", "-2.00", "10.00", "120.00", "80.00"]
+
+
+def test_all_cases_are_timed_before_one_session_records_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The whole program on steps that do nothing, and a profiler that tells of made-up kernels."""
+    did: list[str] = []
+    built: list[FakeStep] = []
+
+    def step(
+        case: Depth, progress: Progress, device: torch.device, group: Group, like: FakeStep | None = None
+    ) -> FakeStep:
+        assert like is (built[0] if built else None), "all cases are of one model"
+        did.append(f"{case.rows} built")
+        built.append(FakeStep(case))
+        return built[-1]
+
+    def traced(work: Callable[[], object]) -> dict[str, Any]:
+        did.append("recorded")
+        before = [len(each.turns) for each in built]
+        work()
+        assert [len(each.turns) - n for each, n in zip(built, before, strict=True)] == [WARM_UP + REPLAYS] * 2
+        kernels = [kernel for apart in (10_000, 20_000) for kernel in laid([replay(apart=apart)] * REPLAYS)]
+        at, events = 0, list[dict[str, Any]]()
+        for kernel in kernels:
+            if "spin" in kernel.name:
+                at += 10**9
+            times = {"ts": (at + kernel.start_ns) / 1e3, "dur": (kernel.end_ns - kernel.start_ns) / 1e3}
+            events.append({"ph": "X", "cat": "kernel", "name": kernel.name, **times})
+        return {"traceEvents": events}
+
+    @contextlib.contextmanager
+    def alone(config: object, ranks: int) -> Generator[Group]:
+        yield ALONE
+
+    stand_ins: dict[str, Any] = {"GpuStep": step, "traced": traced, "ranks_of_gpus": alone}
+    stand_ins |= {"has_kernels": lambda device: True, "measure": lambda device, size: H200}
+    for name, value in {**stand_ins, "free_memory": lambda device: 1 << 40}.items():
+        monkeypatch.setattr(the_program, name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    ended: list[float] = []
+    monkeypatch.setattr(the_program, "ends_after", ended.append)
+    events, kept, again = (tmp_path / name for name in ("events.json.gz", "kept.json", "again.json"))
+    sizes = "--layers", 8, "--alias", 3, "--rows", 1, 8, "--limit", 50
+    run(monkeypatch, *sizes, "--events", events, "--save", kept)
+    assert did == ["1 built", "8 built", "recorded"]
+    assert ended == [50.0]
+    found = msgspec.json.decode(kept.read_bytes(), type=LayerTrace)
+    assert [(case.rows, case.step.rows, case.lanes[0].layer_us) for case in found.cases] == [
+        (1, 1, 90.0),
+        (8, 8, 180.0),
+    ]
+    assert {case.lanes[0].replays for case in found.cases} == {REPLAYS}
+    assert found.origin["commit"]
+    assert found.origin["date"]
+    run(monkeypatch, "--read", events, "--save", again)
+    assert again.read_bytes() == kept.read_bytes()
 
 
 @pytest.mark.parametrize("data", [b"{}", gzip.compress(b"{}"), gzip.compress(b"[")[:-4]])
@@ -96,3 +157,12 @@ def test_every_rank_hears_what_all_give(monkeypatch: pytest.MonkeyPatch):
     assert gathered(b"a", Three(), CPU) == given
     assert [call.tolist() for call in calls] == [[1], [*b"a  "]]
     assert gathered(b"alone", ALONE, CPU) == [b"alone"]
+
+
+def test_it_ends_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    codes, ended = list[int](), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
+    ends_after(0.01)
+    assert ended.wait(60)
+    assert codes == [1]
+    assert "error: not done after 0 s" in capsys.readouterr().err

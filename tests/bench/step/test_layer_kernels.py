@@ -49,7 +49,12 @@ def replay(layer: Sequence[str] = FEW, layers: int = LAYERS, apart: int = 10_000
 
 def recording(*ranks: Sequence[Sequence[Ran]], rows: int = 1) -> Recording:
     """Of each rank the replays that count; those that warm up, a mark and what lies between replays are put in."""
-    ops = [("project_a", 610.0, 488.0, LAYERS), ("experts_down", 840.0, 560.0, LAYERS - 1), ("head", 9.0, 5.0, 1)]
+    ops = [
+        ("project_a", 610.0, 488.0, LAYERS),
+        ("experts_down", 840.0, 560.0, LAYERS - 1),
+        ("dense down", 9.0, 5.0, 2),
+        ("head", 9.0, 5.0, 1),
+    ]
     ones = dict.fromkeys(("p10_ms", "p90_ms", "floor_ms", "bytes_per_s", "flops_per_s"), 1.0)
     step = DepthRecord(
         **ones,
