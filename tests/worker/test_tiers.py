@@ -45,19 +45,6 @@ def always_fetches(engine: EngineCore) -> None:
 
 @pytest.mark.parametrize("config", [{}, {"speculation": LEARNED}], ids=["plain", "drafter"])
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
-def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> None:
-    with opened() as engine:
-        store, until = tiers_of(engine).store, time.monotonic() + WAIT_S
-        slots = store._host.slots
-        with store._lock:  # as where a GPU reads it
-            slots.ahead = 1
-            store._lock.notify_all()
-        while slots.short:
-            assert time.monotonic() < until, "nothing is made"
-            time.sleep(0.001)
-        store.check()
-
-
 def test_what_comes_back_gives_the_answer_of_an_engine_without_tiers(
     tmp_path: Path, on_disk: bool, config: dict[str, Any]
 ) -> None:
@@ -169,3 +156,16 @@ def test_a_disk_that_is_full_is_said_and_answers_go_on(
         tiers_of(engine).store.flush(1.0)
     assert answers == [alone(seed).tokens for seed in (1, 2, 1)]
     assert "the disk takes no more pages: No space left on device" in caplog.text
+
+
+def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> None:
+    with opened() as engine:
+        store, until = tiers_of(engine).store, time.monotonic() + WAIT_S
+        slots = store._host.slots
+        with store._lock:  # as where a GPU reads it
+            slots.ahead = 1
+            store._lock.notify_all()
+        while slots.short:
+            assert time.monotonic() < until, "nothing is made"
+            time.sleep(0.001)
+        store.check()
