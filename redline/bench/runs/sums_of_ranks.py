@@ -6,8 +6,9 @@ Every rank is a process with a GPU of its own. At Kimi's sizes, divided among th
 two products that end in a sum follow one another as in a layer (attention's projection, then the experts' second half),
 once over all ranks and once as if each were alone: the difference is what the sums add. Weights lie in several places,
 so that none is in a cache. And `project_a`, multiplied whole by each rank or a part by each with a sum, as the product
-that begins such a layer; the sum of a launch of its own, the gather of logits, and torch's NCCL beside them. Before a
-time counts, the sums are compared with those of NCCL, and the shared product with the whole one.
+that begins such a layer; the sum of a launch of its own, the gather of logits, and torch's NCCL beside them. From eight
+rows on sums are timed in one shot and in two (blocks/ranks.cuh). Before a time counts, the sums are compared with those
+of NCCL, and the shared product with the whole one.
 """
 
 import argparse
@@ -38,11 +39,12 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.group import GpuGroup
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links, Site
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links, Shots, Site
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 
-ROWS = 1, 4, 8, 32
+ROWS = 1, 4, 8, 16, 32
+BOTH = 8  # rows from which sums are timed in one shot and in two
 PLACES = 3  # of weights in memory, taken in turn
 LAYERS = 30  # of a graph: as many pairs of products
 REPEATS = 40  # replays, of which the median counts
@@ -180,7 +182,10 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     """Microseconds of what is named. Raises AssertionError where sums are not those of NCCL, or differ among ranks."""
     links, device, hidden = group.links, products.device, products.hidden
     run = products.layers(rows)
-    check(run, group)
+    both_shots: tuple[Shots, Shots] = (1, 2)
+    shots = {name: replace(links, shots=n) for name, n in zip(("one shot", "two shots"), both_shots, strict=True)}
+    for given in shots.values() if rows >= BOTH else (links,):
+        check(run, group, given)
     into: dict[str, float] = {}
     if rows <= MOST_SHARED:
         check_shared(products.projected(rows), group)
@@ -209,11 +214,18 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
         for _ in range(LAYERS):
             dist.all_reduce(partials)
 
+    by_shots = {
+        f"{name}, {how}": timed(partial(work, given), 2 * LAYERS, group)
+        for name, work in (("product with sum", run), ("sum_ranks", sums))
+        for how, given in shots.items()
+        if rows >= BOTH
+    }
     result = {
         "product with sum": both,
         "product alone": alone,
         "added by a sum": both - alone,
         "sum_ranks": timed(partial(sums, links), 2 * LAYERS, group),
+        **by_shots,
         "sum_ranks, one rank": timed(partial(sums, None), 2 * LAYERS, group),
         "gather_ranks": timed(gathers, LAYERS, group),
         "NCCL all-reduce": timed(nccl, LAYERS, group),
@@ -223,11 +235,11 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     return result
 
 
-def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup) -> None:
+def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup, links: Links) -> None:
     """Every residual over the ranks is the one before plus NCCL's sum of what each rank adds, and has equal bits."""
     assert ROWS[-1] <= MOST_TOKENS, "a step of so many rows goes pair by pair"
     for _ in range(3):
-        mine, together_ = run(None), run(group.links)
+        mine, together_ = run(None), run(links)
         torch.cuda.synchronize()
         group.check()
         # What this rank adds is the difference of neighbours alone; of the first there is no neighbour.

@@ -1,7 +1,8 @@
 """What a conversation that returns gains from memory below the prefix cache, and how well that is predicted.
 
     python -m redline.bench.runs.tiers [models/kimi-nano] [--lengths 8192 --conversations 4] [--device cpu]
-        [--turns 3] [--save FILE]
+        [--turns 3] [--ranks 2] [--save FILE]
+    python -m redline.bench.runs.tiers --shape kimi-k2.6 [--in-memory 4] [--save FILE]      random weights, on a GPU
 
 `returning`: new conversations of random tokens and older ones that return with MORE tokens take turns in an engine with
 host memory and a disk, whose pages hold one of them; so each return is read from the host's memory, and stands beside
@@ -12,11 +13,14 @@ own median in this run. `regret` counts hits that were slower than computing was
 
 `served`: the same over HTTP, in turns at two servers, with host memory and without (`tiers_served.py`). `repeated`: on
 a CPU the same reading again and again, and what of its time is waiting for a core (`tiers_repeated.py`). About four
-minutes on a CPU with a core to itself, one on a GPU.
+minutes on a CPU with a core to itself, one on a GPU. With `--shape` pages have the real model's bytes and prompts take
+its time; nothing is served then. On a GPU an answer from the disk may part from the one from memory, as any two runs
+may, and such are counted.
 """
 
 import argparse
 import copy
+import gc
 import json
 import random
 import tempfile
@@ -26,16 +30,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
+from redline.bench.runs.full_depth import write_folder
 from redline.bench.runs.tiers_repeated import repeated
 from redline.bench.runs.tiers_served import served_turns
 from redline.bench.runs.trees import MODEL, ROOT
 from redline.chat.hashing import make_job
-from redline.chat.tokenizer import RESERVED
-from redline.errors import RedlineError
+from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.errors import ConfigError, RedlineError
 from redline.model.k2.config import K2Config
+from redline.model.k2.shapes import shape
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
 from redline.wire.news import TierLoad
@@ -135,12 +143,12 @@ def _since(then: TierLoad, now: TierLoad) -> tuple[float, float, float]:
 
 
 def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str, Any]:
-    """Raises RedlineError where an engine does not answer, or a return has another answer from the disk."""
+    """Raises RedlineError where an engine does not answer, or on a CPU a return has another answer from the disk."""
     draw, longest = random.Random(given.seed), max(series.lengths) + MORE + ANSWER + PAGE_TOKENS
     config: dict[str, Any] = {"max_model_len": max(longest, *WARM) + MORE + ANSWER, "device": given.device}
-    with Engine.open(folder, EngineConfig(**config)) as probe:
-        size = probe.tokenizer.vocab_size - RESERVED
-        of_token = probe.engine.model.config.kv_bytes_per_token(kv_dtype_of("bf16"))
+    config |= {"ranks": given.ranks, "random_weights": given.in_memory if given.shape else None}
+    size = Tokenizer.open(folder).vocab_size - RESERVED
+    of_token = K2Config.from_folder(folder).kv_bytes_per_token(kv_dtype_of("bf16"))
     lag = len(series.lengths)
     prompts = [
         [draw.randrange(size) for _ in range(series.lengths[number % lag])] for number in range(series.conversations)
@@ -148,32 +156,40 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     more = [[draw.randrange(size) for _ in range(MORE)] for _ in prompts]
     room = 2 * of_token * (sum(map(len, prompts)) + series.conversations * (MORE + 2 * PAGE_TOKENS))
     config["kv_memory"] = (config["max_model_len"] + PAGE_TOKENS) * of_token
-    asked, answers = list[Asked](), dict[int, tuple[int, ...]]()
-    with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
-        config |= {"host_memory": room, "disk": place, "disk_size": 2 * room}
-        with Engine.open(folder, EngineConfig(**config)) as engine:
-            talks = Talks(engine)
-            talks.warm(draw, size)
-            for number in range(series.conversations + lag):
-                if number < series.conversations:
-                    asked.append(talks.ask(prompts[number])[0])
-                if (back := number - lag) >= 0:
-                    one, answers[back] = talks.ask(prompts[back] + more[back])
-                    asked.append(one)
-        began = time.perf_counter()
+    # (conversation, whether it returns): each returns `lag` conversations later.
+    turns = [(at, back) for number in range(len(prompts) + lag) for at, back in ((number, False), (number - lag, True))]
+    turns = [(at, back) for at, back in turns if 0 <= at < len(prompts)]
+
+    def opened(turns: Sequence[tuple[int, bool]]) -> tuple[float, list[Asked], dict[int, tuple[int, ...]]]:
+        """Seconds until the engine was open; what was asked; the answers of those that return."""
+        began, asked, answers = time.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
         with Engine.open(folder, EngineConfig(**config)) as engine:
             opened_s, talks = time.perf_counter() - began, Talks(engine)
             talks.warm(draw, size)
-            for number, prompt in enumerate(prompts):
-                one, answer = talks.ask(prompt + more[number])
-                if answer != answers[number]:
-                    raise RedlineError(f"conversation {number} has another answer from the disk than from memory")
+            for at, back in turns:
+                one, answer = talks.ask(prompts[at] + more[at] if back else prompts[at])
                 asked.append(one)
+                if back:
+                    answers[at] = answer
+        return opened_s, asked, answers
+
+    with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
+        config |= {"host_memory": room, "disk": place, "disk_size": 2 * room}
+        _, asked, answers = opened(turns)
+        if given.device == "cuda":  # the model of before is nobody's: its memory is for the next
+            gc.collect()
+            torch.cuda.empty_cache()
+        opened_s, again, from_disk = opened([(at, True) for at in range(len(prompts))])
+    asked += again
+    parted = sum(from_disk[at] != answer for at, answer in answers.items())
+    if parted and given.device == "cpu":
+        raise RedlineError(f"{parted} conversations have another answer from the disk than from memory")
     return {
         "lengths": list(series.lengths),
         "conversations": series.conversations,
         "longest_bytes": longest * of_token,
         "opened_again_s": round(opened_s, 2),
+        "other_answers_from_disk": parted,
         **told(asked),
         "prompts": [{key: _short(value) for key, value in one._asdict().items()} for one in asked],
     }
@@ -252,6 +268,9 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / MODEL)
+    parser.add_argument("--shape", default=None, help="random weights of it in the place of the folder's, all layers")
+    parser.add_argument("--in-memory", type=count, default=4, help="of these layers; all others are one of them")
+    parser.add_argument("--ranks", type=count, default=1)
     parser.add_argument("--lengths", type=count, nargs="+", default=None, help="of conversations; absent: SERIES's")
     parser.add_argument("--conversations", type=count, default=4, help="of --lengths")
     parser.add_argument("--turns", type=int, default=3, help="of each conversation over HTTP; 0: none are served")
@@ -267,14 +286,21 @@ def main(said: Sequence[str] | None = None) -> None:
     given = arguments().parse_args(said)
     device = pick_device(given.device)
     given.device = device.type
-    record: dict[str, Any] = {**provenance("torch"), "device": device_name(device), "model": given.folder.name}
-    chosen = [Series(given.lengths, given.conversations)] if given.lengths else SERIES[device.type]
-    record["returning"] = []
-    for series in chosen:
-        record["returning"].append(played(given.folder, series, given))
-        print(
-            json.dumps({key: value for key, value in record["returning"][-1].items() if key != "prompts"}), flush=True
-        )
+    model = given.shape or given.folder.name
+    record: dict[str, Any] = {**provenance("torch"), "device": device_name(device), "model": model}
+    record |= {"ranks": given.ranks, "layers_in_memory": given.in_memory if given.shape else None, "returning": []}
+    if given.shape and device.type == "cpu":
+        raise ConfigError("--shape wants a GPU: on a CPU name a folder of weights")
+    with tempfile.TemporaryDirectory(prefix="redline-shape-") as place:
+        if given.shape:
+            given.folder, given.turns = Path(place), 0
+            write_folder(shape(given.shape), given.folder)
+        for series in [Series(given.lengths, given.conversations)] if given.lengths else SERIES[device.type]:
+            record["returning"].append(played(given.folder, series, given))
+            said_of = {key: value for key, value in record["returning"][-1].items() if key != "prompts"}
+            print(json.dumps(said_of), flush=True)
+            if given.save:
+                given.save.write_text(json.dumps(record, indent=1) + "\n")
     if device.type == "cpu":
         record["repeated"] = repeated(K2Config.from_folder(given.folder), device)
         print(json.dumps(record["repeated"]), flush=True)

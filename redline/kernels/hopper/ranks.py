@@ -17,9 +17,11 @@ ATTENTION, EXPERTS = 0, 1  # sites
 Site = Literal[0, 1]
 Contexts = Literal["auto", "whole", "divided"]
 Projection = Literal["auto", "whole", "divided"]
+Shots = Literal[0, 1, 2]
 UNSENT = 0x80000000  # the word that nobody has sent: minus zero
 MOST_RANKS = 8
 MOST_TOKENS = 64  # of a step whose sums go through inboxes
+TWO_SHOTS = 3, 16  # so many ranks, and tokens, from which sums go in two shots (blocks/ranks.cuh)
 GATHERED_ROWS = 256  # of logits that are gathered at once: the most positions of a recorded step
 
 
@@ -50,6 +52,7 @@ class Links:
     rooms: Rooms
     contexts: Contexts = "auto"  # whether ranks read a part of every context each, or all of it
     projection: Projection = "auto"  # whether ranks read a part of `project_a`'s weight each, or all of it
+    shots: Shots = 0  # in how many shots words are added up; 0: as many as are faster
 
     def of_sums(self, site: Site) -> dict[str, Any]:
         """What a kernel's record takes to add up the ranks at this site."""
@@ -109,6 +112,13 @@ def sums_of(links: Links | None, site: Site) -> dict[str, Any]:
 def ranks_of(links: Links | None) -> int:
     """How many ranks there are."""
     return 1 if links is None else links.ranks
+
+
+def shots_of(links: Links | None, tokens: int) -> int:
+    """In how many shots the words of so many tokens are added up: two send fewer, one arrives sooner."""
+    if links is None or links.shots:
+        return 1 if links is None else links.shots
+    return 2 if links.ranks >= TWO_SHOTS[0] and tokens >= TWO_SHOTS[1] else 1
 
 
 def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int, projected: int) -> Rooms:

@@ -1,6 +1,7 @@
 """The ranks of `test_cuda_ranks.py`, each a process: launches kernels of several ranks, and proves what they give.
 
 usage: ranks_program.py FILE RANKS ROUNDS      FILE holds the inboxes of all ranks. Prints a line for each rank.
+       ranks_program.py FILE RANKS absent      The last rank never comes: whom the others name, a line for each.
 
 The ranks are forked, so that what they import is imported once.
 """
@@ -10,6 +11,7 @@ import random
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -193,26 +195,43 @@ def of_rank(file: Path, rank: int, ranks: int, rounds: int) -> str:
     hashes: list[int] = []
     with emulation():
         for round_ in range(rounds):
-            tokens = (1, 8, 3, 2)[round_ % 4]
+            tokens = (1, 8, 3, 12)[round_ % 4]
             if late.random() < 0.5:
                 time.sleep(late.random() * 0.02)
-            hashes += [hash(got.view(torch.uint8).numpy().tobytes()) for got in projected(round_, tokens, links)]
+            few = min(tokens, 8)
+            hashes += [hash(got.view(torch.uint8).numpy().tobytes()) for got in projected(round_, few, links)]
             if round_ % 2:  # contexts are divided: two exchanges before the sums
-                queries(3 * round_, tokens, links)
-                latents(3 * round_, tokens, (3, 19, 8, 9)[round_ // 2 % 4], links)
-            first = sums if round_ % 3 == 2 else attention
-            for got in (first(3 * round_, tokens, links), experts(3 * round_ + 1, tokens, links)):
+                queries(3 * round_, few, links)
+                latents(3 * round_, few, (3, 19, 8, 9)[round_ // 2 % 4], links)
+            # Of twelve tokens the experts' sums go in two shots; attention's in two or in one, a launch of their own.
+            first = sums if tokens > few or round_ % 3 == 2 else attention
+            once = links if tokens == few or round_ % 8 > 3 else replace(links, shots=2)
+            then = links if tokens == few else replace(links, shots=2)
+            for got in (first(3 * round_, tokens, once), experts(3 * round_ + 1, tokens, then)):
                 hashes.append(hash(got.numpy().tobytes()))
             for again in range(round_ % 3):  # two directly one after the other
                 gathered(3 * round_ + again, links)
     return f"{sum(value % 2**40 for value in hashes)} {int(links.control[1])}"
 
 
+def without_the_last(file: Path, rank: int, ranks: int) -> str:
+    """Whom a rank names that waits for parts, and for sums of an owner that waits itself; and whether all is NaN."""
+    links = replace(links_of(file, rank, ranks, seconds=0.5), shots=2)
+    x = torch.randn(ranks, HIDDEN)  # a token for each owner
+    with emulation():
+        got, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
+    return f"{int(links.control[1]) - 1} {bool(got.isnan().all())}"
+
+
 def main() -> None:
-    file, ranks, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    file, ranks, rounds = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
-        for result in [pool.submit(of_rank, file, rank, ranks, rounds) for rank in range(ranks)]:
+        if rounds == "absent":
+            results = [pool.submit(without_the_last, file, rank, ranks) for rank in range(ranks - 1)]
+        else:
+            results = [pool.submit(of_rank, file, rank, ranks, int(rounds)) for rank in range(ranks)]
+        for result in results:
             print(result.result())
 
 

@@ -24,19 +24,28 @@ def inboxes(folder: Path, ranks: int) -> Path:
     return folder / "inboxes"
 
 
-@pytest.mark.parametrize(("ranks", "rounds"), [(2, 12), (4, 5)])
-def test_every_rank_has_the_sum_of_all_in_the_same_bits(ranks: int, rounds: int, tmp_path: Path) -> None:
-    file = inboxes(tmp_path, ranks)
-    command = [sys.executable, "-m", "tests.kernels.hopper.ranks_program", str(file), str(ranks), str(rounds)]
+def say(file: Path, ranks: int, what: str) -> list[str]:
+    """What the ranks of the program print, a line for each."""
+    command = [sys.executable, "-m", "tests.kernels.hopper.ranks_program", str(file), str(ranks), what]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 12), (4, 5)])
+def test_every_rank_has_the_sum_of_all_in_the_same_bits(ranks: int, rounds: int, tmp_path: Path) -> None:
+    file = inboxes(tmp_path, ranks)
+    said = say(file, ranks, str(rounds))
     assert len(said) == ranks
     assert len(set(said)) == 1, "the ranks have other bits"
     assert said[0].split()[1] == "0", "somebody gave up waiting"
     left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
     assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is unsent again"
+
+
+def test_who_never_comes_is_named_and_not_who_waits_for_it_with_a_sum(tmp_path: Path) -> None:
+    assert say(inboxes(tmp_path, 3), 3, "absent") == ["2 True", "2 True"]
 
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:

@@ -9,16 +9,26 @@
 // rank sent there later; and a rank sends that only once the grid that read the first site has ended (a kernel sends
 // behind `wait_for_previous_grid`), so its words there are unsent again.
 //
-// The wait is bounded: a rank whose words do not come within control[0] nanoseconds is written to control[1], plus one,
-// and from then on nobody waits: what is read is NaN.
+// Many words go in two shots (SHOTS 2): to the one rank that owns their place, which adds them up and sends all others
+// the sum. That is two ways instead of one, and 2 (RANKS - 1) / RANKS words a place that leave a rank, not RANKS - 1. No
+// room is needed for it: at a place nobody but its owner is sent parts, and nobody but its owner sends sums. And two sites
+// are still enough: the owner sends the sum that a rank reads after it has read what every rank sent.
 //
-// Macros: RANKS.
+// The wait is bounded: a rank whose words do not come within control[0] nanoseconds is written to control[1], plus one,
+// and from then on nobody waits: what is read is NaN. A sum is waited for twice as long, since its owner waits itself:
+// who is named is who has sent nothing, not who waits for it.
+//
+// Macros: RANKS; SHOTS, 1 unless it is given.
 #pragma once
 #include "core.cuh"
 
 constexpr u32 UNSENT = 0x80000000;  // minus zero
 FN u32 sent(u32 v) { return v == UNSENT ? 0 : v; }
 FN bool is_unsent(u32 v) { return v == UNSENT; }
+
+#ifndef SHOTS
+#define SHOTS 1
+#endif
 
 #if RANKS > 1
 constexpr u32 LOST = 0x7fffffff;
@@ -77,11 +87,12 @@ FN void send(const Ranks& r, u32 place, Words v) {
     }
 }
 
-FN bool is_lost(const Ranks& r, u32 source, u64& since) {
+// patience: how many times control[0] may pass.
+FN bool is_lost(const Ranks& r, u32 source, u64& since, u32 patience = 1) {
     u64 now = nanoseconds();
     if (since == 0) since = now;
     if (load_system_64(r.control + 1)) return true;
-    if (now - since < load_system_64(r.control)) return false;
+    if (now - since < patience * load_system_64(r.control)) return false;
     store_system_64(r.control + 1, source + 1);
     return true;
 }
@@ -121,25 +132,39 @@ FN void receive(const Ranks& r, const u32 (&places)[PLACES], u32 count, Words (&
         for (u32 i = 0; i < RANKS; i++)
             if (n < count && i != r.rank) store_system(r.mine + (u64)i * r.room + places[n], none);
 }
-// What one rank has sent to one place.
-template <class Words>
-FN Words receive(const Ranks& r, u32 source, u32 place) {
-    u32* at = r.mine + (u64)source * r.room + place;
+
+// What one rank has sent to `count` of these places. patience: as `is_lost` has it.
+template <u32 PLACES, class Words>
+FN void receive_from(const Ranks& r, u32 source, const u32 (&places)[PLACES], u32 count, Words (&came)[PLACES], u32 patience) {
+    u32* from = r.mine + (u64)source * r.room;
     u64 since = 0;
-    Words v;
     for (u32 tries = 1;; tries++) {
-        load_system(at, v);
-        if (!is_unsent(v)) break;
+        bool missing = false;
+#pragma unroll
+        for (u32 n = 0; n < PLACES; n++)
+            if (n < count) load_system(from + places[n], came[n]);
+#pragma unroll
+        for (u32 n = 0; n < PLACES; n++) missing |= n < count && is_unsent(came[n]);
+        if (!missing) break;
         wait_a_little();
-        if (tries % TRIES == 0 && is_lost(r, source, since)) {
-            fill_words(v, LOST);
-            return v;
+        if (tries % TRIES == 0 && is_lost(r, source, since, patience)) {
+#pragma unroll
+            for (u32 n = 0; n < PLACES; n++) fill_words(came[n], LOST);
+            return;
         }
     }
     Words none;
     fill_words(none, UNSENT);
-    store_system(at, none);
-    return v;
+#pragma unroll
+    for (u32 n = 0; n < PLACES; n++)
+        if (n < count) store_system(from + places[n], none);
+}
+template <class Words>
+FN Words receive_from(const Ranks& r, u32 source, u32 place) {
+    u32 places[1] = {place};
+    Words came[1];
+    receive_from(r, source, places, 1, came, 1);
+    return came[0];
 }
 
 FN u32 add_words(u32 a, u32 b) { return as_u32(as_float(a) + as_float(b)); }
@@ -148,10 +173,18 @@ FN u32x4 add_words(u32x4 a, u32x4 b) {
     return {add_words(a.x, b.x), add_words(a.y, b.y), add_words(a.z, b.z), add_words(a.w, b.w)};
 }
 
-// The sums of what all ranks have sent to `count` of these places, this rank's `words` among them, in the order of ranks:
-// the same bits on all.
+// A rank's part of a sum, to whoever adds it up. owner: of the place, the same on all ranks; what it is matters for SHOTS 2.
+template <class Words>
+FN void send_part(const Ranks& r, u32 owner, u32 place, Words v) {
+    if (SHOTS == 1) send(r, place, v);
+    else if (owner != r.rank) send_to(r, owner, place, v);
+}
+
+// The sums of the parts that all ranks have sent to `count` of these places, this rank's `words` among them, in the order
+// of ranks: the same bits on all.
 template <u32 PLACES, class Words>
-FN void sum_of_ranks(const Ranks& r, const u32 (&places)[PLACES], u32 count, Words (&words)[PLACES]) {
+FN void sum_of_ranks(const Ranks& r, u32 owner, const u32 (&places)[PLACES], u32 count, Words (&words)[PLACES]) {
+    if (SHOTS == 2 && owner != r.rank) return receive_from(r, owner, places, count, words, 2);
     Words came[PLACES][RANKS];
     receive(r, places, count, came);
 #pragma unroll
@@ -162,13 +195,14 @@ FN void sum_of_ranks(const Ranks& r, const u32 (&places)[PLACES], u32 count, Wor
             Words v = i == r.rank ? own : came[n][i];
             words[n] = i ? add_words(words[n], v) : v;
         }
+        if (SHOTS == 2 && n < count) send(r, places[n], words[n]);
     }
 }
 template <class Words>
-FN Words sum_of_ranks(const Ranks& r, u32 place, Words own) {
+FN Words sum_of_ranks(const Ranks& r, u32 owner, u32 place, Words own) {
     u32 places[1] = {place};
     Words words[1] = {own};
-    sum_of_ranks(r, places, 1, words);
+    sum_of_ranks(r, owner, places, 1, words);
     return words[0];
 }
 #endif

@@ -77,8 +77,8 @@ FN void add_ranks(const Launch& a, u32 row, u32 token, float& lo, float& hi) {
     Ranks ranks = ranks_of(a, a.site);
     u32 place = (row / 2 * MOST_TOKENS + token) * 2;
     u32x2 sum = {as_u32(lo), as_u32(hi)};
-    send(ranks, place, sum);
-    sum = sum_of_ranks(ranks, place, sum);
+    send_part(ranks, token % RANKS, place, sum);
+    sum = sum_of_ranks(ranks, token % RANKS, place, sum);
     lo = as_float(sum.x), hi = as_float(sum.y);
 #endif
 }

@@ -14,7 +14,7 @@
 //
 // SLICES, SLICE: an expert's width cut into slices of so many inputs. SHARED: the shared expert's width. HIDDEN, X: outputs,
 // and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage. FORMAT: of the
-// experts' weights, and so of h. RANKS: the sums are those of all ranks (ranks.cuh).
+// experts' weights, and so of h. RANKS, SHOTS: the sums are those of all ranks (ranks.cuh).
 #include "expert_formats.cuh"
 #include "ranks.cuh"
 #include "ring.cuh"
@@ -312,18 +312,19 @@ KERNEL(experts_down, ExpertsDownLaunch) {
     float before[MINE] = {old};
 #if RANKS > 1
     Ranks ranks = ranks_of(a, a.site);
+    u32 owner = (first + block_index()) % RANKS;
 #endif
 #pragma unroll
     for (u32 n = 0; n < MINE; n++) {
         u32 token = first + n * STEP;
         places[n] = token * X + column, sums[n] = n < count ? as_u32(sum_of(token, thread % 64)) : 0;
 #if RANKS > 1
-        if (n < count) send(ranks, places[n], sums[n]);
+        if (n < count) send_part(ranks, owner, places[n], sums[n]);
 #endif
         if (n && n < count && exists) before[n] = load_global_f32(a.residual + token * HIDDEN + column);
     }
 #if RANKS > 1
-    sum_of_ranks(ranks, places, count, sums);
+    sum_of_ranks(ranks, owner, places, count, sums);
 #endif
 #pragma unroll
     for (u32 n = 0; n < MINE; n++) {

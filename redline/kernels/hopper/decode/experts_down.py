@@ -17,7 +17,7 @@ from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, some_pa
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import EXPERTS, Links, ranks_of, sums_of
+from redline.kernels.hopper.ranks import EXPERTS, Links, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -66,7 +66,7 @@ _Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1) -> CudaKernel:
+def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, shots: int = 1) -> CudaKernel:
     """The program for `room` tokens at most. shared: Is padded, or 0.
 
     The sums of a token take 1 KB of shared memory where there are more than eight tokens.
@@ -86,7 +86,7 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1) -
         pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
     sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
     sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
-    defines = {"FORMAT": form.kind, "RANKS": ranks, **sizes}
+    defines = {"FORMAT": form.kind, "RANKS": ranks, "SHOTS": shots, **sizes}
     return CudaKernel("decode/experts_down.cu", "experts_down", _Launch, defines, memory(pairs))
 
 
@@ -120,7 +120,8 @@ def cuda(args: ExpertsDownArgs) -> Result:
         **sums_of(args.links, EXPERTS),
     )
     shared = 0 if shared_h is None else shared_h.shape[1]
-    kernel_of(args.weights.form, shared, d, _room(tokens), ranks_of(args.links)).launch(arguments, x_width // SLAB_ROWS)
+    ranks, shots = ranks_of(args.links), shots_of(args.links, tokens)
+    kernel_of(args.weights.form, shared, d, _room(tokens), ranks, shots).launch(arguments, x_width // SLAB_ROWS)
     return residual, x, squares
 
 

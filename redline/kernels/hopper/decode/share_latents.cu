@@ -101,9 +101,9 @@ FN void hand_over(const ShareLatentsLaunch& a, const Ranks& ranks, u32 owner, u3
 FN void take_over(const ShareLatentsLaunch& a, const Ranks& ranks, u32 source, u32 place) {
     u32 number = block_index_y() * SLICE + 8 * lane_index();
     store_global_4(a.out + ((u64)place * RANKS + source) * (2 * R) + 2 * number,
-                   receive<u32x4>(ranks, source, place * (R / 2) + number / 2));
+                   receive_from<u32x4>(ranks, source, place * (R / 2) + number / 2));
     if (block_index_y() == 0 && lane_index() == 0) {
-        float lse = as_float(receive<u32>(ranks, source, a.queries * a.heads * (R / 2) + place));
+        float lse = as_float(receive_from<u32>(ranks, source, a.queries * a.heads * (R / 2) + place));
         store_global_f32(a.lse_out + place * RANKS + source, lse == lse ? lse : infinity());  // a lost rank's: NaN
     }
 }

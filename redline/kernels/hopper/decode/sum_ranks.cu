@@ -2,7 +2,7 @@
 //
 // What ends a product whose kernel does not add up the ranks itself. A block has 512 columns of a token, a lane four.
 // A block may wait for its like on another chip, so all blocks of a launch must fit on the chip at once.
-// Macros: RANKS, HIDDEN, HIDDEN_PADDED, ROUTED.
+// Macros: RANKS, SHOTS, HIDDEN, HIDDEN_PADDED, ROUTED.
 #include "core.cuh"
 #include "ranks.cuh"
 
@@ -33,17 +33,18 @@ KERNEL(sum_ranks, SumRanksLaunch) {
     if (exists) gamma = load_global_4(a.gamma + column);
 #if RANKS > 1
     Ranks ranks = ranks_of(a, a.site);
+    u32 owner = (token + block_index() + warp_index()) % RANKS;
 #endif
     wait_for_previous_grid();
     if (exists) {
         v = load_global_4(a.partial + place);
         if (ROUTED) v = add_4(v, load_global_4(a.routed + place));
 #if RANKS > 1
-        send(ranks, place, v);
+        send_part(ranks, owner, place, v);
 #endif
         old = load_global_4(a.residual + place);
 #if RANKS > 1
-        v = sum_of_ranks(ranks, place, v);
+        v = sum_of_ranks(ranks, owner, place, v);
 #endif
         v = add_4(old, v);
         store_global_4(a.residual_out + place, v);

@@ -13,7 +13,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import ATTENTION, Links, Site, ranks_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, Links, Site, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -44,8 +44,8 @@ def reference(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.cache
-def _kernel(d: int, ranks: int, *, routed: bool) -> CudaKernel:
-    sizes = {"HIDDEN": d, "HIDDEN_PADDED": padded(d, PAD_K), "RANKS": ranks, "ROUTED": int(routed)}
+def _kernel(d: int, ranks: int, shots: int, *, routed: bool) -> CudaKernel:
+    sizes = {"HIDDEN": d, "HIDDEN_PADDED": padded(d, PAD_K), "RANKS": ranks, "SHOTS": shots, "ROUTED": int(routed)}
     return CudaKernel("decode/sum_ranks.cu", "sum_ranks", _Launch, sizes, shared=4 * _THREADS // 32, threads=_THREADS)
 
 
@@ -67,7 +67,8 @@ def cuda(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
         tokens=tokens,
         **sums_of(args.links, args.site),
     )
-    _kernel(d, ranks_of(args.links), routed=args.routed_TD is not None).launch(given, blocks, tokens)
+    ranks, shots = ranks_of(args.links), shots_of(args.links, tokens)
+    _kernel(d, ranks, shots, routed=args.routed_TD is not None).launch(given, blocks, tokens)
     return residual, x, squares
 
 
