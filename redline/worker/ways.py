@@ -20,6 +20,7 @@ from redline.transport.choice import TransportName, open_transport
 from redline.worker.arrivals import Arrivals, Budget
 from redline.worker.config import PEER_SHARE
 from redline.worker.departures import Departures
+from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # whatever a parcel that leaves is for
@@ -94,8 +95,11 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     share the model.
 
     `peer` and `auto` are `peer` on a GPU, and behind it `shared`. What comes to several ranks comes through the host's
-    memory, which all of them read: there is no `peer` for these. Raises ConfigError where no way can be had.
+    memory, which all of them read: there is no `peer` for these. `nixl` is the GPU's memory over NIXL where one rank
+    has the pages, and behind it the host's. Raises ConfigError where no way can be had.
     """
+    if name == "nixl" and device.type == "cuda" and ranks == 1:
+        return _over_nixl(device)
     host = "shared" if name in ("peer", "auto") else name
     if ranks > 1 and device.type == "cuda":
         found = [Carrier(host, open_transport(host, folder), PinnedParcels(device), PEER_SHARE)]
@@ -117,13 +121,28 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     return found
 
 
+def _over_nixl(device: torch.device) -> list[Carrier]:
+    """From GPU to GPU, and behind it from host to host: to workers that have no other, and where NIXL lacks CUDA."""
+    from redline.kernels.hopper.peers import PeerGpu
+    from redline.transport.nixl import NixlTransport
+
+    found = [Carrier("nixl", NixlTransport(), PinnedParcels(device), PEER_SHARE)]
+    try:
+        memory = ExportedParcels(device, PeerGpu(device))
+    except (RuntimeError, OSError) as error:
+        _log.warning("handoff.transport: `nixl` has no way from GPU to GPU (%s): the host's memory stands in", error)
+        return found
+    transport = NixlTransport(make=memory.make, settle=memory.settle)
+    return [Carrier("nixl-gpu", transport, memory, PEER_SHARE), *found]
+
+
 def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
     """Bytes of each rank's GPU that handoffs take, beside what its engine does. name: None: it hands nothing over."""
     if name is None or device.type != "cuda":
         return 0
-    if ranks > 1:
-        return STAGED_BYTES
-    return GpuParcels.sizes.area + GpuParcels.sizes.landing if name in ("peer", "auto") else 0
+    own = ranks == 1 and name != "shared"
+    pinned = ranks > 1 or name == "nixl"
+    return (GpuParcels.sizes.area + GpuParcels.sizes.landing if own else 0) + (STAGED_BYTES if pinned else 0)
 
 
 def open_ways(

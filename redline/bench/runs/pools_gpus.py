@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -374,7 +374,7 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
 def pieces(asked: Asked, save: Path) -> dict[str, Any]:
     """What `peer_pieces` measures. What goes wrong there is said in its place."""
     command = [sys.executable, "-m", "redline.bench.runs.peer_pieces", "--device", asked.device]
-    command += ["--devices", *map(str, asked.devices), "--save", str(save)]
+    command += ["--devices", *map(str, asked.devices), "--transport", asked.transport, "--save", str(save)]
     if asked.device == "cpu":
         command += ["--layers", "4", "--pages", "64", "--mib", "1", "4"]
     try:
@@ -396,7 +396,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--in-memory", type=count, default=4, help="of these; all others are one of them")
     parser.add_argument("--devices", type=int, nargs=2, default=[0, 1], help="who computes, who answers")
     parser.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of who computes, of who answers")
-    parser.add_argument("--transport", choices=("auto", "peer", "shared"), default="peer")
+    parser.add_argument("--transport", choices=get_args(TransportName), default="peer")
     parser.add_argument("--prompt", type=count, default=8192, help="tokens")
     parser.add_argument("--streams", type=count, default=8)
     parser.add_argument("--window", type=float, default=3.0, help="seconds of one window beside streams")
