@@ -258,6 +258,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
     return result
 
 
@@ -288,7 +289,7 @@ def main(said: Sequence[str] | None = None) -> None:
         order = dict.fromkeys([asked.devices[-1], asked.devices[0]])
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
     with tempfile.TemporaryDirectory(prefix="redline-pieces-", dir="/dev/shm") as name:
-        record = {**provenance("torch", "triton"), **measured(asked, Path(name) / "areas")}
+        record = {**provenance("torch", "triton", "nixl"), **measured(asked, Path(name) / "areas")}
     text = json.dumps(record, indent=1) + "\n"
     if asked.save is not None:
         asked.save.write_text(text)

@@ -415,7 +415,7 @@ def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
     if given.smoke:
         nano = ROOT / "models" / "kimi-nano"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        devices = (0, 0) if device == "cuda" and ranks == (1, 1) else devices
+        devices = (0, 0) if torch.cuda.device_count() == 1 and ranks == (1, 1) else devices
         config = K2Config.from_folder(nano)
         small = {"prompt": 640, "streams": 2, "stream_prompt": 64, "times": 2, "answers": 2, "tokens": 8}
         return Asked(nano, config, None, device, devices, ranks, given.transport, **small, window_s=1.0, turns=1), given
@@ -440,7 +440,7 @@ def main(said: Sequence[str] | None = None) -> None:
     asked, given = asked_of(said)
     began = time.monotonic()
     record: dict[str, Any] = {
-        **provenance("torch", "triton"),
+        **provenance("torch", "triton", "nixl"),
         "shape": "kimi-nano" if asked.weights else given.shape,
         "layers": asked.config.num_hidden_layers,
         "layers_in_memory": asked.in_memory,
