@@ -37,6 +37,16 @@ class Group(Protocol):
         """Begins `add`; what comes back ends it, once: until then the device may do other work."""
         ...
 
+    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
+        """Begins to add partial sums [ranks * n, D] as `begin_add` does; of the sum this rank is given its own n rows,
+        those from rank * n on. What is given must not be read or written before the end."""
+        ...
+
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+        """Begins to write the n rows of each rank, one rank's behind another's, into whole [ranks * n, W] on every
+        rank; what comes back ends it, once. Neither must be touched until then."""
+        ...
+
     def gather(self, part_RV: Tensor) -> Tensor:
         """[R, V / ranks] of each rank -> [R, V] on every rank, side by side in the order of ranks."""
         ...
@@ -72,6 +82,15 @@ class Alone:
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
         """Gives the same tensor."""
         return lambda: partial
+
+    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
+        """Gives the same tensor, all of whose rows are its own."""
+        return lambda: partial
+
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+        """Copies them."""
+        whole.copy_(own)
+        return lambda: None
 
     def gather(self, part_RV: Tensor) -> Tensor:
         """The same tensor."""

@@ -8,13 +8,13 @@ from redline.wire.job import Abort, Job
 from redline.wire.machines import Listening, Machine, Orders, Refused
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Recall, RoleTaken, Stop, TakeRole
 from redline.wire.profile import Profile, Profiled
-from redline.wire.ranks import Grow, Scatter
+from redline.wire.ranks import Export, Grow, Scatter
 from redline.wire.replicas import Ask, Drain, Replicas, Roster, Told, Use
 from redline.wire.step import Hurry, Place, RecordMore, Step
 
 Wire = (
     Job | Abort | Step | Delta | Ready | Failed | Beat | Knock | Missed | Load | Stop | Place | RecordMore | Hurry
-    | Grow | Scatter
+    | Export | Grow | Scatter
     | Cached | Recall | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
     | TakeRole | RoleTaken
     | Listening | Machine | Orders | Refused

@@ -201,12 +201,12 @@ class EngineCore:
         """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
 
         carriers: the ways that parcels may go, best first. lends: whether it computes prompts for others. area_bytes:
-        for the parcels of each way; None: as many as suit it. Where several ranks share the model, carriers are of the
-        host's memory. Raises ConfigError where there is no room for them.
+        for the parcels of each way; None: as many as suit it. Where several ranks share the model, what comes lies in
+        memory that all of them read. Raises ConfigError where there is no room for them.
         """
         if self._others is not None:
             others = self._others
-            carriers = [one._replace(memory=RankParcels(others, one.memory)) for one in carriers]
+            carriers = [one._replace(memory=RankParcels(others, one.memory, one.chip)) for one in carriers]
         share = HANDOFF_SHARE[self.model.device.type]
         ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
         return Exchange(self.planner, ways, clock=clock, **how)

@@ -24,7 +24,9 @@ from redline.transport.memory import host_memory
 from redline.wire.handoff import Piece
 from redline.worker.config import AREA_BYTES
 
-STAGED_BYTES = 64 << 20  # of a rank's GPU, for what is copied from pinned memory and waits for the stream of steps
+STAGED_BYTES = (
+    64 << 20
+)  # of a rank's GPU, for what is copied from another's, or from pinned memory, and waits for steps
 
 Ended = Callable[[], bool]
 
@@ -173,7 +175,8 @@ class PinnedParcels(GpuParcels):
     What comes is copied twice, to be added up and, once it is verified, for its pages.
     """
 
-    sizes = HostParcels.sizes
+    # A piece costs the host as much whatever its size, as of a GPU's own memory.
+    sizes = Sizes(parcel=16 << 20, area=AREA_BYTES, landing=64 << 20)
 
     def make(self, size: int) -> Memory:
         """As `ParcelMemory.make`."""

@@ -22,7 +22,7 @@ from redline.model.k2.config import K2Config
 from redline.run.runner import Pending, Runner
 from redline.wire.channel import SocketInbox
 from redline.wire.news import Stop
-from redline.wire.ranks import Grow, Scatter
+from redline.wire.ranks import Export, Grow, Scatter
 from redline.wire.step import Hurry, Place, RecordMore, Step
 from redline.worker.config import RankConfig
 from redline.worker.drawn import Comparison
@@ -108,6 +108,8 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: Fo
                 case Scatter():
                     # Rank 0 has settled the same steps when it does so: what still runs writes to none of these pages.
                     memory.scatter(command)
+                case Export():
+                    memory.map(command)
                 case Grow():
                     memory.grow(command)
                 case RecordMore():

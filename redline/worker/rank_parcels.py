@@ -1,7 +1,7 @@
 """What rank 0 brings in from outside, for every rank: parcels of another worker, and pages of memory below its cache.
 
-Both lie in memory that the ranks share. Rank 0 verifies them and tells the others, who put the same bytes into the same
-pages, before the first step that reads them.
+Both lie in memory that the ranks share, of the host or of rank 0's GPU. Rank 0 verifies them and tells the others, who
+put the same bytes into the same pages, before the first step that reads them.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from torch import Tensor
 from redline.run.handoff import Parcels
 from redline.run.kv import KvPool
 from redline.transport.base import Memory
+from redline.transport.peer import Chip
 from redline.wire.handoff import Piece
 from redline.wire.job import PAGE_TOKENS, PageId
 from redline.worker.parcel_memory import Ended, HostParcels, ParcelMemory, Sizes, Summed, pin
@@ -24,9 +25,9 @@ class RankParcels:
     What leaves does so from rank 0 alone: pages are whole on every rank, and the same.
     """
 
-    def __init__(self, ranks: Ranks, own: ParcelMemory) -> None:
-        """own: of the host, for what rank 0 does with its own pages."""
-        self._ranks, self._own = ranks, own
+    def __init__(self, ranks: Ranks, own: ParcelMemory, chip: Chip | None = None) -> None:
+        """own: for what rank 0 does with its own pages. chip: the GPU whose memory it is; None: it is the host's."""
+        self._ranks, self._own, self._chip = ranks, own, chip
         self.fill_s, self.patience_s = own.fill_s, own.patience_s
 
     @property
@@ -36,7 +37,7 @@ class RankParcels:
 
     def make(self, size: int) -> Memory:
         """As `ParcelMemory.make`."""
-        return self._ranks.share(size)
+        return self._ranks.share(size) if self._chip is None else self._ranks.export(self._chip, size)
 
     def tensor(self, memory: Memory) -> Tensor:
         """As `ParcelMemory.tensor`."""

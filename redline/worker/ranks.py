@@ -35,6 +35,7 @@ from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
 from redline.run.runner import Pending, Runner
 from redline.transport.base import Memory
+from redline.transport.peer import Chip
 from redline.wire.channel import SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.handoff import Piece
@@ -226,10 +227,17 @@ class Ranks:
         self.tell(grown)
         return memory
 
+    def export(self, chip: Chip, size: int) -> Memory:
+        """So many bytes of this rank's GPU, zeros, that every other can map. Raises ConfigError where they are not
+        there."""
+        memory, exported = self.memory.export(chip, size)
+        self.tell(exported)
+        return memory
+
     def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Ended:
-        """Has the others put a parcel, which lies in what `share` gave, into a job's pages: steps that they are told of
-        from now on find it there. -> whether they need its bytes no more, which raises RankLost where they never will
-        say so. Any thread may call this."""
+        """Has the others put a parcel, which lies in what `share` or `export` gave, into a job's pages: steps that they
+        are told of from now on find it there. -> whether they need its bytes no more, which raises RankLost where they
+        never will say so. Any thread may call this."""
         with self._commanding:
             self.tell(self.memory.scatter(piece, pages, from_B))
             number = self.memory.told

@@ -17,11 +17,12 @@ from redline.run.handoff import Parcels
 from redline.run.kv import KvPool
 from redline.transport.base import Peer, TransferFailed, Transport
 from redline.transport.choice import TransportName, open_transport
+from redline.transport.peer import Chip, PeerTransport
 from redline.worker.arrivals import Arrivals, Budget
 from redline.worker.config import PEER_SHARE
 from redline.worker.departures import Departures
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
+from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # whatever a parcel that leaves is for
 In = TypeVar("In")  # whatever one that comes is for
@@ -36,6 +37,7 @@ class Carrier(NamedTuple):
     transport: Transport
     memory: ParcelMemory
     share: float | None = None  # of the steps' time, that may go to parcels which come; None: as the device has it
+    chip: Chip | None = None  # whose memory it is; None: it is the host's
 
 
 class Way(Generic[Out, In]):
@@ -94,9 +96,9 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     """What a worker's configuration asks for. folder: of `shared`'s areas. device: that has its pages. ranks: that
     share the model.
 
-    `peer` and `auto` are `peer` on a GPU, and behind it `shared`. What comes to several ranks comes through the host's
-    memory, which all of them read: there is no `peer` for these. `nixl` is the GPU's memory over NIXL where one rank
-    has the pages, and behind it the host's. Raises ConfigError where no way can be had.
+    `peer` and `auto` are `peer` on a GPU, and behind it `shared`. What comes to several ranks lies in memory that all
+    of them read: of rank 0's GPU over `peer`, of the host over all others. `nixl` is the GPU's memory over NIXL where
+    one rank has the pages, and behind it the host's. Raises ConfigError where no way can be had.
     """
     if name == "nixl" and device.type == "cuda" and ranks == 1:
         return _over_nixl(device)
@@ -107,17 +109,16 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
         found = [Carrier(host, open_transport(host, folder), HostParcels())]
     if host == name:
         return found
-    if device.type == "cuda" and ranks == 1:
+    if device.type == "cuda":
         from redline.kernels.hopper.peers import PeerGpu
-        from redline.transport.peer import PeerTransport
 
         try:
-            found.insert(0, Carrier("peer", PeerTransport(PeerGpu(device)), GpuParcels(device), PEER_SHARE))
+            chip = PeerGpu(device)
+            found.insert(0, Carrier("peer", PeerTransport(chip), GpuParcels(device), PEER_SHARE, chip))
         except (RuntimeError, OSError) as error:
             _log.warning("handoff.transport: this GPU has no way `peer` (%s): `shared` stands in", error)
     elif name == "peer":
-        why = "the pages are in a CPU's memory" if ranks == 1 else f"{ranks} ranks have the pages"
-        _log.warning("handoff.transport is `peer`, and %s: `shared` stands in", why)
+        _log.warning("handoff.transport is `peer`, and the pages are in a CPU's memory: `shared` stands in")
     return found
 
 
@@ -128,21 +129,22 @@ def _over_nixl(device: torch.device) -> list[Carrier]:
 
     found = [Carrier("nixl", NixlTransport(), PinnedParcels(device), PEER_SHARE)]
     try:
-        memory = ExportedParcels(device, PeerGpu(device))
+        chip = PeerGpu(device)
+        memory = ExportedParcels(device, chip)
     except (RuntimeError, OSError) as error:
         _log.warning("handoff.transport: `nixl` has no way from GPU to GPU (%s): the host's memory stands in", error)
         return found
     transport = NixlTransport(make=memory.make, settle=memory.settle)
-    return [Carrier("nixl-gpu", transport, memory, PEER_SHARE), *found]
+    return [Carrier("nixl-gpu", transport, memory, PEER_SHARE, chip), *found]
 
 
 def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
     """Bytes of each rank's GPU that handoffs take, beside what its engine does. name: None: it hands nothing over."""
     if name is None or device.type != "cuda":
         return 0
-    own = ranks == 1 and name != "shared"
-    pinned = ranks > 1 or name == "nixl"
-    return (GpuParcels.sizes.area + GpuParcels.sizes.landing if own else 0) + (STAGED_BYTES if pinned else 0)
+    own = name in ("peer", "auto") or (name == "nixl" and ranks == 1)
+    staged = 2 * PinnedParcels.sizes.landing if ranks > 1 or name == "nixl" else 0
+    return (GpuParcels.sizes.area + GpuParcels.sizes.landing if own else 0) + staged
 
 
 def open_ways(

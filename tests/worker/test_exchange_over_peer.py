@@ -1,17 +1,25 @@
 """Handoffs from GPU to GPU, over books in the place of driver and GPU: what is launched ends later, or never."""
 
+import os
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from redline.run.handoff import Parcels
+from redline.run.kv import KvPool
+from redline.transport.base import Memory
 from redline.transport.memory import MemoryTransport
-from redline.transport.peer import PeerTransport
+from redline.transport.peer import Chip, PeerTransport
 from redline.wire.handoff import Piece
-from redline.wire.job import Abort, Job, JobId
+from redline.wire.job import Abort, Job, JobId, PageId
 from redline.worker.parcel_memory import Ended, HostParcels, Summed
+from redline.worker.rank_memory import FollowedMemory, RankMemory
+from redline.worker.rank_parcels import RankParcels
+from redline.worker.ranks import Ranks
 from redline.worker.ways import Carrier
 from tests.handoff import Pair
 from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run_alone, tiny_model
@@ -96,6 +104,51 @@ def test_a_prompt_travels_from_gpu_to_gpu(book: Book, looks: int) -> None:
     assert book.mapped.total() == 0
     for one in (asked(), asked("other", seed=2)):
         assert told(answers[one.id]) == alone(one)
+
+
+class OneMore:
+    """In the place of `worker.ranks.Ranks`: one rank more, whose pages are beside those of rank 0."""
+
+    def __init__(self, chip_of: Callable[[], Chip], like: KvPool) -> None:
+        planes, draft, tails = (torch.zeros_like(each) for each in (like.planes, like.draft, like.tails))
+        self.kv = cast("KvPool", SimpleNamespace(planes=planes, draft=draft, tails=tails))
+        self._memory = RankMemory(2)
+        self._other = FollowedMemory(os.dup(self._memory.file), 1, self.kv, lambda _: chip_of())
+
+    def export(self, chip: Chip, size: int) -> Memory:
+        memory, told = self._memory.export(chip, size)
+        self._other.map(told)
+        return memory
+
+    def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Ended:
+        self._other.scatter(self._memory.scatter(piece, pages, from_B))
+        number = self._memory.told
+        return lambda: self._memory.all_have(number)
+
+
+def test_what_comes_to_the_gpu_of_rank_0_reaches_the_pages_of_all_ranks(book: Book) -> None:
+    computes, writes = (open_engine(tiny_model(), speculation=BOTH, step_tokens=100) for _ in range(2))
+    kv = writes.runner.kv
+    more = [OneMore(book.gpu, engine.runner.kv) for engine in (computes, writes)]
+    ranks = iter([cast("Ranks", each) for each in more])
+
+    def carriers() -> list[Carrier]:
+        chip = book.gpu()
+        return [Carrier("peer", PeerTransport(chip), RankParcels(next(ranks), LateParcels(2), chip))]
+
+    both = Pair(computes, writes, carriers=carriers)
+    try:
+        answers = both.run([asked()])
+        assert both.answers.exchange.counts == {"taken over": 1}
+        finished(both)
+    finally:
+        both.close()
+    assert told(answers["asked"]) == alone(asked())
+    came = more[1].kv.planes != 0
+    assert came.any(-1).sum() == kv.planes.shape[0] * len(asked().tokens)
+    assert torch.equal(more[1].kv.planes[came], kv.planes[came])
+    assert more[1].kv.draft.any()
+    assert not more[0].kv.planes.any(), "nothing comes to who computes"
 
 
 def test_where_the_gpus_do_not_reach_each_other_it_travels_over_the_next_way(

@@ -14,9 +14,11 @@ from redline.run.kv import KvPool
 from redline.wire.codec import decode, encode
 from redline.wire.handoff import Piece
 from redline.wire.job import PageId
-from redline.wire.ranks import Grow, Scatter
+from redline.wire.ranks import Export, Grow, Scatter
+from redline.worker import rank_memory
 from redline.worker.parcel_memory import HostParcels
 from redline.worker.rank_memory import FollowedMemory, RankMemory
+from tests.transport.books import Book
 
 PAGES = [PageId(page) for page in (5, 0, 3, 7, 2)]  # of a job, whose positions 0 to 319 they hold
 PIECES = [
@@ -56,6 +58,48 @@ def test_pieces_reach_another_rank_from_every_part_of_the_memory() -> None:
         assert memory.taken(1) == memory.told == number + 1
         for name in ("planes", "draft", "tails"):
             assert torch.equal(getattr(theirs, name), getattr(expected, name)), name
+    memory.close()
+
+
+def test_a_parcel_of_rank_0s_gpu_is_copied_by_the_others_and_counted_once_it_is_there() -> None:
+    book, memory, ours, theirs = Book(polls=2), RankMemory(2), kv(1), kv(2)
+    expected, parcels, chip = kv(2), Parcels(ours), book.gpu()
+    other = FollowedMemory(os.dup(memory.file), 1, theirs, lambda _: book.gpu())
+    for number, piece in enumerate(PIECES):  # a memory for each, and then some of the host's
+        landing, exported = memory.export(chip, 100_000)
+        told = decode(encode(exported))
+        assert isinstance(told, Export)
+        other.map(told)
+        parcel_B = HostParcels().tensor(landing)[64 * number : 64 * number + parcels.size(piece)]
+        parcels.gather(piece, PAGES, parcel_B)
+        Parcels(expected).scatter(piece, PAGES, parcel_B)
+        command = decode(encode(memory.scatter(piece, PAGES, parcel_B)))
+        assert isinstance(command, Scatter)
+        assert command.exported == number
+        other.scatter(command)
+        parcel_B.zero_()  # its bytes may go
+        assert memory.all_have(number + 1)
+        for name in ("planes", "draft", "tails"):
+            assert torch.equal(getattr(theirs, name), getattr(expected, name)), name
+    part, grown = memory.grow(100_000)
+    other.grow(grown)
+    parcel_B = HostParcels().tensor(part)[: parcels.size(PIECES[0])]
+    assert memory.scatter(PIECES[0], PAGES, parcel_B).exported is None
+    memory.close()
+
+
+def test_a_gpu_that_does_not_copy_ends_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, memory = Book(polls=1 << 30), RankMemory(2)
+    monkeypatch.setattr(rank_memory, "HANG_S", 0.05)
+    other = FollowedMemory(os.dup(memory.file), 1, kv(2), lambda _: book.gpu())
+    landing, exported = memory.export(book.gpu(), 100_000)
+    other.map(exported)
+    command = memory.scatter(PIECES[0], PAGES, HostParcels().tensor(landing)[: Parcels(kv(1)).size(PIECES[0])])
+    with pytest.raises(RuntimeError, match=r"has not ended a copy from rank 0's in 0\.05 s"):
+        other.scatter(command)
+    assert memory.taken(1) == 0
+    with pytest.raises(ConfigError, match=r"engine\.ranks: .*of the GPU's memory for pages .*out of memory"):
+        memory.export(book.gpu(), 1 << 41)
     memory.close()
 
 

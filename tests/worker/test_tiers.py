@@ -1,5 +1,6 @@
 """Engines whose pages go below the prefix cache and come back: answers are those of an engine without tiers."""
 
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from redline.errors import ConfigError
 from redline.wire.job import PAGE_TOKENS, Job
 from redline.worker.engine import EngineCore
-from tests.tiers import close, open_tiers, run, tier, tiers_of
+from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of
 from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
 
 FEW: dict[str, Any] = {"pages": 12, "step_tokens": 100, "max_model_len": 640}
@@ -155,3 +156,16 @@ def test_a_disk_that_is_full_is_said_and_answers_go_on(
         tiers_of(engine).store.flush(1.0)
     assert answers == [alone(seed).tokens for seed in (1, 2, 1)]
     assert "the disk takes no more pages: No space left on device" in caplog.text
+
+
+def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> None:
+    with opened() as engine:
+        store, until = tiers_of(engine).store, time.monotonic() + WAIT_S
+        slots = store._host.slots
+        with store._lock:  # as where a GPU reads it
+            slots.ahead = 1
+            store._lock.notify_all()
+        while slots.short:
+            assert time.monotonic() < until, "nothing is made"
+            time.sleep(0.001)
+        store.check()

@@ -18,9 +18,9 @@ from redline.transport.peer import PeerTransport
 from redline.worker import ways
 from redline.worker.config import PEER_SHARE
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.parcel_memory import GpuParcels, HostParcels, Sizes
+from redline.worker.parcel_memory import GpuParcels, HostParcels, PinnedParcels, Sizes
 from redline.worker.ways import Carrier, Way, aside, carriers, connect, open_ways, told_of
-from tests.transport.books import Book
+from tests.transport.books import Book, BookGpu
 
 CPU = torch.device("cpu")
 
@@ -87,23 +87,33 @@ GPU = torch.device("cuda")
 def test_what_handoffs_take_of_a_gpu_is_what_its_ways_ask_for() -> None:
     sizes = GpuParcels.sizes
     assert aside("auto", GPU, 1) == aside("peer", GPU, 1) == sizes.area + sizes.landing == 384 << 20
-    assert aside("nixl", GPU, 1) == (384 << 20) + (64 << 20), (
-        "and what is copied from pinned memory, where it has to be"
-    )
     assert [aside(name, GPU, 1) for name in ("shared", None)] == [0, 0]
-    assert aside("auto", GPU, 2) == aside("shared", GPU, 2) == 64 << 20
+    staged = 2 * PinnedParcels.sizes.landing
+    assert (aside("auto", GPU, 2), aside("shared", GPU, 2)) == (sizes.area + sizes.landing + staged, staged)
+    assert (aside("nixl", GPU, 1), aside("nixl", GPU, 2)) == (sizes.area + sizes.landing + staged, staged)
     assert aside("auto", CPU, 1) == aside("auto", CPU, 2) == 0
 
 
-def test_a_worker_of_several_ranks_has_no_way_from_gpu_to_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_several_ranks_have_the_way_from_gpu_to_gpu_that_one_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ways, "PinnedParcels", lambda _: Small())
-    for name in ("auto", "peer", "shared"):
-        (only,) = carriers(name, tmp_path / "areas", GPU, ranks=2)
-        assert (only.name, only.share) == ("shared", PEER_SHARE)
-        assert ("2 ranks have the pages: `shared` stands in" in caplog.text) == (name == "peer"), name
-        caplog.clear()
+    chip = Book().gpu()
+
+    def small(_: torch.device) -> Small:
+        return Small()
+
+    def gpu(_: torch.device) -> BookGpu:
+        return chip
+
+    for name in ("PinnedParcels", "GpuParcels"):
+        monkeypatch.setattr(ways, name, small)
+    monkeypatch.setattr(peers, "PeerGpu", gpu)
+    for name in ("auto", "peer"):
+        best, behind = carriers(name, tmp_path / "areas", GPU, ranks=2)
+        assert (best.name, best.share, best.chip) == ("peer", PEER_SHARE, chip)
+        assert (behind.name, behind.share, behind.chip) == ("shared", PEER_SHARE, None)
+    (only,) = carriers("shared", tmp_path / "areas", GPU, ranks=2)
+    assert (only.name, only.chip) == ("shared", None)
 
 
 class Registers(MemoryTransport):

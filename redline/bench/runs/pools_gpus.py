@@ -11,9 +11,11 @@ other ones for another number of ranks. The file is written anew after each part
 1. pieces: `peer_pieces`, in a process of its own: GB/s by a parcel's size, beside plain copies of the same bytes.
 2. Two workers as `redline serve` starts them, one that computes prompts and one that answers; this program sends what a
    gateway would.
-3. alone: milliseconds to the first token of a prompt, computed where it is answered (`local`), handed over (`handed`),
-   and both once more with all but its last page cached where it is computed. The handoff by itself, with nothing to
-   hide behind, takes `handed_cached - local_cached`; what is not hidden behind the prompt is `handed - local`.
+3. alone: milliseconds to the first token of a prompt, computed where it is answered (`local`), computed and answered by
+   the worker that computes (`there`: its GPUs are others, and need not be as fast), handed over (`handed`), and the
+   last two once more with all but its last page cached where it is computed (`there_cached`, `handed_cached`). The
+   handoff by itself, with nothing to hide behind, takes `handed_cached - there_cached`; what is not hidden behind the
+   prompt is `handed - there`.
 4. beside: streams decode; windows without prompts, with prompts that come one after another, and with prompts that are
    cached where they are computed, so that nothing but their pages comes, one window after the other and back. A step is
    what lies between two tokens of a stream.
@@ -266,23 +268,24 @@ class Pools:
 
 def alone(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[str, Any]:
     """First tokens with nothing beside."""
-    times: dict[str, list[float]] = {"local": [], "handed": [], "local_cached": [], "handed_cached": []}
+    times: dict[str, list[float]] = {kind: [] for kind in ("local", "there", "handed", "there_cached", "handed_cached")}
     cached: dict[str, list[int]] = {kind: [] for kind in times}
     for number in range(asked.times):
         tokens, salt = draw(asked.prompt), f"alone {number}"
         for kind, name in (
             ("local", f"{salt} local"),
+            ("there", f"{salt} there"),
             ("handed", salt),
-            ("local_cached", salt),
+            ("there_cached", salt),
             ("handed_cached", salt),
         ):
-            by = pools.computes if kind == "local_cached" else None
+            by = pools.computes if kind.startswith("there") else None
             answer = pools.ask(pools.job(tokens, 1, name), handed=kind.startswith("handed"), by=by)
             times[kind].append(answer.first_ms)
             cached[kind].append(answer.cached)
     middle = {kind: statistics.median(each) for kind, each in times.items()}
     size = asked.prompt * asked.config.kv_bytes_per_token(torch.bfloat16)
-    by_itself, not_hidden = middle["handed_cached"] - middle["local_cached"], middle["handed"] - middle["local"]
+    by_itself, not_hidden = middle["handed_cached"] - middle["there_cached"], middle["handed"] - middle["there"]
     return {
         "first_token_ms": {kind: spread(each) for kind, each in times.items()},
         "cached_tokens": cached,
@@ -291,7 +294,7 @@ def alone(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[
         "handoff_by_itself_gb_s": round(size / by_itself / 1e6, 2) if by_itself > 0 else None,
         "not_hidden_ms": round(not_hidden, 3),
         "hidden_share": round(1 - max(0.0, not_hidden) / by_itself, 3) if by_itself > 0 else None,
-        "not_hidden_over_first_token": round(not_hidden / middle["local"], 4),
+        "not_hidden_over_first_token": round(not_hidden / middle["there"], 4),
     }
 
 

@@ -5,13 +5,17 @@
 
 Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
 over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
-of the operations, and the layer's two sums through NCCL are a part of their own; the whole is timed once with sums of
-all rows together too (`ms_together`), where it is not with those of some rows after others.
+of the operations. There the whole is timed in two more ways: with rows divided, all in one part (`ms_together`), and
+with rows whole on every rank (`ms_whole`). What ranks exchange through NCCL is timed alone: `scatters` (the sums of a
+rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole. A row's residual is
+compared with the same where rows are whole, and bits among ranks; where they are not right the program says so at its
+end, with code 1.
 """
 
 import argparse
+import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 
 import msgspec
@@ -22,14 +26,16 @@ from redline.bench.machine import measure
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
-from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper import block
-from redline.kernels.hopper.block import GpuBlock, prefill_block
+from redline.errors import RedlineError
+from redline.kernels.group import ALONE, Group, least
+from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
+from redline.kernels.hopper.prefill import stream as streams
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.hopper.prefill.stream import PromptStream
 from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
@@ -38,6 +44,10 @@ from redline.wire.job import PAGE_TOKENS
 
 LAYERS = 4  # one behind the other, where the whole is timed: over ranks a layer hides sums of the one in front
 PEER_MS = {8192: 31.9}  # vLLM 0.26 on an NVIDIA H200, per MoE layer, from the start of a prompt
+
+
+FLOAT_EXACT = 1 << 24  # integers up to it are float32's, in which `least` compares them
+FAR = 0.1  # relative: four layers whose partial sums are bf16 stay below it
 
 
 def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
@@ -69,6 +79,19 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
+@contextlib.contextmanager
+def streams_of(**constants: int) -> Generator[None]:
+    """Inside, the constants of `prefill/stream.py` by these names are others."""
+    kept = {name: getattr(streams, name) for name in constants}
+    try:
+        for name, value in constants.items():
+            setattr(streams, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(streams, name, value)
+
+
 class Layer:
     """A block with experts, and so many tokens of one prompt before it.
 
@@ -79,13 +102,35 @@ class Layer:
         self.w, self.inputs, self.plane, self.group = w, inputs, plane, group
         self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
 
-    def whole(self) -> None:
-        """Enqueues the layer over all tokens LAYERS times, as the model runs one behind the other."""
-        residual, sums = self.residual.clone(), None
+    def whole(self, forced_TK: Tensor | None = None) -> PromptStream:
+        """Enqueues the layer over all tokens LAYERS times, as the model runs one behind the other.
+
+        forced_TK: as `prefill_block` takes it.
+        """
+        stream = PromptStream.begin(len(self.residual), lambda rows: self.residual[rows].clone(), self.group)
         for _ in range(LAYERS):
-            residual, sums = prefill_block(residual, sums, self.w, self.inputs, self.plane, None, self.group)
-        if sums is not None:
-            sums.whole()
+            stream = prefill_block(stream, self.w, self.inputs, self.plane, forced_TK)
+        return stream.added()
+
+    def compared(self) -> tuple[float, bool]:
+        """How far a row is at most from the same with rows whole on every rank, relative to it, behind LAYERS layers;
+        and whether all ranks have the same bits of the residual and in their pages.
+
+        Experts are given, since of two that are near rounding chooses either.
+        """
+        assert self.w.experts is not None
+        count, chosen = self.w.experts.bias_E.shape[0], self.w.experts.chosen
+        forced_TK = torch.rand(len(self.residual), count, device="cuda").topk(chosen).indices.to(torch.int32)
+
+        def residual() -> Tensor:
+            stream = self.whole(forced_TK)
+            return stream.whole(part.residual for part in stream.parts)
+
+        divided = residual()
+        same = all(_same_on_all(self.group, tensor) for tensor in (divided, self.plane))
+        with streams_of(DIVIDED=len(self.residual) + 1):
+            whole = residual()
+        return float(((divided - whole).norm(dim=1) / whole.norm(dim=1)).max()), same
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What enqueues each part alone, by its name, on activations that are computed here.
@@ -114,36 +159,62 @@ class Layer:
         ids = (scores + e.bias_E).topk(e.chosen).indices
         weights, ids = scores.gather(1, ids), ids.to(torch.int32)
 
+        ranks, group = self.group.ranks, self.group
+        divided = ranks > 1 and x.shape[0] >= streams.DIVIDED
+        own = -(-x.shape[0] // ranks) if divided else x.shape[0]
+
         def rows() -> None:
-            norm_rows(self.residual, None, w.attention_norm, w.eps)
+            norm_rows(self.residual[:own], None, w.attention_norm, w.eps)
             split()
             rotate_heads(q, i.cos_T, i.sin_T)
-            norm_rows(self.residual, None, w.mlp_norm, w.eps)
+            norm_rows(self.residual[:own], None, w.mlp_norm, w.eps)
             swiglu(both, first, w.width)
             (both[:, :count].sigmoid() + e.bias_E).topk(e.chosen)
 
         def products() -> None:
-            product(x, attention.w_a, torch.float32)
+            product(x[:own], attention.w_a, torch.float32)
             product(q_a, attention.w_q, torch.bfloat16)
             product(o.flatten(1), w.o_proj, torch.bfloat16)
             product(x, w.gates, torch.float32)
             h[:, : w.width] @ down.dense().T  # pyright: ignore[reportUnusedExpression]
 
-        partial = torch.zeros(x.shape[0], w.mlp_norm.shape[0], dtype=torch.bfloat16, device="cuda")
-
-        def sums() -> None:
-            self.group.add(partial)
-            self.group.add(partial)
-
-        return {
+        parts: dict[str, Callable[[], object]] = {
             "products": products,
             "rows": rows,
             "attention": lambda: attend_chunks(
                 q, attention, w.softmax_scale, i.chunks, i.rows_T, i.tables, self.plane, o
             ),
             "experts": lambda: grouped_experts(x, ids, weights, e.up, e.down),
-            **({"sums": sums} if self.group.ranks > 1 else {}),
         }
+        if ranks == 1:
+            return parts
+        partial = torch.zeros(own * ranks if divided else own, w.mlp_norm.shape[0], dtype=torch.bfloat16, device="cuda")
+        wider = partial.float()
+
+        def sums() -> None:
+            group.add(partial)
+            group.add(wider)
+
+        parts["sums"] = sums
+        if not divided:
+            return parts
+        gathered = [(each[:own], each.new_empty(own * ranks, each.shape[1])) for each in (a, x)]
+
+        def scatters() -> None:
+            group.begin_add_rows(partial)()
+            group.begin_add_rows(partial)()
+
+        def gathers() -> None:
+            for mine, whole in gathered:
+                group.begin_gather_rows(mine, whole)()
+
+        return {**parts, "scatters": scatters, "gathers": gathers}
+
+
+def _same_on_all(group: Group, tensor: Tensor) -> bool:
+    number = int(tensor.view(torch.int16).long().sum()) % FLOAT_EXACT
+    lowest, beyond_highest = (least(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
+    return lowest == FLOAT_EXACT - beyond_highest
 
 
 def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Inputs:
@@ -189,29 +260,45 @@ def main() -> None:
                 plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, config.kv_width, device="cuda").bfloat16()
                 layer = Layer(model.gpu_blocks[1], inputs, plane, tokens, group)
                 cases.append(measured(layer, tokens, start, given.repeats, machine.flops_per_s))
-    if own_rank() or not given.save:
-        return
-    record = {
-        **provenance("torch", "triton"),
-        "gpu": torch.cuda.get_device_name(),
-        "ranks": given.ranks,
-        "flops_per_s": machine.flops_per_s,
-        "peer_ms": PEER_MS if given.ranks == 1 else {},
-        "cases": cases,
-    }
-    given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    if given.save and not own_rank():
+        record = {
+            **provenance("torch", "triton"),
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": given.ranks,
+            "flops_per_s": machine.flops_per_s,
+            "peer_ms": PEER_MS if given.ranks == 1 else {},
+            "cases": cases,
+        }
+        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    for case in cases:
+        check(case)
+
+
+def check(case: dict[str, object]) -> None:
+    """Raises RedlineError where ranks have other bits, or a row is further off than rounding brings it."""
+    if case.get("same_bits") is False:
+        raise RedlineError(f"{case['tokens']} tokens: ranks do not have the same bits")
+    apart = case.get("apart", 0.0)
+    if not isinstance(apart, float) or not apart < FAR:
+        raise RedlineError(f"{case['tokens']} tokens: a row is {apart} from what it is with rows whole, beyond {FAR}")
 
 
 def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> dict[str, object]:
     """One case, printed and as it is saved."""
     counted = flops(tokens, start, layer.group.ranks)
     ms = milliseconds(layer.whole, repeats) / LAYERS
-    together = None
+    others: dict[str, float | bool] = {}
     if layer.group.ranks > 1:
-        kept, block.PARTS = block.PARTS, 1
-        together = milliseconds(layer.whole, repeats) / LAYERS
-        block.PARTS = kept
-        print(f"sums of all rows together: {together:.2f} ms")
+        for name, constants in (
+            ("ms_together", {"PARTS": 1, "DIVIDED": LISTED + 1}),
+            ("ms_whole", {"DIVIDED": tokens + 1}),
+        ):
+            with streams_of(**constants):
+                others[name] = milliseconds(layer.whole, repeats) / LAYERS
+        print(f"rows divided in one part: {others['ms_together']:.2f} ms; rows whole: {others['ms_whole']:.2f} ms")
+        others["apart"], others["same_bits"] = layer.compared()
+        bits = "the same bits" if others["same_bits"] else "other bits"
+        print(f"rows are {others['apart']:.1e} apart from whole ones at most; {bits} on all ranks")
     parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
     total = sum(counted.values())
     rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
@@ -225,7 +312,7 @@ def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: f
         "tokens": tokens,
         "start": start,
         "ms": round(ms, 3),
-        **({} if together is None else {"ms_together": round(together, 3)}),
+        **{name: value if isinstance(value, bool) else round(value, 4) for name, value in others.items()},
         "floor_ms": round(floor_ms, 3),
         "tflops": round(total / ms / 1e9, 1),
         "parts": {name: round(part, 3) for name, part in parts.items()},

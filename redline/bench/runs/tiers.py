@@ -20,6 +20,7 @@ may, and such are counted.
 
 import argparse
 import copy
+import gc
 import json
 import random
 import tempfile
@@ -29,6 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch
+
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -37,7 +40,7 @@ from redline.bench.runs.tiers_repeated import repeated
 from redline.bench.runs.tiers_served import served_turns
 from redline.bench.runs.trees import MODEL, ROOT
 from redline.chat.hashing import make_job
-from redline.chat.tokenizer import RESERVED
+from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import ConfigError, RedlineError
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
@@ -144,9 +147,8 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     draw, longest = random.Random(given.seed), max(series.lengths) + MORE + ANSWER + PAGE_TOKENS
     config: dict[str, Any] = {"max_model_len": max(longest, *WARM) + MORE + ANSWER, "device": given.device}
     config |= {"ranks": given.ranks, "random_weights": given.in_memory if given.shape else None}
-    with Engine.open(folder, EngineConfig(**config)) as probe:
-        size = probe.tokenizer.vocab_size - RESERVED
-        of_token = probe.engine.model.config.kv_bytes_per_token(kv_dtype_of("bf16"))
+    size = Tokenizer.open(folder).vocab_size - RESERVED
+    of_token = K2Config.from_folder(folder).kv_bytes_per_token(kv_dtype_of("bf16"))
     lag = len(series.lengths)
     prompts = [
         [draw.randrange(size) for _ in range(series.lengths[number % lag])] for number in range(series.conversations)
@@ -154,26 +156,32 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     more = [[draw.randrange(size) for _ in range(MORE)] for _ in prompts]
     room = 2 * of_token * (sum(map(len, prompts)) + series.conversations * (MORE + 2 * PAGE_TOKENS))
     config["kv_memory"] = (config["max_model_len"] + PAGE_TOKENS) * of_token
-    asked, answers, parted = list[Asked](), dict[int, tuple[int, ...]](), 0
-    with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
-        config |= {"host_memory": room, "disk": place, "disk_size": 2 * room}
-        with Engine.open(folder, EngineConfig(**config)) as engine:
-            talks = Talks(engine)
-            talks.warm(draw, size)
-            for number in range(series.conversations + lag):
-                if number < series.conversations:
-                    asked.append(talks.ask(prompts[number])[0])
-                if (back := number - lag) >= 0:
-                    one, answers[back] = talks.ask(prompts[back] + more[back])
-                    asked.append(one)
-        began = time.perf_counter()
+    # (conversation, whether it returns): each returns `lag` conversations later.
+    turns = [(at, back) for number in range(len(prompts) + lag) for at, back in ((number, False), (number - lag, True))]
+    turns = [(at, back) for at, back in turns if 0 <= at < len(prompts)]
+
+    def opened(turns: Sequence[tuple[int, bool]]) -> tuple[float, list[Asked], dict[int, tuple[int, ...]]]:
+        """Seconds until the engine was open; what was asked; the answers of those that return."""
+        began, asked, answers = time.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
         with Engine.open(folder, EngineConfig(**config)) as engine:
             opened_s, talks = time.perf_counter() - began, Talks(engine)
             talks.warm(draw, size)
-            for number, prompt in enumerate(prompts):
-                one, answer = talks.ask(prompt + more[number])
-                parted += answer != answers[number]
+            for at, back in turns:
+                one, answer = talks.ask(prompts[at] + more[at] if back else prompts[at])
                 asked.append(one)
+                if back:
+                    answers[at] = answer
+        return opened_s, asked, answers
+
+    with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
+        config |= {"host_memory": room, "disk": place, "disk_size": 2 * room}
+        _, asked, answers = opened(turns)
+        if given.device == "cuda":  # the model of before is nobody's: its memory is for the next
+            gc.collect()
+            torch.cuda.empty_cache()
+        opened_s, again, from_disk = opened([(at, True) for at in range(len(prompts))])
+    asked += again
+    parted = sum(from_disk[at] != answer for at, answer in answers.items())
     if parted and given.device == "cpu":
         raise RedlineError(f"{parted} conversations have another answer from the disk than from memory")
     return {

@@ -174,18 +174,18 @@ def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Wor
     with torch.inference_mode():
         device = step.routing.device
         turn = itertools.cycle(step.captures or (captured(step.run, device),))
-        reroute = _reroute(step, depth, seed)
+        fresh_experts = reroute(step, depth, seed)
         chosen = torch.zeros(depth.config.num_hidden_layers - depth.dense, dtype=torch.int64, device=device)
 
         def count() -> None:
             chosen.add_(distinct(step.routing[depth.dense :], depth.config.n_routed_experts))
 
-        times = sorted(_times(lambda: next(turn)(), reroute, count, repeats, device))
+        times = sorted(_times(lambda: next(turn)(), fresh_experts, count, repeats, device))
         experts = int(chosen.sum()) / (repeats + WARM_UP)
         did()
 
         def fresh() -> None:
-            reroute()
+            fresh_experts()
             next(turn)()
 
         per_layer = experts / max(len(chosen), 1)
@@ -215,8 +215,11 @@ def captured(work: Work, device: torch.device) -> Work:
     return graph.replay
 
 
-def _reroute(step: Step, depth: Depth, seed: int) -> Work:
-    """Draws all experts of a step anew, in the stream's order."""
+def reroute(step: Step, depth: Depth, seed: int = 0) -> Work:
+    """A call that draws all experts of a step anew, in the stream's order; nothing where the model routes.
+
+    seed: of all its draws, which are the same for the same seed.
+    """
     overlap, config = depth.overlap, depth.config
     if overlap is None:
         return lambda: None

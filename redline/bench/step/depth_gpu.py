@@ -48,17 +48,27 @@ class GpuStep:
     progress: told of (bytes of weights made, bytes in all). Its graphs are captured once this is made.
     """
 
-    def __init__(self, depth: Depth, progress: Progress, device: torch.device = CUDA, group: Group = ALONE) -> None:
-        """group: of as many ranks as the depth has."""
+    def __init__(
+        self,
+        depth: Depth,
+        progress: Progress,
+        device: torch.device = CUDA,
+        group: Group = ALONE,
+        like: "GpuStep | None" = None,
+    ) -> None:
+        """group: of as many ranks as the depth has. like: a step whose model this one has too; None: a new one."""
         config, whole = depth.config, Memory(depth).weights
         place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
 
         def made(count: int, of: int) -> None:
             progress(whole * count // of, whole)
 
-        self._model = random_gpu_k2(config, place, device, progress=made, group=group)
-        at = {depth.physical_layer(layer): block for layer, block in enumerate(self._model.gpu_blocks)}
-        self._blocks = [at[place] for place in range(depth.physical)]
+        if like is None:
+            self._model = random_gpu_k2(config, place, device, progress=made, group=group)
+            at = {depth.physical_layer(layer): block for layer, block in enumerate(self._model.gpu_blocks)}
+            self._blocks = [at[place] for place in range(depth.physical)]
+        else:
+            self._model, self._blocks = like._model, like._blocks
         self._depth = depth
         sizes = config.num_hidden_layers, depth.rows, depth.tokens, config.n_routed_experts, config.num_experts_per_tok
         self.routing = draw(torch.Generator(device).manual_seed(0), *sizes)

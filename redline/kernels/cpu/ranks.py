@@ -72,6 +72,16 @@ class SharedMemoryGroup:
         whole = self.add(partial)
         return lambda: whole
 
+    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_add_rows`, and ends it: float32, in new memory."""
+        own = self.add(partial).chunk(self.ranks)[self.rank]
+        return lambda: own
+
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+        """As `Group.begin_gather_rows`, and ends it: by way of float32."""
+        whole.copy_(self.gather(own).unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1))
+        return lambda: None
+
     def gather(self, part_RV: Tensor) -> Tensor:
         """As `Group.gather`: float32 [R, V], in new memory. V / ranks is at most 262,144."""
         part_RV = part_RV.float().contiguous()

@@ -8,14 +8,12 @@ that divide long contexts launch two more.
 attention for chunks of prompts, absorbed attention for tokens that decode among them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
@@ -33,7 +31,8 @@ from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product, products
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
-from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
+from redline.kernels.hopper.prefill.stream import Part, PromptStream
 from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links
 from redline.kernels.inputs import Inputs
 from redline.ops.route_experts import choose
@@ -41,7 +40,6 @@ from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
 LISTED = 32  # tokens up to which experts run pair by pair; more run grouped by expert
-PARTS, PART_ROWS = 2, 1024  # that the rows of a prompt's sums over ranks come in, and at least so many rows of each
 
 
 @dataclass(frozen=True)
@@ -153,44 +151,22 @@ def decode_block(
     return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm, links))
 
 
-@dataclass(frozen=True)
-class PartialSums:
-    """What ranks add up of a sublayer, float32 or bf16 [T, D], some rows after others.
-
-    parts: rows, and what gives their sums once, as `Group.begin_add` has it. What is next to be computed of the first
-    rows is computed while the last are on their way.
-    """
-
-    parts: tuple[tuple[slice, Callable[[], Tensor]], ...]
-
-    def whole(self) -> Tensor:
-        """[T, D], all added up."""
-        return _joined([end() for _, end in self.parts])
-
-
 def prefill_block(
-    residual_TD: Tensor,
-    sums: PartialSums | None,
-    w: GpuBlock,
-    inputs: Inputs,
-    plane: Tensor,
-    forced_TK: Tensor | None,
-    group: Group = ALONE,
-) -> tuple[Tensor, PartialSums | None]:
-    """One block of any step. -> (residual, sums) for the next block.
+    stream: PromptStream, w: GpuBlock, inputs: Inputs, plane: Tensor, forced_TK: Tensor | None
+) -> PromptStream:
+    """One block of any step; the stream's group are the ranks of which each has a part of the block.
 
-    residual float32 [T, D]: the given one is changed in place. sums: for the next norm to add; None: nothing. plane
-    [pages, 64, R + P]: read, and written at rows_T. forced_TK int32 [T, K]: the experts to take instead of choosing.
-    group: the ranks of which each has a part of the block.
+    stream: its residual is changed in place, and it must not be used afterwards. plane [pages, 64, R + P]: read, and
+    written at rows_T. forced_TK int32 [T, K]: the experts to take instead of choosing.
     """
-    attention = w.attention
-    tokens, heads, value = residual_TD.shape[0], attention.heads, attention.w_uv.shape[1]
+    attention, tokens = w.attention, stream.tokens
+    heads, value = attention.heads, attention.w_uv.shape[1]
     norms, into = (attention.q_norm, attention.kv_norm), products(attention.w_a, torch.float32)
+    a, arriving = stream.gather(into(x) for x in stream.normed(w.attention_norm, w.eps))
     queries: list[Tensor] = []
-    for rows, partial in _arriving(sums, tokens):
-        _, x = norm_rows(residual_TD[rows], partial, w.attention_norm, w.eps)
+    for rows in arriving:
         placed = inputs.cos_T[rows], inputs.sin_T[rows], inputs.rows_T[rows]
-        queries.append(split_a(into(x), *norms, *placed, plane, attention.eps))
+        queries.append(split_a(a[rows], *norms, *placed, plane, attention.eps))
     q = product(_joined(queries), attention.w_q, torch.bfloat16).view(tokens, heads, attention.width)
     q = rotate_heads(q, inputs.cos_T, inputs.sin_T)
     o = torch.empty(tokens, heads, value, dtype=torch.bfloat16, device=q.device)
@@ -202,63 +178,50 @@ def prefill_block(
         places = torch.arange(decoding.shape[0], dtype=torch.int32, device=q.device)
         o[decoding] = _absorbed(q[decoding], places, w, inputs, plane)[:, : heads * value].unflatten(1, (heads, value))
     out = products(w.o_proj, torch.bfloat16)
-    return residual_TD, _mlp(
-        residual_TD, _begin(group, tokens, lambda rows: out(o[rows].flatten(1))), w, forced_TK, group
-    )
+    return _mlp(stream.adding(lambda part: out(part.of(o.flatten(1)))), w, forced_TK)
 
 
-def _mlp(
-    residual_TD: Tensor, sums: PartialSums, w: GpuBlock, forced_TK: Tensor | None, group: Group
-) -> PartialSums | None:
-    """The MLP of `prefill_block`. sums: attention's. -> its own, or None: they are in the residual already."""
-    tokens, e = residual_TD.shape[0], w.experts
+def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptStream:
+    """The MLP of `prefill_block`. stream: attention's sums are on their way."""
+    e = w.experts
     count = 0 if e is None else e.bias_E.shape[0]
     gated = products(w.gates, torch.float32)
-    xs: list[Tensor] = []
+    x, arriving = stream.gather(stream.normed(w.mlp_norm, w.eps))
     logits: list[Tensor] = []
     hidden: list[Tensor] = []
-    for rows, partial in _arriving(sums, tokens):
-        _, x = norm_rows(residual_TD[rows], partial, w.mlp_norm, w.eps)
-        both = gated(x)
-        xs.append(x)
+    for rows in arriving:
+        both = gated(x[rows])
         logits.append(both[:, :count])
         hidden.append(swiglu(both, padded(count, TILE_N), w.width))
+    h = _joined(hidden)
     if e is None:
         assert isinstance(w.down, Tiled)
         down = products(w.down, torch.bfloat16)
-        h = _joined(hidden)
-        return _begin(group, tokens, lambda rows: down(h[rows]))
+        return stream.adding(lambda part: down(part.of(h)))
     assert isinstance(w.down, Slabs)
-    x, h, logits_TE = _joined(xs), _joined(hidden), _joined(logits).contiguous()
-    if tokens <= LISTED:
+    logits_TE = _joined(logits).contiguous()
+    if stream.tokens <= LISTED:
+        (part,) = stream.parts
         pairs = choose_experts(logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
-        routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
-        before = residual_TD if group.ranks == 1 else torch.zeros_like(residual_TD)
+        routed = experts_up(x, torch.ones(stream.tokens, device=x.device), e.up, pairs)
+        alone = stream.group.ranks == 1
+        before = part.residual if alone else torch.zeros_like(part.residual)
         after = experts_down(routed, pairs, e.down, h, w.down, before, w.mlp_norm)[0]
-        if group.ranks == 1:
-            residual_TD.copy_(after)
-            return None
-        return _begin(group, tokens, lambda rows: after[rows])
+        if not alone:
+            return stream.adding(lambda _: after)
+        part.residual.copy_(after)
+        return stream.settled()
     ids, weights = choose(logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK, ties=False)
     routed, shared = grouped_experts(x, ids, weights, e.up, e.down), w.down.dense().T
-    return _begin(group, tokens, lambda rows: h[rows, : w.width] @ shared + routed[rows])
 
+    def partial(part: Part) -> Tensor:
+        own = part.of(h)[:, : w.width] @ shared
+        if not stream.divided:
+            return own + routed[part.rows]  # float32
+        own[: part.count] += routed[part.rows]  # bf16, as attention's: half as much to send
+        return own
 
-def _begin(group: Group, tokens: int, partial: Callable[[slice], Tensor]) -> PartialSums:
-    """Sums whose ranks' parts are computed some rows after others, and added up meanwhile. partial: of rows."""
-    count = 1 if group.ranks == 1 else min(PARTS, max(1, tokens // PART_ROWS))
-    bounds = [tokens * i // count for i in range(count + 1)]
-    rows = [slice(first, end) for first, end in pairwise(bounds)]
-    return PartialSums(tuple((each, group.begin_add(partial(each))) for each in rows))
-
-
-def _arriving(sums: PartialSums | None, tokens: int) -> Iterator[tuple[slice, Tensor | None]]:
-    """Rows, and what is to be added to them, as it comes."""
-    if sums is None:
-        yield slice(0, tokens), None
-        return
-    for rows, end in sums.parts:
-        yield rows, end()
+    return stream.adding(partial)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

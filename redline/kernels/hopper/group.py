@@ -19,6 +19,12 @@ from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, Links, Rooms, new_control
 
+# torch 2.13 warns of the names that are the only ones until then.
+_REDUCE_SCATTER, _ALL_GATHER = (
+    ("reduce_scatter_single", "all_gather_single")
+    if hasattr(dist, "all_gather_single")
+    else ("reduce_scatter_tensor", "all_gather_into_tensor")
+)
 CLOSE_S = 10.0  # for all ranks to let go of one another's memory
 
 
@@ -72,14 +78,39 @@ class GpuGroup:
 
     def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
         """As `Group.begin_add`, on NCCL's own stream, which the current one waits for at the end."""
-        with self._broken_off():
-            work = dist.all_reduce(partial, async_op=True)
-        assert work is not None
+        end = self._begun("all_reduce", partial)
 
-        def end() -> Tensor:
+        def summed() -> Tensor:
+            end()
+            return partial
+
+        return summed
+
+    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_add_rows`, likewise."""
+        own = partial.new_empty(partial.shape[0] // self.ranks, *partial.shape[1:])
+        end = self._begun(_REDUCE_SCATTER, own, partial)
+
+        def summed() -> Tensor:
+            end()
+            return own
+
+        return summed
+
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+        """As `Group.begin_gather_rows`, likewise."""
+        return self._begun(_ALL_GATHER, whole, own)
+
+    def _begun(self, call: str, *tensors: Tensor) -> Callable[[], None]:
+        """Begins a call of torch's, and keeps the tensors for it until it has ended. -> what ends it."""
+        with self._broken_off():
+            work = getattr(dist, call)(*tensors, async_op=True)
+        kept = [tensors]
+
+        def end() -> None:
             with self._broken_off():
                 work.wait()
-            return partial
+            kept.clear()
 
         return end
 

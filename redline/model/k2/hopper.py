@@ -15,7 +15,6 @@ from redline.kernels.hopper.block import (
     GpuBlock,
     GpuMla,
     GpuMoe,
-    PartialSums,
     ResidualStream,
     decode_block,
     prefill_block,
@@ -28,6 +27,7 @@ from redline.kernels.hopper.decode.head import logits_of
 from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
+from redline.kernels.hopper.prefill.stream import PromptStream
 from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
@@ -67,13 +67,8 @@ class GpuK2(K2):
         launches nothing but the ops' own kernels.
         """
         features = _Features(inputs.ids_T.shape[0], layers, self)
-        if inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks:
-            residual, partial = self._decode(inputs, planes, features), None
-        else:
-            residual, sums = self._prefill(inputs, planes, features)
-            partial = None if sums is None else sums.whole()
-        residual, x = norm_rows(residual, partial, self.norm, self.config.rms_norm_eps)
-        features.take(len(self.gpu_blocks), residual)
+        decodes = inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks
+        x = (self._decode if decodes else self._prefill)(inputs, planes, features)
         return x[:, : self.config.hidden_size], features.whole()
 
     def predict(
@@ -92,16 +87,19 @@ class GpuK2(K2):
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             features.take(layer, stream.residual_TD)
             stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer), links)
-        return stream.residual_TD
+        features.take(len(self.gpu_blocks), stream.residual_TD)
+        return norm_rows(stream.residual_TD, None, self.norm, self.config.rms_norm_eps)[1]
 
-    def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, PartialSums | None]:
-        residual, sums = self.embedding_VD[inputs.ids_T].float(), None
+    def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
+        def embedded(rows: slice) -> Tensor:
+            return self.embedding_VD[inputs.ids_T[rows]].float()
+
+        stream = PromptStream.begin(inputs.ids_T.shape[0], embedded, self.group)
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
-            if sums is not None and features.takes(layer):
-                residual, sums = residual.add_(sums.whole()), None
-            features.take(layer, residual)
-            residual, sums = prefill_block(residual, sums, w, inputs, plane, _forced(inputs, layer), self.group)
-        return residual, sums
+            stream = features.taken(layer, stream)
+            stream = prefill_block(stream, w, inputs, plane, _forced(inputs, layer))
+        stream = features.taken(len(self.gpu_blocks), stream)
+        return stream.whole(stream.normed(self.norm, self.config.rms_norm_eps))
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
@@ -122,12 +120,17 @@ class _Features:
         shape = tokens, len(layers), model.config.hidden_size
         self._data = torch.empty(shape, dtype=model.dtype, device=model.device) if layers else None
 
-    def takes(self, layer: int) -> bool:
-        return layer in self._places
-
     def take(self, layer: int, residual: Tensor) -> None:
-        if self._data is not None and self.takes(layer):
+        if self._data is not None and layer in self._places:
             self._data[:, self._places[layer]] = residual
+
+    def taken(self, layer: int, stream: PromptStream) -> PromptStream:
+        """The stream to go on with: what was to be added to a residual that is taken has been."""
+        if self._data is None or layer not in self._places:
+            return stream
+        stream = stream.added()
+        self.take(layer, stream.whole(part.residual.to(self._data.dtype) for part in stream.parts))
+        return stream
 
     def whole(self) -> Tensor | None:
         return None if self._data is None else self._data.flatten(1)

@@ -1,8 +1,9 @@
 """Pages in the host's memory, by their hash, in slots of one page each: who has a slot, and who gives it up next.
 
 Memory is taken from the system a slab at a time, as it is needed, or at once where several ranks read it. On a GPU it
-is pinned: copies from memory that is not make a tenth of the speed, and hold up who asks for them. One thread at a time
-may use what is here.
+is pinned: copies from memory that is not make a tenth of the speed, and hold up who asks for them. Pinning takes longer
+than to copy what lies there, so some is pinned before it is needed (`Slots.short`). One thread at a time may use what
+is here, but for `Slots.slab`.
 """
 
 import logging
@@ -18,7 +19,8 @@ from redline.wire.job import PageHash
 Memory = Callable[[int], Tensor]
 """Gives so many bytes of the host, uint8."""
 
-SLAB_BYTES = 64 << 20  # at least one slot; pinning takes milliseconds for so much
+SLAB_BYTES = 64 << 20  # at least one slot; pinning takes some 25 ms for so much
+AHEAD_BYTES = 1 << 30  # of pinned memory, made before it is needed: Kimi's pages of a prompt of 8,192 tokens are 0.6 GB
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +135,7 @@ class Slots:
     def __init__(self, slot_bytes: int, most_bytes: int, *, pinned: bool, memory: Memory | None = None) -> None:
         """memory: gives all of it at once, uint8 [bytes]; None: it is taken from the system, a slab at a time."""
         self.total = max(1, most_bytes // slot_bytes)
+        self.ahead = AHEAD_BYTES if pinned else 0  # bytes
         self._slot_bytes, self._pinned = slot_bytes, pinned
         self._per_slab = max(1, min(self.total, SLAB_BYTES // slot_bytes))
         self._slabs: list[Tensor] = []
@@ -147,11 +150,38 @@ class Slots:
         """Slots that nobody has, those included whose memory is not there yet."""
         return len(self._free) + self.total - self._made
 
+    @property
+    def short(self) -> bool:
+        """Whether another slab should be made before it is needed."""
+        return self._made < self.total and len(self._free) * self._slot_bytes < self.ahead
+
     def take(self) -> int | None:
         """A slot that nobody has; None where there is none, or the system gives no more memory."""
-        if not self._free and not self._grow():
+        if not self._free:
+            self.add(self.slab())
+        return self._free.pop() if self._free else None
+
+    def slab(self) -> Tensor | None:
+        """Memory for the next slots, uint8 [slots, slot_bytes]; None where there is none, or nothing is left to make.
+        Any thread may call this, beside another."""
+        count = min(self._per_slab, self.total - self._made)
+        if count <= 0:
             return None
-        return self._free.pop()
+        try:
+            with torch.inference_mode(False):  # the store's thread writes to it too, which is not in that mode
+                return torch.empty(count, self._slot_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        except RuntimeError as error:  # torch's word for no memory
+            held = self._made * self._slot_bytes / 1e9
+            _log.warning("the host gives no more memory for pages: %.2f GB are held, and that is all (%s)", held, error)
+            return None
+
+    def add(self, slab: Tensor | None) -> None:
+        """Slots more, of `slab`; None: there will be no more. One that was made beside another, and is of no use any
+        more, is let go."""
+        if slab is None:
+            self.total = self._made
+        elif len(slab) == min(self._per_slab, self.total - self._made):
+            self._has(slab)
 
     def give(self, slot: int) -> None:
         """The slot is nobody's."""
@@ -167,21 +197,6 @@ class Slots:
         assert len(set(self._free)) == len(self._free), "a slot is free twice"
         assert not held & set(self._free), f"slots {sorted(held & set(self._free))} are free and held"
         assert len(held) + len(self._free) == self._made, f"of {self._made} slots {len(held)} are held"
-
-    def _grow(self) -> bool:
-        count = min(self._per_slab, self.total - self._made)
-        if count <= 0:
-            return False
-        try:
-            with torch.inference_mode(False):  # the store's thread writes to it too, which is not in that mode
-                slab = torch.empty(count, self._slot_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        except RuntimeError as error:  # torch's word for no memory
-            held = self._made * self._slot_bytes / 1e9
-            _log.warning("the host gives no more memory for pages: %.2f GB are held, and that is all (%s)", held, error)
-            self.total = self._made
-            return False
-        self._has(slab)
-        return True
 
     def _has(self, slab: Tensor) -> None:
         """Slots more, uint8 [slots, slot_bytes]."""

@@ -2,7 +2,8 @@
 
 Whoever drives it (the loop's thread) saves pages that the cache forgets, asks what there is, and begins readings. One
 thread of its own does the rest, one thing after another: it seals what was saved with a checksum, reads, verifies and
-puts pages in their place, and writes to the disk what memory will give up next. So a step never waits for the disk.
+puts pages in their place, writes to the disk what memory will give up next, and pins memory before it is needed. So a
+step never waits for the disk.
 
 Where a page's checksum is not the one that it was sealed with, or its bytes are not all there, it is forgotten, which
 is logged once, and whoever wanted it computes.
@@ -331,15 +332,21 @@ class Store:
             with self._lock:
                 self._working = False
                 self._lock.notify_all()
-                self._lock.wait_for(lambda: self._work or self._ended)
+                self._lock.wait_for(lambda: self._work or self._ended or self._host.slots.short)
                 if self._ended:
                     return
-                _, _, work = heapq.heappop(self._work)
+                work = heapq.heappop(self._work)[2] if self._work else self._make_room
                 self._working = True
             try:
                 work()
             except Exception as error:  # a tier may be lost, its caller not
                 self._warn(f"memory below the prefix cache: {type(error).__name__}: {error}")
+
+    def _make_room(self) -> None:
+        """Makes a slab of memory before it is needed: pinning is waited for by nobody, but who needs it meanwhile."""
+        slab = self._host.slots.slab()
+        with self._lock:
+            self._host.slots.add(slab)
 
     def _load(self, disk: DiskPages) -> None:
         try:

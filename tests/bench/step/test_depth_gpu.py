@@ -50,3 +50,12 @@ def test_progress_ends_at_all_the_weights():
     build(progress=lambda done, whole: told.append((done, whole)))
     whole = Memory(depth(CONFIG)).weights
     assert told == [(whole * made // 4, whole) for made in (1, 2, 3, 4)]
+
+
+def test_two_cases_share_a_model():
+    first = build(rows=1)
+    case = depth(CONFIG, context=70, physical=4, rows=2)
+    second = GpuStep(case, lambda done, whole: pytest.fail("weights are made anew"), CPU, like=first)
+    assert second.parts[1] is first.parts[1]
+    assert second.run().shape == (2,)
+    assert [id(block) for block in second.parts[2]] == [id(block) for block in first.parts[2]]

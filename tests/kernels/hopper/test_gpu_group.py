@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -17,6 +19,7 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.hopper import driver, group
 from redline.kernels.hopper.group import GpuGroup
 from redline.kernels.hopper.ranks import UNSENT, new_control, rooms_of
+from tests.seeds import fresh_generator
 
 CPU = torch.device("cpu")
 ROOMS = rooms_of(128, 32, heads=2, rank=256, rope=64, projected=704)
@@ -69,10 +72,13 @@ class Chips:
     def destroy_process_group(self) -> None:
         self.joined -= 1
 
-    def all_reduce(self, _: Tensor, async_op: bool) -> None:
+    def all_reduce(self, *_: Tensor, async_op: bool) -> None:
         """A rank that does not come: NCCL waits for it."""
         assert self.aborted.wait(20), "nobody has broken it off"
         raise RuntimeError("NCCL communicator was aborted")
+
+    reduce_scatter_tensor = reduce_scatter_single = all_reduce
+    all_gather_into_tensor = all_gather_single = all_reduce
 
 
 def unpinned(seconds: float, **_: bool) -> Tensor:
@@ -108,14 +114,67 @@ def at_once(work: list[Callable[[], object]]) -> None:
         assert not thread.is_alive()
 
 
-def test_a_rank_that_waits_in_nccl_wakes_and_says_who_is_lost(chips: Chips, tmp_path: Path):
+CALLS: dict[str, Callable[[GpuGroup], object]] = {
+    "add": lambda group: group.add(ONES),
+    "add rows": lambda group: group.begin_add_rows(ONES)(),
+    "gather rows": lambda group: group.begin_gather_rows(ONES[:1], torch.zeros(2, 4))(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_rank_that_waits_in_nccl_wakes_and_says_who_is_lost(call: str, chips: Chips, tmp_path: Path):
     zero, _ = opened(tmp_path / "meet", 2)
     reason = "rank 1 is lost in step 5: it has ended with code -9"
     threading.Timer(0.2, zero.lose, [reason]).start()
     began = time.monotonic()
     with pytest.raises(RankLost, match=reason):
-        zero.add(ONES)
+        CALLS[call](zero)
     assert time.monotonic() - began < 5
+    with pytest.raises(RankLost, match=reason):
+        CALLS[call](zero)
+
+
+class Begun(SimpleNamespace):
+    """A call of NCCL's that was begun and is broken off before its end is waited for."""
+
+    def wait(self) -> None:
+        raise RuntimeError("NCCL communicator was aborted")
+
+
+@pytest.mark.parametrize("name", ["begin_add", "begin_add_rows", "begin_gather_rows"])
+def test_a_call_that_was_begun_before_a_rank_was_lost_says_so_at_its_end(
+    name: str, chips: Chips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    zero, _ = opened(tmp_path / "meet", 2)
+    for call in ("all_reduce", group._REDUCE_SCATTER, group._ALL_GATHER):
+        monkeypatch.setattr(chips, call, lambda *_, async_op: Begun())
+    end = getattr(zero, name)(*(ONES, torch.zeros(4, 4))[: 1 + (name == "begin_gather_rows")])
+    zero.lose("rank 1 is lost")
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        end()
+
+
+def test_rows_are_added_up_and_gathered_by_torchs_own_calls(
+    chips: Chips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of one rank, over another backend than NCCL: what is given and what is made are not the other way round."""
+    monkeypatch.setattr(group, "dist", dist)
+    begin = dist.init_process_group
+
+    def gloo(_: str, *, device_id: object, **given: Any) -> None:
+        begin("gloo", **given)
+
+    monkeypatch.setattr(dist, "init_process_group", gloo)
+    (alone,) = opened(tmp_path / "meet", 1)
+    given, whole = torch.randn(6, 4, generator=fresh_generator()).bfloat16(), torch.zeros(8, 4).bfloat16()
+    own = alone.begin_add_rows(given)()
+    assert torch.equal(own, given)
+    assert own.data_ptr() != given.data_ptr()
+    alone.begin_gather_rows(own, whole[1:7])()
+    assert torch.equal(whole[1:7], given)
+    assert not whole[0].any()
+    alone.close()
+    assert not dist.is_initialized()
 
 
 def test_what_follows_a_lost_rank_is_told_so_though_no_kernel_has_waited(chips: Chips, tmp_path: Path):

@@ -1,7 +1,7 @@
 """K2 as a GPU runs it, against K2 as the references say it; where there is no GPU, its kernels are emulated."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.emulator.emulator import emulation
-from redline.kernels.group import Alone
+from redline.kernels.group import Group
 from redline.kernels.hopper import block
 from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode.attend import Plan
 from redline.kernels.hopper.decode.embed import embed
+from redline.kernels.hopper.prefill import stream as streams
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.inputs import Chunk, Inputs
@@ -27,6 +29,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.shapes import KIMI_NANO
 from redline.model.k2.write import random_checkpoint
+from tests.ranks_in_turn import Meeting
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -45,6 +48,13 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     random_checkpoint(folder, small(), quantization=request.param)
     checkpoint = Checkpoint.open(folder)
     return hopper.load(checkpoint, DEVICE), cpu.load(checkpoint, CPU)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder: Path = tmp_path_factory.mktemp("nano")
+    random_checkpoint(folder, small())
+    return Checkpoint.open(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -135,44 +145,45 @@ def test_over_fp8_pages_it_is_the_model_too(models: tuple[K2, K2], step: str):
     agree(models, *STEPS[step], pages=(torch.float8_e4m3fn, torch.float8_e4m3fn), limit=3e-2)
 
 
-class Later(Alone):
-    """Ranks of which all others have nothing to add. Sums are there when they are asked for, not before."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are a GPU each")
+@pytest.mark.parametrize(("ranks", "divided"), [(4, 16), (2, 64)], ids=str)
+def test_ranks_that_divide_rows_are_the_model(
+    ranks: int, divided: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+):
+    """A prompt's rows and some that decode, which no number of ranks shares evenly; below `divided` rows are whole.
 
-    ranks = 2
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
-        self.said.append("begin")
-        given = partial.clone()
-        partial.fill_(torch.nan)
-
-        def end() -> Tensor:
-            self.said.append("end")
-            return partial.copy_(given)
-
-        return end
-
-
-@pytest.mark.parametrize("models", ["int4"], indirect=True)
-def test_ranks_add_up_a_prompts_rows_part_by_part(models: tuple[K2, K2], monkeypatch: pytest.MonkeyPatch):
-    ours, theirs = models
-    group = Later()
-    monkeypatch.setattr(block, "PART_ROWS", 20)
-    monkeypatch.setattr(ours, "group", group)
-    step = (Chunk(0, 41, 0, 0),), (), ()
-    with kernels():
-        hidden, features = ours.forward(inputs(ours, *step), planes(ours, torch.bfloat16), (1,))
+    What is done to single rows is left to the references, since Triton's interpreter takes its time for each.
+    """
+    monkeypatch.setattr(streams, "DIVIDED", divided)
+    monkeypatch.setattr(streams, "PART_ROWS", 16)
+    for module, kernel in ((streams, norm_rows), (block, split_a), (block, rotate_heads), (block, swiglu)):
+        monkeypatch.setattr(module, kernel.op.name, kernel.op)
+    step, layers = ((Chunk(0, 31, 0, 0),), (64, 70), (1, 2)), (0, 1, 2)
+    theirs = cpu.load(checkpoint, CPU)
     with torch.inference_mode():
-        wanted, wanted_features = theirs.forward(inputs(theirs, *step), planes(theirs, torch.float32), (1,))
-    assert features is not None
-    assert wanted_features is not None
-    for got, want in ((hidden, wanted), (features, wanted_features)):
-        error = (got.float().cpu() - want.float()).abs().max() / want.float().abs().max()
-        assert error < 2e-2, f"{error:.1e}"
-    sublayers = 2 * ours.config.num_hidden_layers
-    assert group.said == ["begin", "begin", "end", "end"] * sublayers
+        pages = planes(theirs, torch.float32)
+        want = (*theirs.forward(inputs(theirs, *step), pages, layers), pages)
+
+    def work(group: Group) -> tuple[Tensor | None, ...]:
+        ours = hopper.load(checkpoint, CPU, group=group)
+        pages, references = planes(ours, torch.bfloat16), fallbacks.copy()
+        with kernels():
+            hidden, features = ours.forward(inputs(ours, *step), pages, layers)
+        assert fallbacks == references, "an op took its reference"
+        return hidden, features, pages
+
+    meeting = Meeting(ranks)
+    got = meeting.run(work)
+    assert ("add rows" in meeting.said[0]) == (divided == 16)
+    for name, *given, wanted in zip(("hidden", "features", "pages"), *got, want, strict=True):
+        first = given[0]
+        assert first is not None
+        assert wanted is not None
+        for other in given[1:]:
+            assert other is not None
+            assert torch.equal(first, other), f"ranks have other {name}"
+        error = (first.float() - wanted.float()).norm() / wanted.float().norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"
 
 
 def agree(

@@ -36,14 +36,16 @@ def _project_a(
     x, weight, squares, gamma, q, squares_out, kv, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, outputs, rank_q, q_stride,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     gamma_N = tl.load(gamma + n, mask=n < rank_q, other=0.0)
     rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
-    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
+    y_NT = (
+        multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT) * rstd_T[None, :]
+    )
     real = (t < tokens)[None, :]
     query = (n < rank_q)[:, None]
     q_NT = tl.where(query, y_NT * gamma_N[:, None], 0.0).to(tl.bfloat16)
@@ -103,8 +105,8 @@ def _project_q(
     x, weight, squares, kv, gamma, cos, sin, rows_T, plane, q, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, outputs, blocks, page_stride,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, NOPE: tl.constexpr,
-    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr,
+    NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The first `blocks` programs multiply; each of the others writes a token's row into its page."""
     block = tl.program_id(0)
@@ -123,7 +125,10 @@ def _project_q(
         angle_at = t[None, :] * (ROPE // 2) + turn[:, None]
         c = tl.load(cos + angle_at, mask=turned, other=1.0)
         s = tl.load(sin + angle_at, mask=turned, other=0.0)
-        y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
+        y_NT = (
+            multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT)
+            * rstd_T[None, :]
+        )
         even, odd = tl.split(tl.permute(tl.reshape(y_NT, (BLOCK_N // 2, 2, BLOCK_T)), (0, 2, 1)))
         even, odd = _turned(even, odd, c, s)
         y_NT = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (BLOCK_N, BLOCK_T))
@@ -161,7 +166,7 @@ def _project_out(
     x, weight, residual, routed, gamma, residual_out, x_out, squares_out, tokens, rows, last, x_stride,
     outputs, out_stride,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, ROUTED: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
@@ -174,7 +179,7 @@ def _project_out(
     if ROUTED:
         before_NT += tl.load(routed + at, mask=real, other=0.0)
     gamma_N = tl.load(gamma + n, mask=n < outputs, other=0.0)
-    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) + before_NT
+    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT) + before_NT
     tl.store(residual_out + at, y_NT, mask=real)
     x_NT = (y_NT * gamma_N[:, None]).to(tl.bfloat16)
     tl.store(x_out + t_64 * out_stride + n[:, None], x_NT, mask=real_t & (n < out_stride)[:, None])
@@ -200,12 +205,12 @@ def project_out(
 def _partial_out(
     x, weight, out, tokens, rows, last, x_stride, outputs,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
-    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T)
+    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT)
     real = (t < tokens)[None, :] & (n < outputs)[:, None]
     tl.store(out + t[None, :].to(tl.int64) * outputs + n[:, None], y_NT, mask=real)
 
@@ -222,13 +227,15 @@ def _gates(
     x, weight, squares, logits, h, rstd, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, experts, router_rows, h_stride,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
-    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
+    y_NT = (
+        multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT) * rstd_T[None, :]
+    )
     real_t = (t < tokens)[None, :]
     if first == 0:
         tl.store(rstd + t, tl.where(t < tokens, rstd_T, 0.0), mask=t < tl.cdiv(tokens, 8) * 8)

@@ -1,0 +1,132 @@
+"""Ranks as threads of this process, one of which computes at a time, and what they add up exactly, in their order.
+
+Kernels' emulator and Triton's interpreter are for one thread; a rank gives its turn away where it waits for the others.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+WAIT_S = 60.0
+
+
+class Meeting:
+    """What ranks have brought to their calls so far. said: names of calls and of their ends, by rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.said: list[list[str]] = [[] for _ in range(ranks)]
+        self._brought: dict[int, dict[int, Tensor]] = {}
+        self._turn = threading.Condition()
+        self._failed = False
+
+    def run(self, work: Callable[["InTurn"], T]) -> list[T]:
+        """What each rank gives. Raises what a rank has raised."""
+        results: dict[int, T] = {}
+        errors: list[BaseException] = []
+
+        def rank(number: int) -> None:
+            with self._turn, torch.inference_mode():
+                try:
+                    results[number] = work(InTurn(self, number))
+                except BaseException as error:  # whatever it is, the others must not wait
+                    errors.append(error)
+                    self._failed = True
+                self._turn.notify_all()
+
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * WAIT_S)
+        if errors:
+            raise errors[0]
+        return [results[number] for number in range(self.ranks)]
+
+    def bring(self, call: int, rank: int, given: Tensor) -> Callable[[], list[Tensor]]:
+        """Leaves a rank's tensor for its call of this number. -> what waits until all have, in the order of ranks."""
+        brought = self._brought.setdefault(call, {})
+        brought[rank] = given
+        self._turn.notify_all()
+
+        def all_of_them() -> list[Tensor]:
+            assert self._turn.wait_for(lambda: self._failed or len(brought) == self.ranks, WAIT_S), "a rank is missing"
+            assert len(brought) == self.ranks, "another rank has failed"
+            assert len({each.shape for each in brought.values()}) == 1, "ranks bring as many rows"
+            return [brought[other] for other in range(self.ranks)]
+
+        return all_of_them
+
+
+class InTurn:
+    """A rank's `Group`. What was given to a call is NaN until its end, and so is what it will give."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.ranks = rank, meeting.ranks
+        self._meeting = meeting
+        self._calls = 0
+
+    def add(self, partial: Tensor) -> Tensor:
+        """As `Group.add`."""
+        return self.begin_add(partial)()
+
+    def begin_add(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_add`."""
+        end = self._begin("add", partial)
+        partial.fill_(torch.nan)
+        return lambda: partial.copy_(_sum(end()))
+
+    def begin_add_rows(self, partial: Tensor) -> Callable[[], Tensor]:
+        """As `Group.begin_add_rows`."""
+        end, dtype = self._begin("add rows", partial), partial.dtype
+        assert partial.shape[0] % self.ranks == 0
+        partial.fill_(torch.nan)
+        return lambda: _sum(end()).chunk(self.ranks)[self.rank].to(dtype)
+
+    def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], None]:
+        """As `Group.begin_gather_rows`."""
+        end = self._begin("gather rows", own)
+        assert (whole.shape, whole.dtype) == ((self.ranks * own.shape[0], *own.shape[1:]), own.dtype)
+        assert whole.is_contiguous()
+        whole.fill_(torch.nan)
+
+        def ended() -> None:
+            whole.copy_(torch.cat(end()))
+
+        return ended
+
+    def gather(self, part_RV: Tensor) -> Tensor:
+        """As `Group.gather`."""
+        return torch.cat(self._begin("gather", part_RV)(), 1)
+
+    def check(self) -> None:
+        """Nobody is lost."""
+
+    def allow(self, seconds: float) -> None:
+        """WAIT_S is allowed."""
+
+    def lose(self, reason: str) -> None:
+        """Nobody is lost."""
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+    def _begin(self, name: str, given: Tensor) -> Callable[[], list[Tensor]]:
+        assert given.is_contiguous(), "NCCL takes nothing else"
+        said, self._calls = self._meeting.said[self.rank], self._calls + 1
+        said.append(name)
+        end = self._meeting.bring(self._calls, self.rank, given.clone())
+
+        def ended() -> list[Tensor]:
+            said.append(f"{name}: end")
+            return end()
+
+        return ended
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).float().sum(0)
