@@ -45,6 +45,8 @@ class _Nixl:
     def __init__(self, tls: str | None) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # a line for each agent otherwise
         os.environ.setdefault("UCX_LOG_LEVEL", "error")  # and one for each read that an agent's end has ended
+        # Where UCX sees no NVLink it would read from GPU to GPU over TCP, though the GPUs reach each other's memory.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         if tls is not None:
             os.environ["UCX_TLS"] = tls
         try:
