@@ -86,7 +86,7 @@ GPU = torch.device("cuda")
 
 def test_what_handoffs_take_of_a_gpu_is_what_its_ways_ask_for() -> None:
     sizes = GpuParcels.sizes
-    assert aside("auto", GPU, 1) == aside("peer", GPU, 1) == sizes.area + sizes.landing == 384 << 20
+    assert aside("auto", GPU, 1) == aside("peer", GPU, 1) == sizes.area + sizes.landing == 512 << 20
     assert [aside(name, GPU, 1) for name in ("shared", None)] == [0, 0]
     staged = 2 * PinnedParcels.sizes.landing
     assert (aside("auto", GPU, 2), aside("shared", GPU, 2)) == (sizes.area + sizes.landing + staged, staged)

@@ -1,4 +1,4 @@
-// Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 threads.
+// Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 or 1024 threads.
 //
 // A warp to a token, then a thread to an expert. The caller's Arguments have bias [EXPERTS] or null, forced [T, CHOSEN] or
 // null; ids and shares [T, CHOSEN], pair_token, pair_weight, slot_expert, slot_first and count to write; tokens, slots,

@@ -24,11 +24,11 @@ from redline.ops.op import Case, Cost, Op
 from redline.ops.route_experts import choose
 
 SLOT_PAIRS = 8
-THREADS = 512
+THREADS, WIDE = 512, 1024  # of a block: a warp to a token, then a thread to an expert; of more tokens than FEW
+FEW = THREADS // 32  # tokens that THREADS take at once: more took two turns, one of which is most of the launch
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
 READY, _NOTES = 1, 4  # of `notes_of`: a note, and how many there are
 _GATED_TOKENS, _K_GROUPS = 8, 4  # of one launch of `gates`, and parts of K, at most
-_CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared memory: blocks/choose.cuh
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,11 @@ _Launch = launch_record("decode/choose_experts.cu", "ChooseExpertsLaunch")
 
 
 @functools.cache
-def kernel_of(experts: int, chosen: int) -> CudaKernel:
+def kernel_of(experts: int, chosen: int, threads: int) -> CudaKernel:
     """The program for so many experts and so many of them chosen."""
     defines = {"EXPERTS": experts, "CHOSEN": chosen}
-    return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, _CHOOSING_BYTES, THREADS)
+    shared = threads * 12 + MOST_PAIRS * 8 + threads // 32 * 4  # blocks/choose.cuh
+    return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, shared, threads)
 
 
 def cuda(args: ChooseExpertsArgs) -> Pairs:
@@ -181,7 +182,7 @@ def cuda(args: ChooseExpertsArgs) -> Pairs:
         normalise=int(args.normalise),
         scale=args.scale,
     )
-    kernel_of(experts, args.chosen).launch(arguments, 1)
+    kernel_of(experts, args.chosen, THREADS if tokens <= FEW else WIDE).launch(arguments, 1)
     return pairs
 
 
