@@ -2,7 +2,8 @@
 
     python -m redline.bench.runs.pools_gpus --save benchmarks/results/pools-gpus.json
 
-That is for two GPUs of 80 GB, and ends within 200 s. `--devices 0 0` is one GPU for both; `--smoke` is nano from its
+That is for two GPUs of 80 GB, and ends within 200 s. `--transport nixl` is the same over NIXL, from GPU to GPU where it
+takes their memory. `--devices 0 0` is one GPU for both; `--smoke` is nano from its
 files with short prompts, on a CPU too, to try the flow. `--ranks 2 2 --devices 0 2` gives each worker two GPUs, from
 those on, and pages come through the host's memory; numbers that differ are for `--smoke`, since random weights are
 other ones for another number of ranks. The file is written anew after each part, and each worker's log lies beside it
