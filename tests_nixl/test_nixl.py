@@ -4,6 +4,7 @@ A peer that is stopped in the middle of a read is what its release does not surv
 """
 
 import ctypes
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from redline.errors import ConfigError
 from redline.transport.base import Memory, TransferFailed
+from redline.transport.memory import host_memory
 from redline.transport.nixl import NixlTransport
 from tests.transport.promises import Promises, wait
 
@@ -185,3 +188,44 @@ def test_a_peer_that_has_gone_before_is_found_out_by_the_first_read(owner: Owner
 def test_what_another_transport_told_is_refused(ours: NixlTransport):
     with pytest.raises(TransferFailed, match="not of the transport `nixl`"):
         ours.connect(msgspec.msgpack.encode(["other", "a", b"", 0, 1, None]))
+
+
+def test_an_area_lies_in_memory_that_its_worker_makes(ours: NixlTransport):
+    made: list[Memory] = []
+
+    def make(size: int) -> Memory:
+        made.append(host_memory(size))
+        return made[-1]
+
+    theirs = NixlTransport("tcp,self", make=make)
+    area = theirs.area(5000)
+    (memory,) = made
+    assert area.memory is memory
+    ctypes.memset(memory.address, 7, 5000)
+    into = landing(ours, 5000)
+    wait(ours.connect(area.told).read(0, into, 5000, 20.0))
+    assert into.count(7) == 5000
+    theirs.close()
+
+
+def test_memory_that_ucx_does_not_find_in_a_gpu_is_refused(ours: NixlTransport):
+    """So it is where UCX lacks CUDA: NIXL then takes every address for the host's."""
+    memory = dataclasses.replace(host_memory(5000), device=0)
+    for tell in (ours.area, ours.landing):
+        with pytest.raises(ConfigError, match=r"cannot use 5,000 bytes of GPU 0 \(.*UCX may lack CUDA here"):
+            tell(memory)
+    assert not ours.landings
+
+
+@pytest.mark.parametrize(("device", "waits"), [(0, 1), (None, 0)], ids=["a GPU's memory", "the host's"])
+def test_a_lost_peers_reads_into_a_gpu_are_waited_for(owner: Owner, device: int | None, waits: int):
+    """A GPU's copies outlive the agent that began them. The host's memory stands for a GPU's."""
+    settled: list[int] = []
+    ours = NixlTransport("tcp,self", settle=lambda: settled.append(1))
+    peer, reading = stop_in_the_middle(owner, ours, landing(ours, SIZE))
+    reading.into.memory = dataclasses.replace(reading.into.memory, device=device)
+    reading.cancel()
+    assert len(settled) == waits
+    peer.close()
+    assert len(settled) == waits, "nothing was under way any more"
+    ours.close()

@@ -3,6 +3,7 @@
 What NIXL calls a release, or the removal of a peer, ends no read: over TCP the bytes of a peer that was stopped came
 into the buffer after either (docs/transport.md). Only the end of the agent that began the read ends it for certain. So
 every peer has an agent of its own here, and a read that neither ends nor can be called back takes its peer with it.
+What a GPU was told to copy needs no agent to go on: whoever has its memory says how that is waited for (`settle`).
 
 An area's owner has to help some links on. NIXL's own thread for that takes a whole core while nothing moves; ours looks
 once a millisecond.
@@ -13,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from importlib import import_module
 from typing import Any
 from weakref import WeakSet
@@ -44,6 +45,8 @@ class _Nixl:
     def __init__(self, tls: str | None) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # a line for each agent otherwise
         os.environ.setdefault("UCX_LOG_LEVEL", "error")  # and one for each read that an agent's end has ended
+        # Where UCX sees no NVLink it would read from GPU to GPU over TCP, though the GPUs reach each other's memory.
+        os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         if tls is not None:
             os.environ["UCX_TLS"] = tls
         try:
@@ -71,8 +74,10 @@ class _Nixl:
         try:
             return agent.register_memory([(memory.address, memory.size, memory.device or 0, "")], _kind(memory))
         except self.errors as error:
-            what = "the host" if memory.device is None else f"GPU {memory.device}"
-            raise ConfigError(f"transport: NIXL cannot use {memory.size:,} bytes of {what} ({error})") from error
+            what, why = "the host", f"{error}"
+            if memory.device is not None:  # NIXL has said more on standard error
+                what, why = f"GPU {memory.device}", f"{error}: UCX may lack CUDA here, or UCX_TLS leave it out"
+            raise ConfigError(f"transport: NIXL cannot use {memory.size:,} bytes of {what} ({why})") from error
 
 
 class NixlArea:
@@ -238,10 +243,13 @@ class NixlPeer:
         """Ends the agent, and with it whatever it has under way."""
         if self._failed is None:
             self._failed = reason
+        on_gpu = any(reading.into.memory.device is not None for reading in self.readings)
         for reading in tuple(self.readings):
             reading.fail(reason)
         self._registered.clear()
         self._agent = None  # the last reference
+        if on_gpu:
+            self._transport.settle()
 
     def close(self) -> None:
         """As `Peer.close`."""
@@ -260,11 +268,19 @@ class NixlTransport:
     """Areas and peers over NIXL.
 
     tls: over what UCX may connect, in its words (`UCX_TLS`), for the whole process; None: as the environment says, else
-    what UCX finds best. Where only TCP is wanted: `tcp,self`. Raises ConfigError where the library is not installed.
+    what UCX finds best. Where only TCP is wanted: `tcp,self`. make: memory of so many bytes, for areas. settle: returns
+    once the GPU whose memory reads go to has ended whatever it was told to copy; needed only where there is one. Raises
+    ConfigError where the library is not installed.
     """
 
-    def __init__(self, tls: str | None = None) -> None:
+    def __init__(
+        self,
+        tls: str | None = None,
+        make: Callable[[int], Memory] = host_memory,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:
         self._nixl = _Nixl(tls)
+        self._make, self.settle = make, settle
         self.landings: list[NixlLanding] = []
         self._areas: list[NixlArea] = []
         self._peers: WeakSet[NixlPeer] = WeakSet()
@@ -273,7 +289,7 @@ class NixlTransport:
 
     def area(self, memory: Memory | int) -> NixlArea:
         """As `Transport.area`: of a host's memory or a GPU's."""
-        area = NixlArea(self._nixl, host_memory(memory) if isinstance(memory, int) else memory)
+        area = NixlArea(self._nixl, self._make(memory) if isinstance(memory, int) else memory)
         self._areas.append(area)
         if self._helper is None:
             self._helper = threading.Thread(target=self._help, name="nixl", daemon=True)
@@ -281,7 +297,9 @@ class NixlTransport:
         return area
 
     def landing(self, memory: Memory) -> NixlLanding:
-        """As `Transport.landing`: of a host's memory or a GPU's."""
+        """As `Transport.landing`: of a host's memory or a GPU's, which is tried at once."""
+        if memory.device is not None:
+            self._nixl.register(self._nixl.agent(), memory)
         landing = NixlLanding(self, memory)
         for peer in self._peers:
             peer.register(landing)

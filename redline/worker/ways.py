@@ -21,6 +21,7 @@ from redline.transport.peer import Chip, PeerTransport
 from redline.worker.arrivals import Arrivals, Budget
 from redline.worker.config import PEER_SHARE
 from redline.worker.departures import Departures
+from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # whatever a parcel that leaves is for
@@ -96,8 +97,11 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     share the model.
 
     `peer` and `auto` are `peer` on a GPU, and behind it `shared`. What comes to several ranks lies in memory that all
-    of them read: of rank 0's GPU over `peer`, of the host over all others. Raises ConfigError where no way can be had.
+    of them read: of rank 0's GPU over `peer`, of the host over all others. `nixl` is the GPU's memory over NIXL where
+    one rank has the pages, and behind it the host's. Raises ConfigError where no way can be had.
     """
+    if name == "nixl" and device.type == "cuda" and ranks == 1:
+        return _over_nixl(device)
     host = "shared" if name in ("peer", "auto") else name
     if ranks > 1 and device.type == "cuda":
         found = [Carrier(host, open_transport(host, folder), PinnedParcels(device), PEER_SHARE)]
@@ -118,12 +122,29 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
     return found
 
 
+def _over_nixl(device: torch.device) -> list[Carrier]:
+    """From GPU to GPU, and behind it from host to host: to workers that have no other, and where NIXL lacks CUDA."""
+    from redline.kernels.hopper.peers import PeerGpu
+    from redline.transport.nixl import NixlTransport
+
+    found = [Carrier("nixl", NixlTransport(), PinnedParcels(device), PEER_SHARE)]
+    try:
+        chip = PeerGpu(device)
+        memory = ExportedParcels(device, chip)
+    except (RuntimeError, OSError) as error:
+        _log.warning("handoff.transport: `nixl` has no way from GPU to GPU (%s): the host's memory stands in", error)
+        return found
+    transport = NixlTransport(make=memory.make, settle=memory.settle)
+    return [Carrier("nixl-gpu", transport, memory, PEER_SHARE, chip), *found]
+
+
 def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
     """Bytes of each rank's GPU that handoffs take, beside what its engine does. name: None: it hands nothing over."""
     if name is None or device.type != "cuda":
         return 0
-    peer = GpuParcels.sizes.area + GpuParcels.sizes.landing if name in ("peer", "auto") else 0
-    return peer + (2 * PinnedParcels.sizes.landing if ranks > 1 else 0)
+    own = name in ("peer", "auto") or (name == "nixl" and ranks == 1)
+    staged = 2 * PinnedParcels.sizes.landing if ranks > 1 or name == "nixl" else 0
+    return (GpuParcels.sizes.area + GpuParcels.sizes.landing if own else 0) + staged
 
 
 def open_ways(

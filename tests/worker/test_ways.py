@@ -11,11 +11,13 @@ import torch
 from redline.errors import ConfigError
 from redline.kernels.hopper import peers
 from redline.run.kv import KvPool
-from redline.transport.base import TransferFailed
+from redline.transport import nixl
+from redline.transport.base import Memory, TransferFailed
 from redline.transport.memory import MemoryTransport
 from redline.transport.peer import PeerTransport
 from redline.worker import ways
 from redline.worker.config import PEER_SHARE
+from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import GpuParcels, HostParcels, PinnedParcels, Sizes
 from redline.worker.ways import Carrier, Way, aside, carriers, connect, open_ways, told_of
 from tests.transport.books import Book, BookGpu
@@ -85,9 +87,10 @@ GPU = torch.device("cuda")
 def test_what_handoffs_take_of_a_gpu_is_what_its_ways_ask_for() -> None:
     sizes = GpuParcels.sizes
     assert aside("auto", GPU, 1) == aside("peer", GPU, 1) == sizes.area + sizes.landing == 512 << 20
-    assert [aside(name, GPU, 1) for name in ("shared", "nixl", None)] == [0, 0, 0]
+    assert [aside(name, GPU, 1) for name in ("shared", None)] == [0, 0]
     staged = 2 * PinnedParcels.sizes.landing
     assert (aside("auto", GPU, 2), aside("shared", GPU, 2)) == (sizes.area + sizes.landing + staged, staged)
+    assert (aside("nixl", GPU, 1), aside("nixl", GPU, 2)) == (sizes.area + sizes.landing + staged, staged)
     assert aside("auto", CPU, 1) == aside("auto", CPU, 2) == 0
 
 
@@ -111,3 +114,103 @@ def test_several_ranks_have_the_way_from_gpu_to_gpu_that_one_has(
         assert (behind.name, behind.share, behind.chip) == ("shared", PEER_SHARE, None)
     (only,) = carriers("shared", tmp_path / "areas", GPU, ranks=2)
     assert (only.name, only.chip) == ("shared", None)
+
+
+class Registers(MemoryTransport):
+    """NIXL's place: areas are of the memory that its worker makes, and a GPU's may be refused."""
+
+    refuses = False
+
+    def __init__(self, make: Any = None, settle: Any = None) -> None:
+        super().__init__()
+        self.make, self.settle = make, settle
+
+    def area(self, memory: Memory | int) -> Any:
+        assert isinstance(memory, int)
+        return super().area(memory if self.make is None else self.make(memory))
+
+    def landing(self, memory: Memory) -> Any:
+        if self.make is not None and self.refuses:
+            raise ConfigError("transport: NIXL cannot use 262,144 bytes of GPU 0 (NIXL_ERR_BACKEND)")
+        return super().landing(memory)
+
+
+class OfBook(Small):
+    """A GPU's place: memory that its driver exports."""
+
+    def __init__(self, _: torch.device, chip: Any) -> None:
+        self.chip = chip
+
+    def make(self, size: int) -> Memory:
+        exported = self.chip.export(size)
+        return Memory(exported.address, size, self.chip.device, owner=exported)
+
+    def settle(self) -> None:
+        """Nothing is launched."""
+
+
+@pytest.fixture
+def over_nixl(monkeypatch: pytest.MonkeyPatch) -> Book:
+    book = Book()
+    monkeypatch.setattr(nixl, "NixlTransport", Registers)
+    monkeypatch.setattr(peers, "PeerGpu", lambda _: book.gpu())
+    monkeypatch.setattr(ways, "ExportedParcels", OfBook)
+    monkeypatch.setattr(ways, "PinnedParcels", lambda _: Small())
+    return book
+
+
+def test_over_nixl_parcels_of_a_gpu_lie_in_memory_that_its_driver_exports(over_nixl: Book) -> None:
+    found = carriers("nixl", None, GPU)
+    assert [(one.name, one.share) for one in found] == [("nixl-gpu", PEER_SHARE), ("nixl", PEER_SHARE)]
+    ours, theirs = ways_of(*found), ways_of(*carriers("nixl", None, GPU))
+    assert connect(ours, told_of(theirs), "other")[0].name == "nixl-gpu"
+    sizes = sorted(memory.size for memory in over_nixl.exported.values())
+    assert sizes == 2 * [Small.sizes.landing] + 2 * [Small.sizes.area]
+    assert theirs[0].departures is not None
+    assert theirs[0].departures.area.memory.address in {one.address for one in over_nixl.exported.values()}
+
+
+def test_where_nixl_does_not_take_a_gpus_memory_the_hosts_stands_in_and_the_reason_is_told(
+    over_nixl: Book, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = ways_of(*carriers("nixl", None, GPU))
+    monkeypatch.setattr(Registers, "refuses", True)
+    lacking = ways_of(*carriers("nixl", None, GPU))
+    assert [way.name for way in lacking] == ["nixl"]
+    assert "`nixl-gpu` cannot be had here (transport: NIXL cannot use 262,144 bytes of GPU 0 (NIXL_ERR_B" in caplog.text
+    caplog.clear()
+    assert connect(whole, told_of(lacking), "lacking")[0].name == "nixl"
+    assert "parcels of lacking travel over `nixl`: `nixl-gpu`: it has none" in caplog.text
+    assert connect(lacking, told_of(whole), "whole")[0].name == "nixl"
+
+
+def test_a_gpu_whose_driver_exports_nothing_has_the_hosts_memory_over_nixl(
+    over_nixl: Book, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: torch.device) -> None:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(peers, "PeerGpu", refuse)
+    assert [one.name for one in carriers("nixl", None, GPU)] == ["nixl"]
+    assert "`nixl` has no way from GPU to GPU (libcuda.so.1" in caplog.text
+
+
+def test_what_a_driver_exports_is_given_back_with_the_last_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = Book()
+    monkeypatch.setattr(GpuParcels, "__init__", lambda *_: None)
+    parcels = ExportedParcels(GPU, book.gpu())
+    memory = parcels.make(100)
+    held_B = HostParcels().tensor(memory)
+    assert (memory.size, len(book.exported), book.gone) == (100, 1, set())
+    area = MemoryTransport().area(memory)
+    del memory, held_B
+    assert not book.gone
+    area.close()
+    del area
+    assert book.gone == set(book.exported)
+
+
+def test_several_ranks_have_the_hosts_memory_over_nixl(over_nixl: Book, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "open_transport", lambda *_: Registers())
+    assert [one.name for one in carriers("nixl", None, GPU, ranks=2)] == ["nixl"]
+    assert not over_nixl.exported

@@ -1,7 +1,7 @@
 """What a second process's memory is read at, piece by piece: over `peer` between two GPUs, over `shared` on a CPU.
 
     python -m redline.bench.runs.peer_pieces [--devices 0 1] [--mib 1 4 16 64] [--layers 8] [--pages 448]
-        [--device cuda] [--save FILE]
+        [--transport auto] [--device cuda] [--save FILE]
 
 An owner, a process of its own, has random pages of Kimi's width, gathers them into parcels of each size, and lends
 them; the reader is this process. For each size it is measured, in GB/s, how fast the owner gathers and adds up; how
@@ -9,7 +9,9 @@ fast parcels are read, all told of at once; and how fast they are read, verified
 (`worker/arrivals.py`), with nothing beside. Beside them stand one read of the whole area and, between two GPUs that
 this process sees, torch's own peer copy of as many bytes. All pages are compared with the owner's at each size's end.
 
-devices: of owner and reader, as CUDA numbers them; one number: both share it.
+devices: of owner and reader, as CUDA numbers them; one number: both share it. transport: as `[handoff] transport`; the
+best of its ways is measured. `nixl` between two GPUs is from memory to memory of theirs, and stops with NIXL's reason
+where that cannot be had.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 import torch
@@ -36,6 +38,7 @@ from redline.errors import RedlineError
 from redline.run.handoff import Parcels
 from redline.run.kv import KvPool
 from redline.transport.base import Peer
+from redline.transport.choice import TransportName
 from redline.wire.handoff import Offer
 from redline.wire.job import PAGE_TOKENS, JobId
 from redline.worker.arrivals import READ_S, Arrivals, Budget
@@ -77,7 +80,7 @@ def settle(device: torch.device) -> None:
 def owner(asked: argparse.Namespace) -> None:
     """The owner's process: for each number on its standard input it lends all pages in parcels of so many MiB."""
     device = pick_device(asked.device)
-    carrier = carriers("auto", asked.folder, device)[0]
+    carrier = carriers(asked.transport, asked.folder, device)[0]
     kv = pages_of(asked.layers, asked.pages, device, seed=1)
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
     for line in sys.stdin:
@@ -225,6 +228,8 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         str(asked.layers),
         "--pages",
         str(asked.pages),
+        "--transport",
+        asked.transport,
     ]
     command = [sys.executable, "-m", "redline.bench.runs.peer_pieces", *words]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -232,7 +237,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert process.stdout is not None
     result: dict[str, Any] = {"devices": [owning, reading], "layers": asked.layers, "pages": asked.pages, "pieces": []}
     try:
-        carrier = carriers("auto", folder, device)[0]
+        carrier = carriers(asked.transport, folder, device)[0]
         result["transport"] = carrier.name
         reader = Reader(carrier, asked.layers, asked.pages, device)
         for mib in asked.mib:
@@ -253,6 +258,7 @@ def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
     return result
 
 
@@ -263,6 +269,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mib", type=count, nargs="+", default=[1, 4, 16, 64], help="of a parcel, at most")
     parser.add_argument("--layers", type=count, default=8)
     parser.add_argument("--pages", type=count, default=448, help="of 64 tokens")
+    parser.add_argument("--transport", choices=get_args(TransportName), default="auto")
     parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
     parser.add_argument("--save", type=output, default=None)
     parser.add_argument("--owner", type=Path, default=None, dest="folder", help=argparse.SUPPRESS)
@@ -282,7 +289,7 @@ def main(said: Sequence[str] | None = None) -> None:
         order = dict.fromkeys([asked.devices[-1], asked.devices[0]])
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
     with tempfile.TemporaryDirectory(prefix="redline-pieces-", dir="/dev/shm") as name:
-        record = {**provenance("torch", "triton"), **measured(asked, Path(name) / "areas")}
+        record = {**provenance("torch", "triton", "nixl"), **measured(asked, Path(name) / "areas")}
     text = json.dumps(record, indent=1) + "\n"
     if asked.save is not None:
         asked.save.write_text(text)

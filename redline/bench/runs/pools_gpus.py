@@ -2,7 +2,8 @@
 
     python -m redline.bench.runs.pools_gpus --save benchmarks/results/pools-gpus.json
 
-That is for two GPUs of 80 GB, and ends within 200 s. `--devices 0 0` is one GPU for both; `--smoke` is nano from its
+That is for two GPUs of 80 GB, and ends within 200 s. `--transport nixl` is the same over NIXL, from GPU to GPU where it
+takes their memory. `--devices 0 0` is one GPU for both; `--smoke` is nano from its
 files with short prompts, on a CPU too, to try the flow. `--ranks 2 2 --devices 0 2` gives each worker two GPUs, from
 those on, and pages come through the host's memory; numbers that differ are for `--smoke`, since random weights are
 other ones for another number of ranks. The file is written anew after each part, and each worker's log lies beside it
@@ -39,7 +40,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 import torch
@@ -377,7 +378,7 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
 def pieces(asked: Asked, save: Path) -> dict[str, Any]:
     """What `peer_pieces` measures. What goes wrong there is said in its place."""
     command = [sys.executable, "-m", "redline.bench.runs.peer_pieces", "--device", asked.device]
-    command += ["--devices", *map(str, asked.devices), "--save", str(save)]
+    command += ["--devices", *map(str, asked.devices), "--transport", asked.transport, "--save", str(save)]
     if asked.device == "cpu":
         command += ["--layers", "4", "--pages", "64", "--mib", "1", "4"]
     try:
@@ -399,7 +400,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--in-memory", type=count, default=4, help="of these; all others are one of them")
     parser.add_argument("--devices", type=int, nargs=2, default=[0, 1], help="who computes, who answers")
     parser.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of who computes, of who answers")
-    parser.add_argument("--transport", choices=("auto", "peer", "shared"), default="peer")
+    parser.add_argument("--transport", choices=get_args(TransportName), default="peer")
     parser.add_argument("--prompt", type=count, default=8192, help="tokens")
     parser.add_argument("--streams", type=count, default=8)
     parser.add_argument("--window", type=float, default=3.0, help="seconds of one window beside streams")
@@ -418,7 +419,7 @@ def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
     if given.smoke:
         nano = ROOT / "models" / "kimi-nano"
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        devices = (0, 0) if device == "cuda" and ranks == (1, 1) else devices
+        devices = (0, 0) if torch.cuda.device_count() == 1 and ranks == (1, 1) else devices
         config = K2Config.from_folder(nano)
         small = {"prompt": 640, "streams": 2, "stream_prompt": 64, "times": 2, "answers": 2, "tokens": 8}
         return Asked(nano, config, None, device, devices, ranks, given.transport, **small, window_s=1.0, turns=1), given
@@ -443,7 +444,7 @@ def main(said: Sequence[str] | None = None) -> None:
     asked, given = asked_of(said)
     began = time.monotonic()
     record: dict[str, Any] = {
-        **provenance("torch", "triton"),
+        **provenance("torch", "triton", "nixl"),
         "shape": "kimi-nano" if asked.weights else given.shape,
         "layers": asked.config.num_hidden_layers,
         "layers_in_memory": asked.in_memory,
