@@ -36,7 +36,7 @@ from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
-from redline.run.fit import KV_MOST, Sizes, fit
+from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, Sizes, fit
 from redline.tune.synthetic import GOLDEN
 from redline.wire.job import PAGE_TOKENS
 
@@ -166,7 +166,7 @@ def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
 def _pages(sizes: Sizes, memory: int) -> str:
     """Tokens that all the memory that is left holds; one line."""
     try:
-        length = fit(sizes, memory).max_model_len
+        length = fit(sizes, memory, alone=True).max_model_len
     except ConfigError:
         return f"none: {sizes.needs(PAGE_TOKENS).sentence()} do not fit into {_gb(memory)}"
     left = sizes.left(memory, length)
@@ -175,7 +175,7 @@ def _pages(sizes: Sizes, memory: int) -> str:
     return (
         f"{_gb(memory)} - {beside} of weights, scratch and recorded steps = {_gb(left)} / "
         f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it "
-        f"{_gb(KV_MOST)} at most)"
+        f"{min(KV_SHARE_ALONE * tokens, KV_PAGES_ALONE * PAGE_TOKENS):,.0f})"
     )
 
 
