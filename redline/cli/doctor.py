@@ -112,7 +112,7 @@ def _memory(sizes: Sizes, free: int) -> list[str]:
         )
     lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
     share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
-    if sizes.device == "cuda":
+    if sizes.gpu_kernels:
         most = f"at most {KV_PAGES_ALONE:,} pages"
         share = f"{KV_SHARE_ALONE:.0%} of that, {most}, where no other worker has the GPU (otherwise {share})"
     lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")

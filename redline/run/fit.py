@@ -25,7 +25,7 @@ from redline.wire.step import Shape
 
 KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
-# Likewise, of a GPU that the worker has for itself. At most so many pages: more than two million tokens are asked for.
+# Likewise, of a GPU that the worker has for itself; at most so many pages, two million tokens: who wants more says it.
 KV_SHARE_ALONE, KV_PAGES_ALONE = 0.9, 1 << 15
 DRAWN_ROWS, DRAWN_BYTES = (
     32,
@@ -303,7 +303,7 @@ def fit(
     free           bytes of memory that nobody uses
     kv_bytes       for pages; None: derived from `free`
     max_model_len  tokens of one job; None: derived from `free`
-    alone          on a GPU: nobody else is to have what is free there, so pages may have most of it
+    alone          with a GPU's own kernels: nobody else is to have what is free there, so pages may have most of it
 
     ConfigError, one line with the arithmetic, where that does not fit. Whatever it advises to give instead does fit.
     """
@@ -312,7 +312,7 @@ def fit(
         raise ConfigError(
             f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most, and 1 at least"
         )
-    alone = alone and sizes.device == "cuda"
+    alone = alone and sizes.gpu_kernels  # what ops of references take for themselves is not counted to the last byte
     length = max_model_len or _derived_length(sizes, free, kv_bytes, alone)
     given = kv_bytes
     if kv_bytes is None:

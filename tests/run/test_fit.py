@@ -71,8 +71,9 @@ def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
     assert alone.kv_bytes == pytest.approx(0.9 * left, rel=0.001)
     assert alone.max_model_len == KIMI.max_position_embeddings > shared.max_model_len
     assert fit(gpu, free, 10 << 30, alone=True) == fit(gpu, free, 10 << 30), "what is said counts"
-    cpu = replace(gpu, device="cpu", gpu_kernels=False)
-    assert fit(cpu, 10**12, alone=True) == fit(cpu, 10**12), "a CPU's memory is for others too"
+    for device in ("cpu", "cuda"):
+        other = replace(gpu, device=device, gpu_kernels=False)
+        assert fit(other, 10**12, alone=True) == fit(other, 10**12), "a CPU's memory is for others too"
 
 
 def test_a_small_model_does_not_fill_a_gpu_with_pages():
