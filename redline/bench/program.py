@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from redline.bench.record import told_commit
 from redline.disk import check_output
 from redline.errors import RedlineError
 from redline.progress import Working
@@ -14,10 +15,12 @@ def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
     """Runs `main`, with a line on stderr every ten seconds: no bar, which would draw beside what is timed.
 
     Exits with what `main` returns where that is not 0; with 1 and one line for a RedlineError, which somebody can mend;
-    with 130 after Ctrl-C. heard: False where the program says itself how far it is.
+    with 130 after Ctrl-C. A commit in the environment that is none is refused before anything is measured. heard: False
+    where the program says itself how far it is.
     """
     name = Path(sys.argv[0]).stem
     try:
+        told_commit()  # what cannot be stored is refused before it is measured
         with Working(name, shown=heard, bar=False):
             status = main()
     except RedlineError as error:

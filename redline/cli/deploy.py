@@ -42,7 +42,8 @@ def _flags(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for all contexts: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.",
+            help="Memory for all contexts, of each GPU: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB; "
+            "of a GPU that a worker has for itself nine tenths.",
         ),
     ] = None,
     kv_dtype: Annotated[

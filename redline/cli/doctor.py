@@ -17,7 +17,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.quant.quantize import plan
 from redline.quant.settings import QuantizeConfig
-from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
+from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Sizes, fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
 from redline.worker.ways import aside
@@ -99,7 +99,7 @@ def _checkpoint(config: K2Config, device: torch.device, console: Console) -> Non
 def _memory(sizes: Sizes, free: int) -> list[str]:
     """What a server without flags takes, by the same figures as the server's own."""
     try:
-        layout = fit(sizes, free)
+        layout = fit(sizes, free, alone=True)
     except ConfigError as error:
         return [f"does not fit     {error}"]
     needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
@@ -112,6 +112,9 @@ def _memory(sizes: Sizes, free: int) -> list[str]:
         )
     lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
     share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
+    if sizes.gpu_kernels:
+        most = f"at most {KV_PAGES_ALONE:,} pages"
+        share = f"{KV_SHARE_ALONE:.0%} of that, {most}, where no other worker has the GPU (otherwise {share})"
     lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")
     return [*lines, *layout.explain()]
 

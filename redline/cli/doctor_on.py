@@ -12,6 +12,7 @@ from rich.console import Console
 
 from redline.bench.step.machines import CHIPS, Several, machine
 from redline.bench.step.predict import (
+    FITTED,
     KV_DTYPES,
     LONG,
     LONG_STEPS,
@@ -35,7 +36,7 @@ from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
-from redline.run.fit import KV_MOST, Sizes, fit
+from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, Sizes, fit
 from redline.tune.synthetic import GOLDEN
 from redline.wire.job import PAGE_TOKENS
 
@@ -165,7 +166,7 @@ def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
 def _pages(sizes: Sizes, memory: int) -> str:
     """Tokens that all the memory that is left holds; one line."""
     try:
-        length = fit(sizes, memory).max_model_len
+        length = fit(sizes, memory, alone=True).max_model_len
     except ConfigError:
         return f"none: {sizes.needs(PAGE_TOKENS).sentence()} do not fit into {_gb(memory)}"
     left = sizes.left(memory, length)
@@ -174,7 +175,7 @@ def _pages(sizes: Sizes, memory: int) -> str:
     return (
         f"{_gb(memory)} - {beside} of weights, scratch and recorded steps = {_gb(left)} / "
         f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it "
-        f"{_gb(KV_MOST)} at most)"
+        f"{min(KV_SHARE_ALONE * tokens, KV_PAGES_ALONE * PAGE_TOKENS):,.0f})"
     )
 
 
@@ -220,9 +221,9 @@ def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: di
     if measured and on.count in STEPS:
         yield (
             "measured",
-            "as far as benchmarks/results has it (decode-h200.json, rounds-h200.json). Steps are predicted from these "
-            "very rows, and differ by the bandwidth of their runs; rounds of two GPUs are not, and each GPU had the "
-            "drafter's whole body then, which predicted ones divide",
+            f"commit {FITTED[on.count]} of decode-h200.json, and rounds-h200.json; later runs are in docs/speed.md. "
+            "Steps are predicted from these very rows, and differ by the bandwidth of their runs; rounds of two GPUs "
+            "are not, and each GPU had the drafter's whole body then, which predicted ones divide",
         )
 
 
@@ -238,7 +239,7 @@ def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Li
     on, c = machines.on, machines.config
     named = {_tokens(step.rows): step for step in steps} | {f"1, long, {key}": step for key, step in longer.items()}
     for name, step in named.items():
-        yield "", f"{_sum(machines, step, name)} = {step.ms:6.2f}"
+        yield "", f"{name:<14}{_sum(machines, step)} = {step.ms:6.2f}"
     yield "so", _columns(on)
     distinct = ", ".join(f"{distinct_experts(c, tokens):.1f}" for tokens in TOKENS)
     yield (
@@ -248,8 +249,8 @@ def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Li
     )
     yield (
         "kept, divided",
-        "measured, on H200s: what solves kept + divided = a step of one GPU - its floor, and kept + divided / 2 = one "
-        "of two GPUs - its floor - its sums"
+        "measured, on H200s: what solves kept + divided = a step of one GPU - its reading, and kept + divided / 2 = "
+        "one of two GPUs - its reading - its sums"
         + ("" if on.chip.name == "H200" else f"; assumed to be a {on.chip.name}'s too")
         + ("" if on.count <= 2 else f"; that {on.count} ranks share as two do is assumed"),
     )
@@ -260,6 +261,11 @@ def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Li
         + " more, measured on one GPU; that ranks do not share it is assumed",
     )
     if on.count > 1:
+        yield (
+            "whole",
+            "what each rank reads beyond its part: contexts and the projections into attention, which the floor counts "
+            "once over all ranks. Measured steps read both whole; that ranks divide them now where it pays is left out",
+        )
         each = ", ".join(f"{machines.sum_us(tokens):.2f}" for tokens in TOKENS)
         logits = ", ".join(f"{machines.gather_us(tokens):.1f}" for tokens in TOKENS)
         more = (
@@ -271,17 +277,21 @@ def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Li
 
 
 def _columns(on: Several) -> str:
-    parts = "GB / TB/s = floor + kept + divided"
-    return f"{parts} / {on.count} + sums = step" if on.count > 1 else f"{parts} = step"
+    if on.count == 1:
+        return "GB / TB/s = floor + kept + divided = step"
+    return f"GB / TB/s = floor + whole + kept + divided / {on.count} + sums = step"
 
 
-def _sum(machines: Machines, step: Step, name: str) -> str:
+def _sum(machines: Machines, step: Step) -> str:
     on = machines.on
     speed = on.chip.reads.value / 1e12
-    terms = f"{step.gb:6.2f} / {speed:.3f} = {step.floor:5.2f} + {step.kept:4.2f} + {step.divided * on.count:4.2f}"
-    if on.count > 1:
-        terms += f" / {on.count} + {step.sums + step.gather:4.2f}"
-    return f"{name:<14}{terms}"
+    floor, above = (
+        f"{step.gb:6.2f} / {speed:.3f} = {step.floor:5.2f}",
+        f"{step.kept:4.2f} + {step.divided * on.count:4.2f}",
+    )
+    if on.count == 1:
+        return f"{floor} + {above}"
+    return f"{floor} + {step.whole:4.2f} + {above} / {on.count} + {step.sums + step.gather:4.2f}"
 
 
 def _tokens(count: int) -> str:
@@ -292,7 +302,7 @@ def _rounds(machines: Machines, rounds: dict[int, tuple[Step, float]]) -> Lines:
     on = machines.on
     for step, drafting in rounds.values():
         ms = step.ms + drafting
-        yield "", f"{_sum(machines, step, _tokens(step.tokens))} + {drafting:.2f} = {ms:6.2f}"
+        yield "", f"{_tokens(step.tokens):<9}{_sum(machines, step)} + {drafting:.2f} = {ms:6.2f}"
     for drafts, (step, drafting) in rounds.items():
         ms, accepted = step.ms + drafting, GOLDEN[drafts - 1]
         yield (

@@ -190,6 +190,7 @@ class Place(NamedTuple):
     tells_cache: bool = False  # for whoever chooses among several workers
     at: str | None = None  # the machine, where that is another
     weights: str | None = None  # where the checkpoint is there
+    alone: bool = False  # no other worker of the deployment has its GPUs
 
 
 class ServeConfig(Record, frozen=True):
@@ -233,7 +234,7 @@ class ServeConfig(Record, frozen=True):
         by_ray = self.cluster is not None and self.cluster.kind == "ray"
         if not self.workers:
             only = _own_folder(Place("worker", "both", self.engine))
-            return (_elsewhere(only, "worker" if by_ray else None, self.weights),)
+            return (_elsewhere(only._replace(alone=True), "worker" if by_ray else None, self.weights),)
         found: list[Place] = []
         hands_over = self.steer is not None or any(kind.role == "prefill" for kind in self.workers)
         transport = self.handoff.transport if hands_over else None
@@ -245,7 +246,9 @@ class ServeConfig(Record, frozen=True):
                 place = _own_folder(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
                 at = own if by_ray else kind.at
                 found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
-        return tuple(place._replace(tells_cache=len(found) > 1) for place in found)
+        return tuple(
+            place._replace(tells_cache=len(found) > 1, alone=by_ray or _alone(place, found)) for place in found
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -259,6 +262,13 @@ def _own_folder(place: Place) -> Place:
         return place
     disk = os.path.join(os.path.abspath(place.engine.disk), place.name)
     return place._replace(engine=msgspec.structs.replace(place.engine, disk=disk))
+
+
+def _alone(place: Place, places: list[Place]) -> bool:
+    """Whether no other of these workers has a GPU of this one's. Without `devices` one has all of its machine."""
+    beside = [other for other in places if other is not place and other.at == place.at]
+    apart = all(other.devices and not {*place.devices} & {*other.devices} for other in beside)
+    return apart and (bool(place.devices) or not beside)
 
 
 def _elsewhere(place: Place, at: str | None, weights: str, drafter: str | None = None) -> Place:

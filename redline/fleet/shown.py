@@ -36,7 +36,7 @@ ABSENT = {
     "sla.itl_ms": "nothing is promised of it",
     "steer": "workers keep their roles until they are told otherwise",
     "cluster": "all workers are on this machine",
-    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB",
+    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; of GPUs of its own nine tenths",
     "engine.max_model_len": "what fits",
     "engine.step_tokens": "512, on a GPU 2048",
     "engine.host_memory": "what the prefix cache forgets is gone, or with disk 512 MiB",

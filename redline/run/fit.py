@@ -25,6 +25,8 @@ from redline.wire.step import Shape
 
 KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
+# Likewise, of a GPU that the worker has for itself; at most so many pages, two million tokens: who wants more says it.
+KV_SHARE_ALONE, KV_PAGES_ALONE = 0.9, 1 << 15
 DRAWN_ROWS, DRAWN_BYTES = (
     32,
     48,
@@ -293,12 +295,15 @@ class Sizes:
         return free - self.needs(max_model_len).whole
 
 
-def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None) -> Layout:
+def fit(
+    sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None, *, alone: bool = False
+) -> Layout:
     """As many pages as `kv_bytes` holds, and the longest job that they allow.
 
     free           bytes of memory that nobody uses
     kv_bytes       for pages; None: derived from `free`
     max_model_len  tokens of one job; None: derived from `free`
+    alone          with a GPU's own kernels: nobody else is to have what is free there, so pages may have most of it
 
     ConfigError, one line with the arithmetic, where that does not fit. Whatever it advises to give instead does fit.
     """
@@ -307,28 +312,31 @@ def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int
         raise ConfigError(
             f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most, and 1 at least"
         )
-    length = max_model_len or _derived_length(sizes, free, kv_bytes)
+    alone = alone and sizes.gpu_kernels  # what ops of references take for themselves is not counted to the last byte
+    length = max_model_len or _derived_length(sizes, free, kv_bytes, alone)
     given = kv_bytes
     if kv_bytes is None:
         most = sizes.left(free, length)
-        kv_bytes = max(_share(most), min(_paged(sizes, length), most))
+        kv_bytes = max(_share(sizes, most, alone), min(_paged(sizes, length), most))
     if length == 0 or not _paged(sizes, length) <= kv_bytes <= sizes.left(free, length):
         raise _refusal(sizes, free, given, max_model_len)
     return Layout(kv_bytes // sizes.page_bytes, length, sizes.kv_dtype, sizes.page_bytes, sizes.draft_bytes)
 
 
-def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
+def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None, alone: bool) -> int:
     """The longest job, in tokens; 0: none fits.
 
     Where `kv_bytes` is None too, pages get their share of the memory, or all that is left where the share holds no job.
     """
     if kv_bytes is not None:
         return _longest(sizes, free, kv_bytes)
-    return _longest(sizes, free, _share(sizes.left(free, 1))) or _longest(sizes, free, None)
+    return _longest(sizes, free, _share(sizes, sizes.left(free, 1), alone)) or _longest(sizes, free, None)
 
 
-def _share(left: int) -> int:
-    return max(0, min(KV_MOST, int(left * KV_SHARE)))
+def _share(sizes: Sizes, left: int, alone: bool) -> int:
+    """Bytes for pages, where nothing is said, of those that are left."""
+    share, most = (KV_SHARE_ALONE, KV_PAGES_ALONE * sizes.page_bytes) if alone else (KV_SHARE, KV_MOST)
+    return max(0, min(most, int(left * share)))
 
 
 def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:

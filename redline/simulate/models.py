@@ -17,8 +17,8 @@ from redline.tune.steps import StepModel
 # Prompts: a layer of 2,048 and of 8,192 tokens, measured on one H200 (benchmarks/results/prefill-h200.json), times 61,
 # divided by 8: the slope of products, rows and experts, and attention by pairs. A token's sums over ranks: 122 of
 # 14,336 bytes, 1.75 times over a link of 397 GB/s, assumed not to be hidden.
-# Pages: 836,160 tokens in bf16, of the same arithmetic. A handoff: 70,272 bytes a token at 100 GB/s (assumed: two
-# 400 Gbit/s cards), and 5 ms (assumed).
+# Pages: 836,160 tokens in bf16, of the same arithmetic, with jobs of up to 60,000 tokens. A handoff: 70,272 bytes a
+# token at 100 GB/s (assumed: two 400 Gbit/s cards), and 5 ms (assumed).
 KIMI_8_H200 = WorkerModel(
     name="kimi-8xh200",
     steps=StepModel(

@@ -47,7 +47,9 @@ def drafts_of(source: str) -> DraftConfig:
 class EngineConfig(Record, frozen=True):
     """How an engine runs a checkpoint. What is None is derived from the machine, and printed by `redline doctor`."""
 
-    kv_memory: int | None = None  # bytes for the pages; absent: a quarter of the memory that is left, at most 4 GiB
+    # Bytes for the pages; absent: a quarter of the memory that is left, at most 4 GiB, and of GPUs that no other worker
+    # of the deployment has, nine tenths, at most 2,097,152 tokens.
+    kv_memory: int | None = None
     max_model_len: int | None = None  # tokens of one job, prompt and answer; absent: what fits
     max_running: int = 64  # jobs in one step
     admit_together: int = 1  # waiting jobs begin once so many can: fewer steps with prompts, later first tokens
@@ -117,6 +119,7 @@ class WorkerConfig(Record, frozen=True):
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
     parcels: str | None = None  # of transports within a host: the folder of the areas that the workers of a host share
     key: str | None = None  # that the deployment's machines share, for what goes over TCP; None: all are on one
+    alone: bool = False  # no other worker of the deployment has its GPUs: their memory is for its pages
 
 
 class RankConfig(Record, frozen=True):
@@ -128,3 +131,4 @@ class RankConfig(Record, frozen=True):
     folder: str  # where the ranks meet
     inbox: str  # the address of the commands that it reads
     memory: int  # the file that it inherits, of memory that the ranks share (`worker.rank_memory`)
+    alone: bool = False  # as rank 0 has it: all take the pages of the one that has room for the fewest

@@ -130,23 +130,25 @@ class EngineCore:
         progress: Callable[[int, int], object] | None = None,
         lost: Callable[[str], object] | None = None,
         aside: int = 0,
+        alone: bool = False,
     ) -> "EngineCore":
         """Load a checkpoint's folder, and a drafter's where the config names one, onto a device, and start other ranks.
 
         device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. lost: as
-        `Ranks` has it. aside: bytes of the device that are for others. Raises CheckpointError for files that cannot be
+        `Ranks` has it. aside: bytes of the device that are for others. alone: whether nobody else is to have a GPU's
+        memory (`run.fit`). Raises CheckpointError for files that cannot be
         read, ConfigError for what the config asks and cannot be had, such as more memory than is free, RankLost where
         another rank could not load.
         """
         device = device or pick_device(config.device)
         if config.ranks == 1:
-            return cls(load_model(folder, config, device, ALONE, progress, aside), config)
+            return cls(load_model(folder, config, device, ALONE, progress, aside, alone), config)
         model = K2Config.from_folder(Path(folder))
         check_ranks(model, config.ranks, device)
         with ExitStack() as started:
-            ranks = Ranks(str(folder), config, device, model, lost)
+            ranks = Ranks(str(folder), config, device, model, lost, alone=alone)
             started.callback(ranks.close)
-            loaded = load_model(folder, config, ranks.device, ranks.group, progress, aside)
+            loaded = load_model(folder, config, ranks.device, ranks.group, progress, aside, alone)
             engine = cls(loaded, config, ranks)
             started.pop_all()
         return engine
@@ -393,10 +395,12 @@ def load_model(
     group: Group,
     progress: Callable[[int, int], object] | None = None,
     aside: int = 0,
+    alone: bool = False,
 ) -> Loaded:
     """A checkpoint's folder, or this rank's part of it, on a device, with as many pages as every rank has room for.
 
-    aside: bytes of the device that are for others. It ends on all ranks at once. Raises as `EngineCore.load`.
+    aside: bytes of the device that are for others. alone: as `EngineCore.load` has it. It ends on all ranks at once.
+    Raises as `EngineCore.load`.
     """
     checkpoint = Checkpoint.open(folder) if config.random_weights is None else None
     geometry = K2Config.from_folder(folder) if checkpoint is None else checkpoint.config
@@ -417,7 +421,7 @@ def load_model(
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
     # The group is open: what it has taken is no longer free, and among what is needed.
-    layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len)
+    layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
     # The CPU's kernels have threads of their own; torch does small things beside them.

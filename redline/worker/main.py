@@ -100,7 +100,9 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             outbox.put(Listening(inbox=inbox.address))
         handoffs = aside(config.transport, pick_device(config.engine.device), config.engine.ranks)
         with _progress() as progress:
-            engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost, aside=handoffs)
+            engine = EngineCore.load(
+                config.weights, config.engine, progress=progress, lost=lost, aside=handoffs, alone=config.alone
+            )
         engine.measure()
         gc.collect()
         gc.freeze()  # what stands now stays: no collection has to walk through it between two steps

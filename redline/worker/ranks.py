@@ -95,11 +95,14 @@ class Ranks:
         device: torch.device,
         config: K2Config,
         lost: Callable[[str], object] | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """Starts them; they load while the caller does.
 
         lost: called once, in a thread of its own, with one line where a rank has ended that should not, or does not
-        run. None: the group is told. Raises ConfigError where they cannot be started, RankLost where one has ended.
+        run. None: the group is told. alone: as `EngineCore.load` has it. Raises ConfigError where they cannot be
+        started, RankLost where one has ended.
         """
         self.step = 0  # the number of the last one
         self.waits: int | None = None  # the number of the step that rank 0 waits for
@@ -131,6 +134,7 @@ class Ranks:
                         folder=str(folder),
                         inbox=inbox,
                         memory=self.memory.file,
+                        alone=alone,
                     )
                 )
             self.device = device_of(0, device)

@@ -1,5 +1,6 @@
 """The programs in redline/bench/: heard of while they work, and one line for what somebody can mend."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from redline.bench import program as program_module
 from redline.bench.program import program
 from redline.errors import ConfigError
 
@@ -44,3 +46,11 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path}: is a folder; name a file in it\n"
+
+
+def test_a_trial_does_not_overwrite_what_is_stored():
+    """Where no file is named, programs write under runs/, which git ignores; two read what is stored."""
+    folder = Path(program_module.__file__).parent
+    found = {path.name for path in folder.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
+    assert found == {"speed_page.py", "paced_worker.py"}
+    assert not [path for path in folder.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]

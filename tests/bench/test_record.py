@@ -1,13 +1,21 @@
-"""Where a number comes from, where git can tell and where it cannot."""
+"""Where a number comes from, where git can tell and where it cannot; and what is stored says it."""
 
+import json
+import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from redline.bench.record import commit
+from redline.bench.program import program
+from redline.bench.record import commit, provenance
 from redline.bench.runs.trees import commit_of
+from redline.errors import ConfigError
 from tests.bench.runs.fake_tree import commit_all, fake_tree
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_a_commit_has_a_sign_where_its_files_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -35,5 +43,45 @@ def test_a_git_that_takes_too_long_cannot_tell(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(subprocess, "run", slow)
     monkeypatch.delenv("REDLINE_COMMIT", raising=False)
     assert (commit(), commit_of(tmp_path)) == ("unknown", "unknown")
-    monkeypatch.setenv("REDLINE_COMMIT", "told")
-    assert commit_of(tmp_path) == "told"
+    monkeypatch.setenv("REDLINE_COMMIT", "abc1234+")
+    assert commit_of(tmp_path) == "abc1234+"
+
+
+@pytest.mark.parametrize("told", ["7xxxxxx", "abc123", "HEAD", "abc1234 abc1234", "abc1234++"])
+def test_a_placeholder_is_no_commit_and_nothing_is_measured_for_it(told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REDLINE_COMMIT", told)
+    with pytest.raises(ConfigError, match=f"REDLINE_COMMIT is {re.escape(repr(told))}; expected a commit's hash"):
+        provenance()
+    with pytest.raises(SystemExit, match="REDLINE_COMMIT is"):
+        program(lambda: pytest.fail("it has begun"), heard=False)
+
+
+@pytest.mark.parametrize("told", ["abc1234", "abc1234+", "0123456789abcdef0123456789abcdef01234567", "unknown"])
+def test_a_told_commit_is_stored_as_it_is(told: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("REDLINE_COMMIT", told)
+    assert provenance()["commit"] == told
+
+
+def test_every_stored_result_names_the_commits_that_it_is_of():
+    """A hash, with "+" where files had changed; one result is of several commits, from one to another."""
+    names = {path.name: list(commits(json.loads(path.read_bytes()))) for path in RESULTS.glob("*.json")}
+    assert len(names) > 50
+    assert [name for name, found in names.items() if not found] == []
+    wrong = {
+        name: found
+        for name, found in names.items()
+        if not all(re.fullmatch(r"[0-9a-f]{7,40}\+?( to [0-9a-f]{7,40})?", each) for each in found)
+    }
+    assert wrong == {}
+
+
+def commits(value: Any) -> Iterator[str]:
+    """All that is called a commit in a result, however deep."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            if name == "commit":
+                yield str(each)
+            yield from commits(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from commits(each)

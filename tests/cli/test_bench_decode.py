@@ -18,7 +18,7 @@ from redline.errors import ConfigError
 
 SMALL = ["bench", "decode", "--shape", "kimi-nano", "--layers", "4", "--context", "70", "--repeats", "3"]
 KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row context kv_dtype routing ms p10_ms p90_ms
-    floor_ms expert_bytes bytes_per_s flops_per_s ops commit date versions"""
+    floor_ms expert_bytes bytes_per_s flops_per_s ops commit date versions machine cores"""
 
 
 @pytest.fixture(autouse=True)

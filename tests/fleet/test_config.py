@@ -390,6 +390,23 @@ def test_each_kind_of_worker_has_what_the_engine_table_says_and_over_it_its_own(
     assert first.engine.speculation == last.engine.speculation == Suffix()
 
 
+@pytest.mark.parametrize(
+    ("workers", "alone"),
+    [
+        ("", [True]),
+        ("count = 2\ndevices = [0, 1]", [True, True]),
+        ("devices = [0, 1]|devices = [1, 2]|devices = [3]", [False, False, True]),
+        ("devices = [0]|", [False, False]),
+        ("count = 2", [False, False]),
+    ],
+)
+def test_a_worker_is_alone_where_no_other_may_have_its_gpus(tmp_path: Path, workers: str, alone: list[bool]):
+    """workers: what each kind says, one behind the other."""
+    kinds = [f'[[workers]]\nname = "w{number}"\n{kind}\n' for number, kind in enumerate(workers.split("|"))]
+    config = read(write(tmp_path, 'weights = "w"\n' + "".join(kinds if workers else ())), {})
+    assert [place.alone for place in config.places] == alone
+
+
 def test_one_worker_does_everything_where_none_is_named(tmp_path: Path):
     (place,) = read(write(tmp_path, SUFFIX), {}).places
     assert (place.name, place.role, place.engine.speculation) == ("worker", "both", Suffix())
@@ -454,6 +471,7 @@ def test_a_worker_at_another_machine_has_that_machines_paths(tmp_path: Path):
     )
     config = read(write(tmp_path, f'{CLUSTER}{drafts}{there}[[workers]]\nname = "c"\n'), {})
     one, two, here = config.places
+    assert [place.alone for place in config.places] == [True] * 3, "each has a machine"
     assert (one.at, one.weights, two.at, two.weights) == ("gpu-1", "/srv/k2", "gpu-2", f"{tmp_path}/w")
     assert [place.engine.speculation.drafter for place in (one, two, here)] == [  # type: ignore[union-attr]
         "/srv/d", f"{tmp_path}/d", f"{tmp_path}/d",

@@ -29,9 +29,11 @@ class NoProcess:
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
+        self.alone: set[bool] = set()
 
     def __call__(self, config: WorkerConfig, *_: Any) -> "subprocess.Popen[bytes]":
         self.epochs.append(config.epoch)
+        self.alone.add(config.alone)
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
 
@@ -54,6 +56,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
         world.gateway.lose(world.link, "not used")
         why = await given_up(one)
         assert start.epochs == list(range(1, MOST_ENDS + 1))
+        assert start.alone == {True}, "there is one worker"
         assert "could not be started: [Errno 11]" in why
         assert world.gateway.links.lost is not None, "those who wait are told"
         assert [link.lost is not None for link in world.gateway.links] == [True]

@@ -62,6 +62,26 @@ def test_where_nothing_is_said_pages_take_no_more_than_4_gib_of_a_large_machine(
     assert fit(SIZES, PLENTY, 5 << 30).kv_bytes > 4 * 2**30, "but more where it is asked for"
 
 
+def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
+    gpu = replace(Sizes(KIMI), device="cuda", gpu_kernels=True, ranks=8)
+    free = 141 * 10**9
+    shared, alone = fit(gpu, free), fit(gpu, free, alone=True)
+    assert shared.kv_bytes <= 4 << 30
+    left = gpu.left(free, alone.max_model_len)
+    assert alone.kv_bytes == pytest.approx(0.9 * left, rel=0.001)
+    assert alone.max_model_len == KIMI.max_position_embeddings > shared.max_model_len
+    assert fit(gpu, free, 10 << 30, alone=True) == fit(gpu, free, 10 << 30), "what is said counts"
+    for device in ("cpu", "cuda"):
+        other = replace(gpu, device=device, gpu_kernels=False)
+        assert fit(other, 10**12, alone=True) == fit(other, 10**12), "a CPU's memory is for others too"
+
+
+def test_a_small_model_does_not_fill_a_gpu_with_pages():
+    nano = replace(Sizes(shape("kimi-nano")), device="cuda", gpu_kernels=True)
+    assert fit(nano, 141 * 10**9, alone=True).pages == 32_768
+    assert fit(nano, 141 * 10**9, 40 << 30, alone=True).pages > 32_768, "but more where it is asked for"
+
+
 def test_what_is_not_pages_counts_too():
     needs = SIZES.needs(1000)
     assert needs.weights == CONFIG.weight_bytes
@@ -180,6 +200,7 @@ CONFIGS = {
     config=st.sampled_from(list(CONFIGS.values())),
     dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]),
     gpu=st.booleans(),
+    alone=st.booleans(),
     positions=st.integers(1, 16),
     room=st.floats(0, 3),
     kv=st.none() | st.floats(0, 1.5),
@@ -190,6 +211,7 @@ def test_what_fits_fits_and_following_the_advice_fits(
     config: K2Config,
     dtype: torch.dtype,
     gpu: bool,
+    alone: bool,
     positions: int,
     room: float,
     kv: float | None,
@@ -205,7 +227,7 @@ def test_what_fits_fits_and_following_the_advice_fits(
     wanted = None if length is None else max(1, int(length * config.max_position_embeddings))
 
     def check(kv_bytes: int | None, wanted: int | None) -> None:
-        layout = fit(sizes, free, kv_bytes, wanted)
+        layout = fit(sizes, free, kv_bytes, wanted, alone=alone)
         assert layout.kv_bytes + sizes.needs(layout.max_model_len).whole <= free
         assert 1 <= layout.max_model_len <= min(layout.tokens, config.max_position_embeddings)
         assert wanted in (None, layout.max_model_len)

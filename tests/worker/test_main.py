@@ -24,6 +24,7 @@ import sys, time, torch
 from redline.worker import engine, main, pulse
 load = engine.EngineCore.load
 def broken(*arguments, **named):
+    assert named["alone"], "as the worker was told"
     loaded = load(*arguments, **named)
     loaded.model.predict = fails
     return loaded
@@ -85,7 +86,7 @@ def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
 ):
     jobs, deltas = ipc_address(tmp_path / "run", "jobs"), ipc_address(tmp_path / "run", "deltas")
     engine = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=1)
-    config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas)
+    config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas, alone=True)
     with SocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
         process = subprocess.Popen(
             [sys.executable, "-c", BROKEN.format(step=step or "pass", more=more)],
@@ -120,7 +121,7 @@ def test_a_worker_says_why_it_ends_before_it_closes_anything(folder: Path, tmp_p
     """What other ranks hold, or a device, may take seconds to close."""
     jobs, deltas = ipc_address(tmp_path / "run", "jobs"), ipc_address(tmp_path / "run", "deltas")
     engine = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=1)
-    config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas)
+    config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas, alone=True)
     slow = "def close(_): print('closing', flush=True); time.sleep(60)\nengine.Runner.close = close"
     program = BROKEN.format(step=DEVICE, more=slow)
     with SocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:

@@ -22,7 +22,7 @@ from redline.tune.costs import StepCosts
 from redline.wire.job import Job
 from redline.wire.step import Drawn, RowResult, StepResult
 from redline.worker import engine, ranks
-from redline.worker.config import EngineConfig, Suffix
+from redline.worker.config import EngineConfig, RankConfig, Suffix
 from redline.worker.drawn import Account, Comparison
 from redline.worker.engine import EngineCore, load_model
 from redline.worker.ranks import Ranks
@@ -141,6 +141,25 @@ def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.Monke
     others.close()
     assert time.monotonic() - began < 2
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
+
+
+def test_followers_are_told_whether_their_gpus_are_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All take the pages of the rank that has room for the fewest."""
+
+    class Enough(Exception):
+        pass
+
+    told: list[RankConfig] = []
+
+    def start(_: Ranks, config: RankConfig) -> None:
+        told.append(config)
+        if len(told) == 3:
+            raise Enough
+
+    monkeypatch.setattr(Ranks, "_start", start)
+    with pytest.raises(Enough):
+        Ranks("", config(ranks=4), CPU, kernel_config(), alone=True)
+    assert [each.alone for each in told] == [True] * 3
 
 
 ENDS = sys.executable, "-c", "print('there is no room')"
@@ -338,7 +357,7 @@ def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
     words = 2 * rooms_of(Checkpoint.open(folder).config, 2).words
     seen: list[int] = []
 
-    def fitted(_: Sizes, free: int, *__: object) -> None:
+    def fitted(_: Sizes, free: int, *__: object, **___: object) -> None:
         seen.append(free)
         raise EOFError
 

@@ -36,11 +36,10 @@ from redline.bench.attack.attacks import ATTACKS, CHAT, COMPLETIONS, TOKENIZE, A
 from redline.bench.attack.random_requests import Request, requests
 from redline.bench.attack.raw_http import Reply, ask, get, post
 from redline.bench.attack.watch import Notes, Pauses, joined, notes_of, read
-from redline.bench.program import program
+from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended_by_a_signal, hard_limit
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bystander.json"
 LIMIT_MS = 100.0  # the longest pause that is allowed
 CALM_S = 90.0  # seconds in which what an attack has left in the engine should end
 ANSWER_S = 120.0  # seconds in which a random request is answered
@@ -522,14 +521,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--at-once", type=int, default=16, help="random requests in flight")
     parser.add_argument("--minutes", type=float, default=20.0, help="of random requests, at most")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=Path, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/bystander.json")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Runs the program with `words` in place of the command line's; writes JSON and a picture, and returns 0.
 
-    Raises SystemExit for a --save whose folder is missing, and RedlineError where the server does not start.
+    Raises ConfigError for a --save that cannot be written, and RedlineError where the server does not start.
     """
     asked = arguments().parse_args(words)
     attacks = [one for one in ATTACKS if not asked.only or one.name in asked.only or one.item in asked.only]
@@ -537,8 +536,6 @@ def main(words: Sequence[str] | None = None) -> int:
         for one in attacks:
             print(f"{one.item:4} {one.name:20} {one.what}")
         return 0
-    if not asked.save.parent.is_dir():
-        raise SystemExit(f"--save: {asked.save.parent} is no folder")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit(), hard_limit()))
     draft = asked.draft or f"{asked.model.rstrip('/')}-eagle3"
     words = [asked.model, "--kv-memory", asked.kv_memory]

@@ -54,7 +54,6 @@ from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "growth.json"
 SMALL = 1 << 20  # bytes of known texts: full after some hundred requests
 ROWS = 12  # counts of each part
 CONTEXT = 8192  # tokens, of the API's engine
@@ -265,7 +264,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-memory", type=count, default=1_000_000_000, help="bytes of its pages")
     parser.add_argument("--known-bytes", type=count, default=Limits().known_bytes, help="of texts that the API keeps")
     parser.add_argument("--api", action="store_true", help="the API alone")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/growth.json")
     asked = parser.parse_args(words)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit(), hard_limit()))
     logging.getLogger("redline").setLevel(logging.CRITICAL)

@@ -33,7 +33,6 @@ from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended_by_a_signal, hard_limit
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "soak.json"
 FLAT_MIB = 1.0  # per 1,000 requests, of each process, over the second half
 WARM = 2000  # requests before which memory still grows to its size, and no slope says anything
 MORE_FILES = 4  # descriptors that an idle server may have more than before: the process that compiles grammars has some
@@ -145,7 +144,7 @@ def arguments() -> argparse.ArgumentParser:
         "--known-bytes", type=int, default=Limits().known_bytes, help="of texts that the API keeps: it is filled first"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/soak.json")
     return parser
 
 

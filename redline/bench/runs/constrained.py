@@ -55,7 +55,6 @@ from redline.wire.news import Stop
 from redline.worker.config import DraftConfig, EngineConfig, Suffix
 from redline.worker.engine import EngineCore, Loaded
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "grammar-cpu.json"
 MODEL = "tiny"
 
 CONTEXT = 2048
@@ -312,7 +311,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=int, default=500, help="how many")
     parser.add_argument("--masks", type=Path, help="a folder with a tokenizer, to measure masks with")
-    parser.add_argument("--out", type=output, default=RESULT, help="the JSON to write")
+    parser.add_argument("--out", type=output, default="runs/grammar-cpu.json", help="the JSON to write")
     asked = parser.parse_args()
     made = schemas(asked.schemas)
 

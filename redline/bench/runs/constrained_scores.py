@@ -28,7 +28,6 @@ from redline.wire.job import Grammar
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "constrained-scores-cpu.json"
 KINDS = "json", "tools"
 
 
@@ -64,7 +63,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("weights", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--limit", type=count, default=60, help="prompts of each kind of each set, at most")
-    parser.add_argument("--out", type=output, default=RESULT, help="the JSON to write")
+    parser.add_argument("--out", type=output, default="runs/constrained-scores-cpu.json", help="the JSON to write")
     asked = parser.parse_args()
     sets = {
         name: [prompt for prompt in prompts if prompt.kind in KINDS]

@@ -56,7 +56,6 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
 from redline.progress import Working
 
-RESULT = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 KEY = "sk-admin-of-the-faults-program"
 KINDS = ("kill", "stop", "stall", "stall", "cut", "cut", "replace", "api")
 MOST_KILLS = 3  # of one worker: one that ends five times without a minute between is given up
@@ -406,7 +405,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--mixes", type=count, default=2, help="requests of each kind")
     parser.add_argument("--long", type=count, default=3000, help="tokens of a long prompt")
     parser.add_argument("--words", type=output, default=None, help="a file for what the server says")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/faults-cpu.json")
     return parser
 
 

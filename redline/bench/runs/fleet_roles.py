@@ -15,7 +15,6 @@ import json
 import resource
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from redline.bench.program import output, program
@@ -26,7 +25,6 @@ from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Kind, Phase, Reques
 from redline.tune.roles import Roles
 from redline.tune.targets import Targets
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "fleet-roles.json"
 TARGETS = {
     "": Targets(ttft_s=1.0, itl_s=0.05),
     "documents": Targets(ttft_s=10.0, itl_s=0.05),
@@ -152,7 +150,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=PARTS, help="of the figures; absent: all")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/fleet-roles.json")
     return parser
 
 

@@ -29,7 +29,6 @@ from redline.bench.runs.trees import ROOT, Server, Tree, commit_of, ended_by_a_s
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "flips-cpu.json"
 GOAL_S = 5.0  # for a change
 WAIT_S = 60.0  # for an answer, and for a change before it counts as one that never ended
 POLL_S = 0.02
@@ -207,7 +206,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=count, default=40, help="of each kind of question, with [steer]")
     parser.add_argument("--ttft-ms", type=count, default=1000, help="that is promised")
     parser.add_argument("--itl-ms", type=count, default=20, help="that is promised")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/flips-cpu.json")
     return parser
 
 

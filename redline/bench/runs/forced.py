@@ -33,7 +33,6 @@ from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "forced-cpu.json"
 ANSWER = 300  # tokens of an answer, at most
 BATCHES = 1, 8
 PAGES = 256 << 20  # bytes
@@ -215,7 +214,7 @@ def main() -> int:
     parser.add_argument("weights", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"), help="a drafter for it")
     parser.add_argument("--rounds", type=int, default=7, help="of each kind")
-    parser.add_argument("--out", type=output, default=RESULT, help="the JSON to write")
+    parser.add_argument("--out", type=output, default="runs/forced-cpu.json", help="the JSON to write")
     asked = parser.parse_args()
     kinds: dict[str, DraftConfig | None] = {
         "no speculation": None,

@@ -38,7 +38,7 @@ from redline.api.openai import Streaming
 from redline.api.pour import DIRECT, Direct
 from redline.api.server import uvicorn_config
 from redline.api.sse import DONE, ChatStream
-from redline.bench.program import program
+from redline.bench.program import output, program
 from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.events import Text
 from redline.chat.template import K2_6
@@ -49,7 +49,6 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "frontend-cpu.json"
 MODEL = "fake"
 CASES = ((1, 20_000), (64, 1500), (512, 400))  # streams at once, tokens of each
 WORD = " the"
@@ -284,7 +283,9 @@ def main() -> None:
     """Measures every case against the floor, prints each, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, alternating; the median counts")
-    rounds: int = parser.parse_args().rounds
+    parser.add_argument("--save", type=output, default="runs/frontend-cpu.json")
+    asked = parser.parse_args()
+    rounds: int = asked.rounds
     servers = {"front end": Server(front_end), "floor": Server(bare)}
     cases: list[dict[str, Any]] = []
     for streams, tokens in CASES:
@@ -316,8 +317,7 @@ def main() -> None:
         "load_average": round(os.getloadavg()[0], 1),
         "cases": cases,
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
-    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+    asked.save.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

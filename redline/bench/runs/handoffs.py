@@ -43,7 +43,6 @@ from redline.transport.choice import TransportName, open_transport
 from redline.transport.ledger import Lender, Parcel
 from redline.transport.memory import Disturbance, MemoryTransport, host_memory
 
-RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 RECEIVERS = 4
 TICK_S = 0.001  # of the clock within one process
 PIECE = 61 * 73_728  # bytes: a page of 64 tokens of Kimi K2.6, all 61 layers, bf16
@@ -299,7 +298,7 @@ def main() -> int:
     parser.add_argument("--handoffs", type=count, default=10_000)
     parser.add_argument("--stops", type=int, default=10, help="of the owner's process")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=output, help="default: benchmarks/results/handoffs-TRANSPORT.json")
+    parser.add_argument("--save", type=output, help="default: runs/handoffs-TRANSPORT.json")
     asked = parser.parse_args()
     if native.library() is None:
         raise ConfigError(f"checksums need the CPU kernels: {native.why_not()}")
@@ -330,7 +329,7 @@ def main() -> int:
         "from": provenance("msgspec", "numpy", *(["nixl"] if asked.transport == "nixl" else [])),
     }
     print(json.dumps({name: value for name, value in result.items() if name != "from"}, indent=1))
-    save = asked.save or RESULTS / f"handoffs-{asked.transport}.json"
+    save = asked.save or output(f"runs/handoffs-{asked.transport}.json")
     save.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if problems else 0
 

@@ -30,7 +30,6 @@ from redline.worker.config import EngineConfig, drafts_of
 from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "host-time.json"
 GOAL = {1: 0.3, 64: 1.0}  # ms of a round, by rows
 PROMPT = 256  # tokens
 WARM = 60  # rounds before any that counts
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--draft", type=Path, help="the folder of a drafter for the weights, or suffix")
     parser.add_argument("--rows", type=int, action="append", help="answers that run (repeatable); absent: 1, 16, 64")
     parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/host-time.json")
     asked = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("this measures a GPU, and torch sees none")

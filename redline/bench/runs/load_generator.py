@@ -22,7 +22,6 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,7 +36,6 @@ from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Pace, Target
 from redline.errors import RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "load-generator-cpu.json"
 PUSHES = ((1, 1), (1, 64), (64, 1), (64, 64))  # streams at once, events of one write
 PACED = ((1, False), (8, False), (64, False), (64, True), (512, True))  # streams at once, in step
 ITL_S, FIRST_S = 0.010, 0.050
@@ -219,7 +217,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=5, help="of each case, in turn")
     parser.add_argument("--tokens", type=count, default=200_000, help="of a full push, over all streams")
     parser.add_argument("--paced-tokens", type=count, default=200, help="of each paced stream")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/load-generator-cpu.json")
     given = parser.parse_args()
     if given.paced_tokens < 2:
         parser.error("--paced-tokens: an ITL needs two tokens")

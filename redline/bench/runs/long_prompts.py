@@ -32,7 +32,7 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.openai import read_chat
-from redline.bench.program import count, program
+from redline.bench.program import count, output, program
 from redline.bench.runs.frontend import MODEL, Server, commit, machine
 from redline.chat.conversation import Conversation
 from redline.chat.hashing import make_job
@@ -47,7 +47,6 @@ from redline.wire.job import Job, JobId, Sampling
 from redline.wire.news import Ready
 
 ROOT = Path(__file__).parents[3]
-RESULT = ROOT / "benchmarks" / "results" / "long-prompts-cpu.json"
 TOKENS = 100_000
 MESSAGES = 60  # of the conversation
 FILES = ("docs/*.md", "redline/api/*.py", "redline/chat/*.py", "redline/wire/*.py")  # the conversation's text
@@ -206,6 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="a checkpoint's folder, with tiktoken.model")
     parser.add_argument("--rounds", type=count, default=20, help="runs of each")
+    parser.add_argument("--save", type=output, default="runs/long-prompts-cpu.json")
     asked = parser.parse_args()
     tokenizer = Tokenizer.open(asked.tokenizer)
     messages = conversation(tokenizer)
@@ -246,7 +246,7 @@ def main() -> None:
         "first_token_least_ms": round(min(times) * 1000, 2),
         "texts_held_together": held,
     }
-    RESULT.write_text(json.dumps(document, indent=2) + "\n")
+    asked.save.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, Loaded
 from redline.worker.loop import StepInFlight, turn
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "loop-gap.json"
 FINGERPRINT = "loop gap"
 
 
@@ -127,7 +126,7 @@ def main() -> None:
     parser.add_argument(
         "--running", type=int, default=1, help="jobs in one step, at most: for so many, steps are recorded"
     )
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/loop-gap.json")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # how long recording took
     if not torch.cuda.is_available():

@@ -31,7 +31,6 @@ from redline.wire.job import Grammar
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "mask-time.json"
 WHITE, CHARACTER = r"[\x20\x0A\x0D\x09]+", r'[^"\\\x00-\x1F\x7F]'
 LEFT = 12  # characters of a string, at most
 TRIES = 4
@@ -91,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="with a tokenizer")
     parser.add_argument("--schemas", type=count, default=60, help="how many")
-    parser.add_argument("--out", type=output, default=RESULT, help="the JSON to write")
+    parser.add_argument("--out", type=output, default="runs/mask-time.json", help="the JSON to write")
     asked = parser.parse_args()
     tokenizer = Tokenizer.open(asked.folder)
     tokens, took = grammar_tokens(tokenizer), dict[str, list[float]]()

@@ -14,7 +14,6 @@ import os
 import socket
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -28,7 +27,6 @@ from redline.bench.runs.frontend import MODEL, Server, free_gateway
 from redline.disk import save
 from redline.wire.news import Load, StepTimes
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "page-cost-cpu.json"
 STREAMS, TOKENS = 64, 2000  # tokens of each: some seconds, since the page hears once a second
 GOAL = 0.01
 
@@ -130,7 +128,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=count, default=4, help="for which many watch, in each round")
     parser.add_argument("--streams", type=count, default=STREAMS)
     parser.add_argument("--tokens", type=count, default=TOKENS, help="of each stream")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/page-cost-cpu.json")
     given = parser.parse_args()
     runs: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     events: list[float] = []

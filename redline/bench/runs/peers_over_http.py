@@ -44,7 +44,6 @@ from redline.chat.template import style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "serving-nano-cpu.json"
 CORES = 2
 CONTEXT = 4096  # tokens of a request, at most
 STREAMS = (1, 8)
@@ -246,7 +245,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, help="a Python that has vLLM for CPUs")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's llama-server")
     parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/serving-nano-cpu.json")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # of this process, and so of every server

@@ -35,7 +35,6 @@ from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "pools-cpu.json"
 STREAM_S = 20.0  # of one stream, at most: beside prompts in one worker it would take minutes
 WAIT_S = 120.0  # for one answer
 JSON = {"content-type": "application/json"}
@@ -200,7 +199,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=count, default=1500, help="of each stream")
     parser.add_argument("--turns", type=count, default=4, help="of a stream alone and one beside prompts, in a round")
     parser.add_argument("--rounds", type=count, default=2)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/pools-cpu.json")
     return parser
 
 

@@ -31,7 +31,6 @@ from redline.worker.config import EngineConfig, drafts_of
 from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "prompts-beside.json"
 FINGERPRINT = "prompts beside"
 GOAL = 0.03  # of the chunk's time, beyond it
 
@@ -174,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=20, help="how many arrive")
     parser.add_argument("--every", type=int, default=10, help="steps from one prompt to the next")
     parser.add_argument("--kv-gib", type=int, default=4, help="memory for pages")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/prompts-beside.json")
     asked = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("this measures a GPU, and torch sees none")

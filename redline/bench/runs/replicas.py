@@ -33,7 +33,6 @@ from redline.bench.record import provenance
 from redline.errors import RedlineError
 
 ROOT = Path(__file__).parents[3]
-RESULT = ROOT / "benchmarks" / "results" / "replicas-cpu.json"
 CONNECTIONS = 32
 TEXT = "The river runs past the house and on to the sea; who walks along it finds a mill, and a bridge of stone. " * 8
 START_S = 60.0
@@ -223,7 +222,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=count, default=12, help="of all cases; the median counts")
     parser.add_argument("--requests", type=count, default=800, help="of the case `requests`")
     parser.add_argument("--tokens", type=count, default=400, help="of each stream of the case `tokens`")
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/replicas-cpu.json")
     asked = parser.parse_args()
     cases = Case("requests", asked.requests, 1), Case("tokens", 2 * CONNECTIONS, max(2, asked.tokens))
     record = provenance("uvicorn", "uvloop", "httptools", "starlette", "msgspec", "pyzmq", "tiktoken")

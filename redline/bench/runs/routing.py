@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from redline.bench.program import count, output, program
@@ -32,7 +31,6 @@ from redline.wire.channel import MemoryChannel
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId, Sampling
 from redline.wire.news import Cached, Ready
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "routing.json"
 TOKEN_S = 1e-4  # of a prompt: 10,000 a second
 ANSWER_S = 0.01  # between two tokens of an answer
 THINK_S = 20.0  # between an answer and the next question, on average
@@ -250,7 +248,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--conversations", type=count, default=300)
     parser.add_argument("--every", type=float, default=0.3, help="seconds between two that begin, on average")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/routing.json")
     return parser
 
 

@@ -60,7 +60,6 @@ from redline.wire.job import JobId, Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "serve-cpu.json"
 THREADS = 2
 CONTEXT = 8192  # tokens of one request
 # Where a peer's fastest way is looked for: tokens at most, and runs that count.
@@ -477,7 +476,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="the drafter's folder; absent: the model's, with -eagle3")
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python: the second peer")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, alternating; the median counts")
-    parser.add_argument("--out", type=output, default=RESULT)
+    parser.add_argument("--out", type=output, default="runs/serve-cpu.json")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     draft: Path = arguments.draft or folder.with_name(f"{folder.name}-eagle3")

@@ -49,7 +49,6 @@ from redline.bench.serving.target import Pace, Target
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "steer-served-cpu.json"
 LOOK_S = 1.0  # between two looks of who steers, and of ours at the roles
 REST_S = 3.0  # of who steers
 END_S = 6.0  # for what is under way when no more comes; what has not ended by then is not good
@@ -295,7 +294,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=count, default=26, help="of each phase")
     parser.add_argument("--window-s", type=count, default=8, help="of traffic, that who steers goes by")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/steer-served-cpu.json")
     parser.add_argument("--again", action="store_true", help="add to the runs that the file has")
     return parser
 

@@ -45,7 +45,6 @@ from redline.wire.step import Step, StepResult
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "step-profile.json"
 GOAL_MS = 0.25  # of host_ms, one row
 THREADS = 2
 NEW = 96  # tokens of an answer
@@ -399,7 +398,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
     parser.add_argument("--rounds", type=int, default=7, help="of each case, with the parts marked and without")
-    parser.add_argument("--out", type=output, default=RESULT, help="the picture is beside it")
+    parser.add_argument("--out", type=output, default="runs/step-profile.json", help="the picture is beside it")
     asked = parser.parse_args()
     folder: Path = asked.folder
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process, and so of every child

@@ -36,8 +36,6 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore
 from redline.worker.loop import Failures, Runner, turn
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "step-times-cpu.json"
-
 
 class Load(NamedTuple):
     """So many jobs, and how many at once; (least, most) tokens of their prompts and answers."""
@@ -164,7 +162,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--weights", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--rounds", type=count, default=1, help="in which all loads are played")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/step-times-cpu.json")
     return parser
 
 

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from redline.bench.record import told_commit
 from redline.errors import ConfigError, RedlineError
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +130,7 @@ def commit_of(tree: Path) -> str:
 
     REDLINE_COMMIT in the environment stands in its place.
     """
-    if told := os.environ.get("REDLINE_COMMIT"):
+    if told := told_commit():
         return told
     try:
         commit = _git("rev-parse", "--short", "HEAD", tree=tree)

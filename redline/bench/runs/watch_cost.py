@@ -41,7 +41,6 @@ from redline.wire.step import Begin, Row, Step
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "watch-cost-cpu.json"
 PROMPT = 48  # tokens before the one that a timed step computes; all in one page
 BLOCK = 10  # steps over one build before it is another's turn; the first of them is left out
 FEW, ALL = 1 << 20, 64 << 20  # bytes that are written before a look
@@ -188,7 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--rounds", type=count, default=300)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/watch-cost-cpu.json")
     given = parser.parse_args()
     native.share_processors(native.threads())  # one thread
     own, compiler = native.library(), native.find_compiler()

@@ -34,6 +34,8 @@ class DepthRecord(Record, frozen=True):
     """One case, measured. Floors are over bytes_per_s and flops_per_s, measured beside it; ms is the median.
 
     context: tokens of each row before the step. expert_bytes: of distinct routed experts that a step read, the mean.
+    machine, cores: the host's processor, and how many of its cores the program had; records of before 2026-11-26 have
+    neither.
     """
 
     shape: str
@@ -58,6 +60,8 @@ class DepthRecord(Record, frozen=True):
     commit: str
     date: str
     versions: dict[str, str]
+    machine: str | msgspec.UnsetType = msgspec.UNSET
+    cores: int | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def tokens(self) -> int:
@@ -76,7 +80,7 @@ class DepthRecord(Record, frozen=True):
         return PEER.get((self.ranks, self.tokens)) if case == PEER_CASE and PEER_GPU in self.gpu else None
 
 
-class RoundRecord(DepthRecord, frozen=True):
+class RoundRecord(DepthRecord, frozen=True, kw_only=True):
     """A round of speculation, measured: ms is the round's, tokens_per_row 1 + k, and its ops are its two parts.
 
     accept          tokens of a row's round, the mean that was asked for
@@ -173,6 +177,8 @@ def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
         commit=origin["commit"],
         date=origin["date"],
         versions=versions,
+        machine=origin["machine"],
+        cores=origin["cores"],
     )
 
 

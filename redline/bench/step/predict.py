@@ -3,11 +3,12 @@
 A step on one H200 and on two takes its floor and something more. Of that, `kept` stays on each of however many ranks,
 and `divided` is shared by them: they are the two numbers that give both measured steps. So
 
-    step = floor of a rank + kept + divided / ranks + sums + gather
+    step = floor of a rank + whole + kept + divided / ranks + sums + gather
 
 Ops alone do not tell which is which: attention of half the heads and a shared expert of half the width take as long
-above their floors as whole ones. A test recomputes STEPS, LONG_STEPS, ROUNDS, ROUND_MS and MEETINGS from
-the newest rows of benchmarks/results.
+above their floors as whole ones. A floor counts every byte once over all ranks; what each rank reads beyond its part of
+that, contexts and the projections into attention, is `whole`. The steps that this is fitted to (FITTED) read both so,
+and so do predicted ones. A test recomputes STEPS, LONG_STEPS, ROUNDS, ROUND_MS and MEETINGS from benchmarks/results.
 """
 
 from collections.abc import Mapping
@@ -30,10 +31,10 @@ SHORT, LONG = 1024, 32768  # contexts
 
 
 class Took(NamedTuple):
-    """Milliseconds of a step, and of its floor by the bandwidth measured beside it."""
+    """Milliseconds of a step, and of reading all that its rank reads, by the bandwidth measured beside it."""
 
     ms: float
-    floor: float
+    read: float
 
 
 class Meeting(NamedTuple):
@@ -44,7 +45,7 @@ class Meeting(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """Milliseconds of a step on one H200 above its floor. kept, divided: see above."""
+    """Milliseconds of a step on one H200 beyond what it reads. kept, divided: see above."""
 
     kept: float
     divided: float
@@ -57,6 +58,7 @@ class Round(NamedTuple):
     draft: float
 
 
+FITTED = {1: "164e3dc", 2: "a176d55"}  # the commits whose steps on one and on two H200s are STEPS
 STEPS = {  # on so many H200s, by tokens
     1: {1: Took(9.114, 7.334), 4: Took(17.790, 14.972), 8: Took(28.904, 24.457), 32: Took(83.651, 67.312)},
     2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},
@@ -82,11 +84,11 @@ def excess(tokens: int) -> Excess:
 
 
 def _excess(tokens: int) -> Excess:
-    """Solves kept + divided = what one rank takes above its floor, kept + divided / 2 = what two do, but for sums."""
+    """Solves kept + divided = what one rank takes beyond reading, kept + divided / 2 = what two do, but for sums."""
     one, two = STEPS[1][tokens], STEPS[2][tokens]
     meeting = MEETINGS[tokens]
-    alone = one.ms - one.floor
-    shared = two.ms - two.floor - (SUMS * meeting.sum + meeting.gather) / 1e3
+    alone = one.ms - one.read
+    shared = two.ms - two.read - (SUMS * meeting.sum + meeting.gather) / 1e3
     divided = 2 * (alone - shared)
     return Excess(alone - divided, divided)
 
@@ -99,9 +101,9 @@ def _between(tokens: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[fl
 
 
 def long_ms(kv_dtype: str) -> float:
-    """Milliseconds that one row at LONG takes more above its floor than at SHORT."""
+    """Milliseconds that one row at LONG takes more beyond reading than at SHORT."""
     longer, shorter = LONG_STEPS[kv_dtype], STEPS[1][1]
-    return (longer.ms - longer.floor) - (shorter.ms - shorter.floor)
+    return (longer.ms - longer.read) - (shorter.ms - shorter.read)
 
 
 def like_kimi(config: K2Config) -> bool:
@@ -124,10 +126,11 @@ def distinct_experts(config: K2Config, tokens: int) -> float:
 class Step:
     """One predicted step of `rows` rows of `tokens` tokens each: milliseconds, but for `gb` and `experts`.
 
-    gb       that a rank reads, contexts among it
+    gb       of a rank's floor: every byte once over all ranks, contexts among it
     floor    of reading it
+    whole    of reading what each rank reads whole though it counts once: contexts, projections into attention
     experts  distinct ones of a layer
-    kept, divided, sums, gather  above it
+    kept, divided, sums, gather  above both
     nvfp4    what NVFP4 adds, where experts are INT4
     """
 
@@ -136,6 +139,7 @@ class Step:
     gb: float
     experts: float
     floor: float
+    whole: float
     kept: float
     divided: float
     sums: float
@@ -145,7 +149,7 @@ class Step:
     @property
     def ms(self) -> float:
         """The whole step with INT4 experts."""
-        return self.floor + self.kept + self.divided + self.sums + self.gather
+        return self.floor + self.whole + self.kept + self.divided + self.sums + self.gather
 
 
 @dataclass(frozen=True)
@@ -173,12 +177,15 @@ class Machines:
         depth, machine, all_tokens = self.depth(rows, tokens, context, kv_dtype), self.machine, rows * tokens
         layer = distinct_experts(self.config, all_tokens)
         experts = layer * self.config.moe_layers
-        cost = depth.cost(experts, divided=False)  # four ranks and more have divided none yet, so nothing is claimed
+        cost = depth.cost(experts)
+        floor = 1e3 * cost.seconds(machine)
+        # As the measured steps did. That ranks divide both where it pays since has not been fitted, so is not claimed.
+        whole = 1e3 * depth.cost(experts, divided=False).seconds(machine) - floor
         kept, divided = excess(all_tokens)
         kept += long_ms(kv_dtype) * rows * max(context - SHORT, 0) / (LONG - SHORT)
         nvfp4 = NVFP4_OVER_INT4 * experts * depth.expert_bytes / machine.bytes_per_s
         return Step(
-            rows, tokens, cost.bytes / 1e9, layer, 1e3 * cost.seconds(machine),
+            rows, tokens, cost.bytes / 1e9, layer, floor, whole,
             kept, divided / self.on.count, SUMS * self.sum_us(all_tokens) / 1e3, self.gather_us(all_tokens) / 1e3,
             1e3 * nvfp4,
         )  # fmt: skip

@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 # source, name, options, arguments, grid, threads of a block, bytes of its shared memory
 Launch = Callable[[Path, str, Sequence[str], Record, tuple[int, int], int, int], None]
 _emulating = threading.local()
+# Of a Hopper multiprocessor, as CUDA's programming guide has them for compute capability 9.0.
+SM_THREADS, SM_BLOCKS, SM_SHARED, BLOCK_SHARED = 2048, 32, 228 << 10, 1 << 10
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class CudaKernel:
         """The source's file."""
         return HERE / self.source
 
+    def at_once(self, multiprocessors: int) -> int:
+        """Blocks that lie on the chip together at most, by threads and shared memory; registers are not counted."""
+        on_one = min(SM_BLOCKS, SM_THREADS // self.threads, SM_SHARED // (self.shared + BLOCK_SHARED))
+        return multiprocessors * on_one
+
     @functools.cached_property
     def _function(self) -> driver.Function:
         return driver.Function(self.path, self.name, self.options, self.shared, layout_check(self.args))
@@ -58,16 +65,35 @@ class CudaKernel:
         """On torch's current stream. overlap: it may begin before the kernel in front of it has ended, and then waits
         for that with `wait_for_previous_grid` before it reads what that wrote.
 
-        Raises TypeError for a record of another struct than the kernel takes."""
+        Blocks that wait for other ranks must all lie on the chip at once: one that is not there yet sends nothing, and
+        those that wait for it do not leave. That is asserted as far as `at_once` knows it. As to registers, one block
+        a multiprocessor always has them (112 blocks of `experts_down`); 64 tokens of `sum_ranks` are 896 blocks of 128
+        threads, 7 on a multiprocessor, which 72 registers a thread allow.
+
+        Raises TypeError for a record of another struct than the kernel takes.
+        """
         if type(arguments) is not self.args:
             raise TypeError(f"{self.name} takes {self.args.__name__}, got {type(arguments).__name__}")
         if grid == 0:
             return
+        if self.defines.get("RANKS", 1) != 1:
+            most = self.at_once(_multiprocessors())
+            assert grid * grid_y <= most, (
+                f"{self.name}: {grid * grid_y} blocks wait for other ranks, {most} lie at once"
+            )
         if emulating():
             launch: Launch = _emulating.launch
             launch(self.path, self.name, self.options, arguments, (grid, grid_y), self.threads, self.shared)
         else:
             self._function.launch(arguments, (grid, grid_y), self.threads, self.shared, overlap=overlap)
+
+
+@functools.cache
+def _multiprocessors() -> int:
+    """Of the current device; an H100's and an H200's where there is none."""
+    if not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
 class LaunchRecord(Record):

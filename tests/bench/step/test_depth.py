@@ -1,6 +1,7 @@
 """How a step is timed, what its floor is, what it needs of memory, and what is kept of it."""
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -189,6 +190,19 @@ def test_a_record_says_what_was_measured_and_where(tmp_path: Path):
     append(path, msgspec.structs.replace(record, rows=8))
     assert [one.rows for one in read(path, DepthRecord)] == [4, 8]
     assert read(path, DepthRecord)[0] == record
+    assert record.machine
+    assert isinstance(record.cores, int)
+
+
+def test_records_that_do_not_say_the_host_are_read_and_stay_as_they_were(tmp_path: Path):
+    record = record_of(depth(context=1024), Timing(9.0, 9.0, 9.0, 480.0, ()), H200)
+    old = msgspec.structs.replace(record, machine=msgspec.UNSET, cores=msgspec.UNSET)
+    path = tmp_path / "decode.json"
+    append(path, old)
+    append(path, record)
+    assert read(path, DepthRecord) == [old, record]
+    first, second = json.loads(path.read_bytes())
+    assert set(second) - set(first) == {"machine", "cores"}
 
 
 def test_two_runs_that_add_to_one_file_lose_nothing(tmp_path: Path):

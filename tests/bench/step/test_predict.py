@@ -8,6 +8,7 @@ import pytest
 
 from redline.bench.step.machines import CHIPS, Figure, Several, machine
 from redline.bench.step.predict import (
+    FITTED,
     LONG_STEPS,
     MEETINGS,
     ROUND_MS,
@@ -44,7 +45,12 @@ def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
 
 def took(**wanted: Any) -> Took:
     row = rows("decode-h200.json", tokens_per_row=1, **wanted)[-1]
-    return Took(row["ms"], row["floor_ms"])
+    case = Machines(KIMI_K26, Several(wanted["ranks"], CHIPS["H200"])).depth(
+        row["rows"], 1, row["context"], row["kv_dtype"]
+    )
+    machine = Machine(row["gpu"], row["bytes_per_s"], row["flops_per_s"])
+    read = case.cost(row["expert_bytes"] / case.expert_bytes, divided=False).seconds(machine)
+    return Took(row["ms"], 1e3 * read)
 
 
 def of(text: str) -> Machines:
@@ -58,7 +64,7 @@ def of(text: str) -> Machines:
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_steps_are_those_that_were_measured(ranks: int, tokens: int):
     assert set(STEPS[ranks]) == set(TOKENS)
-    measured = took(ranks=ranks, rows=tokens, context=SHORT, kv_dtype="bf16")
+    measured = took(ranks=ranks, rows=tokens, context=SHORT, kv_dtype="bf16", commit=FITTED[ranks])
     assert STEPS[ranks][tokens] == pytest.approx(measured, abs=NEAR)
 
 
@@ -104,7 +110,7 @@ def test_what_a_round_takes_above_its_floors_is_as_measured(drafts: int):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_one_and_two_h200s_are_predicted_as_they_were_measured_but_for_the_bandwidth(ranks: int, tokens: int):
     step, measured = of(f"{ranks} x H200").step(tokens, 1, SHORT), STEPS[ranks][tokens]
-    assert step.ms - step.floor == pytest.approx(measured.ms - measured.floor, abs=1e-6)
+    assert step.ms - step.floor - step.whole == pytest.approx(measured.ms - measured.read, abs=1e-6)
     assert step.ms == pytest.approx(measured.ms, rel=0.02)
 
 
@@ -128,16 +134,35 @@ def test_a_drafter_that_ranks_divide_spares_reading_and_costs_two_sums_a_pass(ra
 @pytest.mark.parametrize(
     ("ranks", "tb_per_s", "expected"), [(2, 4.5, (3.9, 7.7, 12.4, 33.7)), (4, 4.3, (2.3, 4.3, 6.75, 17.9))]
 )
-def test_floors_of_the_weights(ranks: int, tb_per_s: float, expected: tuple[float, ...]):
+def test_what_ranks_read_of_the_weights_as_the_goals_have_it(ranks: int, tb_per_s: float, expected: tuple[float, ...]):
     chip = CHIPS["H200"]._replace(reads=Figure(1e12 * tb_per_s, "asked for"))
     machines = Machines(KIMI_K26, Several(ranks, chip))
-    assert [machines.step(tokens, 1, 0).floor for tokens in TOKENS] == pytest.approx(expected, rel=0.02)
+    steps = [machines.step(tokens, 1, 0) for tokens in TOKENS]
+    assert [step.floor + step.whole for step in steps] == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_floors_are_those_of_measured_steps(ranks: int):
+    """Each weight counts once over all ranks, in `redline doctor --on` as in docs/speed.md."""
+    for tokens in TOKENS:
+        wanted = {"ranks": ranks, "rows": tokens, "tokens_per_row": 1, "context": SHORT, "kv_dtype": "bf16"}
+        row = rows("decode-h100.json", gpu="NVIDIA H100 80GB HBM3", **wanted)[-1]
+        chip = CHIPS["H100"]._replace(reads=Figure(row["bytes_per_s"], "measured"))
+        floor = Machines(KIMI_K26, Several(ranks, chip)).step(tokens, 1, SHORT).floor
+        assert floor == pytest.approx(row["floor_ms"], rel=0.005), tokens
+
+
+def test_one_rank_reads_nothing_beyond_its_floor_and_more_read_projections_whole():
+    assert of("1 x H200").step(8, 1, SHORT).whole == 0
+    projections = 2 * 61 * 7168 * (1536 + 576)
+    step = of("4 x H200").step(1, 1, 0)
+    assert step.whole == pytest.approx(1e3 * projections * (1 - 1 / 4) / 4.505e12, rel=0.01)
 
 
 def test_a_floor_is_its_bytes_over_the_bandwidth_and_a_step_its_parts():
     step = of("8 x H200").step(4, 1, SHORT)
     assert step.floor == pytest.approx(step.gb / 4.505)
-    assert step.ms == step.floor + step.kept + step.divided + step.sums + step.gather
+    assert step.ms == step.floor + step.whole + step.kept + step.divided + step.sums + step.gather
     assert step.divided == pytest.approx(excess(4).divided / 8)
     assert step.experts == pytest.approx(384 * (1 - (376 / 384) ** 4))
 

@@ -189,6 +189,7 @@ def test_a_record_of_a_round_is_that_of_a_step_and_more(tmp_path: Path):
     verify, draft = record.ops
     assert record.floor_ms == pytest.approx((verify.floor_us + draft.floor_us) / 1e3)
     assert (verify.us, draft.us, draft.launches) == (17_000, 2_900, 3)
+    assert isinstance(record.cores, int)
     path = tmp_path / "rounds.json"
     append(path, record)
     append(path, record)

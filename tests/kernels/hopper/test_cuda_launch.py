@@ -9,7 +9,8 @@ import torch
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper import driver
-from redline.kernels.hopper.kernel import HERE, CudaKernel, LaunchRecord, launch_record
+from redline.kernels.hopper import kernel as kernel_module
+from redline.kernels.hopper.kernel import HERE, CudaKernel, LaunchRecord, launch_record, launched_by
 from redline.kernels.record import Record, layout_check, record
 
 needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
@@ -123,3 +124,23 @@ def test_every_cuda_source_declares_structs_with_names_of_their_own():
     ]
     assert len(names) == len(set(names)) >= 17
     assert all(name.endswith("Launch") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("threads", "shared", "on_one"), [(128, 16, 16), (512, 0, 4), (512, 227 << 10, 1), (512, 100 << 10, 2), (32, 0, 32)]
+)
+def test_no_more_blocks_wait_for_other_ranks_than_lie_on_the_chip_at_once(threads: int, shared: int, on_one: int):
+    launched: list[tuple[int, int]] = []
+    sizes = {"HIDDEN": 128, "HIDDEN_PADDED": 128}
+    one, two = (
+        CudaKernel("decode/embed.cu", "embed", EMBED, {**sizes, "RANKS": ranks}, shared, threads) for ranks in (1, 2)
+    )
+    assert two.at_once(132) == 132 * on_one
+    most = two.at_once(kernel_module._multiprocessors())
+    with launched_by(lambda source, name, options, arguments, grid, *_: launched.append(grid)):
+        arguments = EMBED(**given())
+        two.launch(arguments, most // 2, 2)
+        one.launch(arguments, most + 1)
+        with pytest.raises(AssertionError, match=f"embed: {most + 1} blocks wait for other ranks, {most} lie at once"):
+            two.launch(arguments, most + 1)
+    assert launched == [(most // 2, 2), (most + 1, 1)]
