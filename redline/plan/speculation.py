@@ -169,6 +169,19 @@ class Speculation:
         if outcome.proposed:
             self._outcomes[outcome.by, outcome.proposed, outcome.accepted] += 1
 
+    def predicted_ms(self, step: Step, result: StepResult) -> tuple[float, float] | None:
+        """What is expected of a step that verified drafts, before `took` is told of it: milliseconds, and those of the
+        same rows without any. None where the step had no drafts, or tokens of prompts, or nothing was measured."""
+        rows = step.rows
+        if not self._most or not self.times.costs.known or not rows or rows[-1].start is not None:
+            return None
+        depth = max(row.drafts for row in rows)
+        drafted = sum(out.proposed > 0 for out in result.rows) if depth else 0
+        if not drafted:
+            return None
+        followed = sum(row.drafting for row in rows)
+        return self.times.ms(len(rows), depth, followed, drafted), self.times.ms(len(rows), 0, 0)
+
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
         """Take in that a step took so many seconds.
 

@@ -30,7 +30,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "two.toml").write_text(
-        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
+        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "1MB"\n'
         '[engine.speculation]\ntype = "suffix"\n[[workers]]\ncount = 2\n'
     )
     server = Server(folder / "two.toml")
@@ -80,22 +80,45 @@ def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operato
     wait_for(lambda: f", on {sent['worker']}, id again" in two.said, 10, two)
 
 
-def test_redline_explain_prints_it(two: Server) -> None:
-    def explained(id: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "redline", "explain", id, "--url", address(two)],
-            capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "160"},
-        )  # fmt: skip
+def explained(server: Server, id: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "redline", "explain", id, "--url", address(server)],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "400"},
+    )  # fmt: skip
 
+
+def test_redline_explain_prints_it(two: Server) -> None:
     said(two, FIRST, "shown")
-    done = explained("shown")
+    done = explained(two, "shown")
     assert done.returncode == 0, done.stderr
     assert re.search(r"> worker-[01] ", done.stdout)
     assert "first token, " in done.stdout
     assert "length, after 40 tokens" in done.stdout
-    unknown = explained("nobody/s")
+    unknown = explained(two, "nobody/s")
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert unknown.stderr.startswith("error: nothing is known of request nobody")
+
+
+def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_long(two: Server) -> None:
+    two.client.completions.create(
+        model="tiny", prompt=FIRST, n=6, max_tokens=700, temperature=0, extra_headers={"X-Request-Id": "many"},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    jobs = admin(two, "requests/many")["jobs"]
+    pauses = [pause for job in jobs for pause in job["paused"]]
+    assert pauses, "a worker has 27 pages, and three of these answers want more"
+    for pause in pauses:
+        assert pause["pages"] == 27
+        assert pause["by"] is None or pause["by"].startswith("many.")
+        assert 0 < pause["again_tokens"] <= pause["lost_tokens"] < 1061
+        assert 0 <= pause["waited_s"] < pause["paused_s"]
+        assert pause["again_expected_s"] > 0
+    assert all(job["tokens"] == 700 for job in jobs)
+    job = next(job for job in jobs if job["paused"])
+    wait_for(lambda: f"is pre-empted on {job['paused'][0]['worker']} after " in two.said, 10, two)
+    steps = [job["steps_with_drafts"] for job in jobs if job["drafts"]["rounds"] >= 16]
+    assert all(each["timed"] > 0 and each["step_s"] > 0 for each in steps if each is not None)
+    assert "pre-empted on worker-" in explained(two, "many").stdout
 
 
 def test_it_ends_cleanly(two: Server) -> None:

@@ -430,7 +430,7 @@ def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form()
     if world.flights:
         world.settle()
     (active,) = world.planner._running
-    world.planner._preempt(active)
+    world.planner._preempt(active, active)
     world.finish()
     assert world.runner.resumed == 1
     assert world.runner.resumed_bits_compared > 100
@@ -452,7 +452,7 @@ def test_prompt_logprobs_come_once_although_their_prompt_was_pre_empted_half_way
     story = world.submit(prompt(200), prompt_logprobs=0)
     world.plan()
     world.settle()
-    world.planner._preempt(world.planner._running[0])
+    world.planner._preempt(world.planner._running[0], world.planner._running[0])
     world.finish()
     assert scored(story) == list(prompt(200)[1:])
 
