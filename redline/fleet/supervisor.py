@@ -273,6 +273,7 @@ class Supervised(Kept):
             cores=place.cores,
             transport=place.transport,
             tells_cache=place.tells_cache,
+            events=place.events,
         )
         if place.at is not None and self._machines is not None:  # which has its own address, key and folder
             config = msgspec.json.encode(told)

@@ -30,7 +30,7 @@ from redline.plan.admit import refusal, short_pages, token_limit
 from redline.plan.below import Below, Fetch, Fetches, Kept, Lack
 from redline.plan.notes import Pause, Rounds
 from redline.plan.pages import Holder, PagePool
-from redline.plan.prefix import PrefixCache
+from redline.plan.prefix import Changed, Content, PrefixCache
 from redline.plan.queue import Queue
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
@@ -294,7 +294,9 @@ class Planner:
         if not self._has_room(job, matched):
             return None
         previous = job.hashes[len(matched) - 1] if matched else None
-        return self._fetches.begin(self._lack(job), count, matched, previous)
+        wanted = range(len(matched), len(matched) + count) if self._cache.log is not None and not job.job.media else ()
+        contents = tuple(self._content(job, index) for index in wanted)
+        return self._fetches.begin(self._lack(job), count, matched, previous, contents)
 
     def fetched(self, fetch: Fetch, kept: Sequence[Kept]) -> None:
         """Nothing writes to the pages of a fetch any more. So many as `kept` tells of, from the first on, are whole."""
@@ -581,6 +583,19 @@ class Planner:
             return None
         self._cached_told += 1
         return Cached(number=self._cached_told, stored=tuple(stored), removed=tuple(removed), whole=whole)
+
+    def log_pages(self) -> None:
+        """From now on `page_changes` tells what comes into the prefix cache and what leaves it."""
+        self._cache.log = []
+
+    def page_changes(self) -> list[Changed]:
+        """What has come and gone since the last call, in order, with what it is of. Pages of prompts with images are
+        left out. Nothing where `log_pages` was not called."""
+        changes = self._cache.log
+        if not changes:
+            return []
+        self._cache.log = []
+        return changes
 
     def load(self) -> Load:
         """Counters and gauges. Used, cached (held by the cache alone) and free pages make up the total."""
@@ -931,8 +946,13 @@ class Planner:
                     return
                 hashes.append(self._hash_page(previous, job.tokens(end - PAGE_TOKENS, end)))
             exact, drafted = job.exact and end <= job.prompt, end <= job.read
-            self._cache.insert(hashes[index], job.pages[index], previous, exact=exact, drafted=drafted)
+            content = self._content(job, index) if self._cache.log is not None and not job.job.media else None
+            self._cache.insert(hashes[index], job.pages[index], previous, exact=exact, drafted=drafted, content=content)
             job.kept = index + 1
+
+    def _content(self, job: ActiveJob, index: int) -> Content:
+        """What page `index` of a job is of."""
+        return Content(job.tokens(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS), job.job.salt)
 
     def _end(self, job: ActiveJob, finish: Finish) -> None:
         """Ends the job. Its slot and pages return now, or with its last step in flight."""

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from urllib.request import Request, urlopen
 import pytest
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.chat.hashing import page_hash
 from redline.model.k2.write import random_checkpoint
+from redline.route.blocks import Blocks
+from redline.route.index import PageIndex
+from redline.wire.job import PageHash
+from redline.wire.kv_events import BlockStored, decode_batch
+from redline.wire.kv_sockets import Numbered, Subscriber
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
 
@@ -24,14 +31,19 @@ FIRST = "the functions of a page " * 30
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("two")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[Server]:
     random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "two.toml").write_text(
         'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "1MB"\n'
-        '[engine.speculation]\ntype = "suffix"\n[[workers]]\ncount = 2\n'
+        f'[engine.speculation]\ntype = "suffix"\n[events]\nendpoint = "ipc://{folder}/kv"\n'
+        f'replay = "ipc://{folder}/again"\ntopic = "kv@tiny"\n[[workers]]\ncount = 2\n'
     )
     server = Server(folder / "two.toml")
     try:
@@ -119,6 +131,39 @@ def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_
     steps = [job["steps_with_drafts"] for job in jobs if job["drafts"]["rounds"] >= 16]
     assert all(each["timed"] > 0 and each["step_s"] > 0 for each in steps if each is not None)
     assert "pre-empted on worker-" in explained(two, "many").stdout
+
+
+def test_who_listens_to_events_in_vllms_format_knows_what_is_cached_where(two: Server, folder: Path) -> None:
+    def cached() -> dict[str, int]:
+        return {name: each["load"]["pages_cached"] for name, each in admin(two, "status")["workers"].items()}
+
+    def name(previous: PageHash | None, tokens: tuple[int, ...], _salt: str) -> PageHash:
+        return page_hash(previous, tokens, "model")
+
+    answer = two.client.completions.create(
+        model="tiny", prompt=FIRST, max_tokens=2, extra_body={"return_token_ids": True}
+    )
+    known, tokens = dict[str, int](), set[tuple[int, ...]]()
+    for suffix, worker in (("", "worker-0"), (".1", "worker-1")):
+        index, blocks = PageIndex(), Blocks(worker, name)
+        index.begin(worker)
+        with Subscriber(f"ipc://{folder}/kv{suffix}", f"ipc://{folder}/again{suffix}", "kv@tiny") as listens:
+            found, until = list[Numbered](), time.monotonic() + 60
+            while time.monotonic() < until and (not found or index.pages_of(worker) != cached()[worker]):
+                found = listens.catch_up() + listens.receive(0.1)
+                for number, batch in found:
+                    events = decode_batch(batch)
+                    assert events.worker == int(worker[-1])
+                    tokens |= {tuple(each.token_ids[:64]) for each in events.events if isinstance(each, BlockStored)}
+                    if (news := blocks.take(number, batch)) is not None:
+                        assert index.take(worker, news)
+        index.check()
+        known[worker] = index.pages_of(worker)
+        assert not blocks.left_out
+    assert known == cached()
+    assert sum(known.values()) > 10
+    ids = answer.choices[0].model_dump()["prompt_token_ids"]
+    assert tuple(ids[:64]) in tokens
 
 
 def test_it_ends_cleanly(two: Server) -> None:

@@ -63,7 +63,9 @@ def test_who_asks_is_told_what_was_read_for_it() -> None:
         always_fetches(engine)
         for seed in (1, 2, 3):
             one(engine, f"before-{seed}", seed)
+        engine.planner.log_pages()
         deltas = told(engine, [asked("again", 1)])["again"]
+        came = {each.hash: each for each in engine.planner.page_changes() if each.there}
         hits = tier(engine, "host").hit_tokens
     (note,) = [note for delta in deltas for note in delta.noted]
     assert isinstance(note, Brought)
@@ -72,6 +74,10 @@ def test_who_asks_is_told_what_was_read_for_it() -> None:
     assert hits > 0
     assert note.read_s > 0
     assert note.predicted_s > 0
+    job = asked("again", 1)
+    assert [came[hash].tokens for hash in job.pages[: hits // PAGE_TOKENS]] == [
+        job.tokens[start : start + PAGE_TOKENS] for start in range(0, hits, PAGE_TOKENS)
+    ], "what was read is logged as what was computed"
     assert note.compute_s is None, "no step has told what computing takes"
 
 
