@@ -9,7 +9,7 @@ from redline.wire.delta import Drafted, Resumed
 
 Clock = Callable[[], float]
 
-FIRST_TOLD = 8  # steps with drafts, after which their times are told; then after twice as many, and at the end
+FIRST_TOLD = 4  # steps with drafts, after which their times are told; then after twice as many, and at the end
 
 
 class Pause:
@@ -38,7 +38,7 @@ class Pause:
 
 
 class Rounds:
-    """The steps that verified drafts of a job, and were timed."""
+    """Steps that verified drafts of a job, and were timed (`Speculation.predicted_ms`)."""
 
     __slots__ = ("_next_told", "_predicted_ms", "_seconds", "_steps", "_without_ms")
 

@@ -45,7 +45,7 @@ class Brought(Record, frozen=True, tag=True):
 
 
 class Drafted(Record, frozen=True, tag=True):
-    """Steps that verified drafts of a job, and nothing of a prompt beside them: sums over all of them."""
+    """Some of the steps that verified drafts of a job, and nothing of a prompt beside them: sums over these."""
 
     steps: int
     seconds: float  # that they took

@@ -128,8 +128,6 @@ def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_
     assert all(job["tokens"] == 700 for job in jobs)
     job = next(job for job in jobs if job["paused"])
     wait_for(lambda: f"is pre-empted on {job['paused'][0]['worker']} after " in two.said, 10, two)
-    steps = [job["steps_with_drafts"] for job in jobs if job["drafts"]["rounds"] >= 16]
-    assert all(each["timed"] > 0 and each["step_s"] > 0 for each in steps if each is not None)
     assert "pre-empted on worker-" in explained(two, "many").stdout
 
 
