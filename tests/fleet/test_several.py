@@ -20,7 +20,7 @@ from redline.route.blocks import Blocks
 from redline.route.index import PageIndex
 from redline.wire.job import PageHash
 from redline.wire.kv_events import BlockStored, decode_batch
-from redline.wire.kv_sockets import Numbered, Subscriber
+from redline.wire.kv_sockets import Subscriber
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
 
@@ -42,7 +42,7 @@ def two(folder: Path) -> Iterator[Server]:
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "two.toml").write_text(
         'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "1MB"\n'
-        f'[engine.speculation]\ntype = "suffix"\n[events]\nendpoint = "ipc://{folder}/kv"\n'
+        f'host_memory = "20MB"\n[engine.speculation]\ntype = "suffix"\n[events]\nendpoint = "ipc://{folder}/kv"\n'
         f'replay = "ipc://{folder}/again"\ntopic = "kv@tiny"\n[[workers]]\ncount = 2\n'
     )
     server = Server(folder / "two.toml")
@@ -146,10 +146,10 @@ def test_who_listens_to_events_in_vllms_format_knows_what_is_cached_where(two: S
         index, blocks = PageIndex(), Blocks(worker, name)
         index.begin(worker)
         with Subscriber(f"ipc://{folder}/kv{suffix}", f"ipc://{folder}/again{suffix}", "kv@tiny") as listens:
-            found, until = list[Numbered](), time.monotonic() + 60
-            while time.monotonic() < until and (not found or index.pages_of(worker) != cached()[worker]):
-                found = listens.catch_up() + listens.receive(0.1)
-                for number, batch in found:
+            heard, until = 0, time.monotonic() + 60
+            while time.monotonic() < until and (not heard or index.pages_of(worker) != cached()[worker]):
+                for number, batch in listens.catch_up() + listens.receive(0.1):
+                    heard += 1
                     events = decode_batch(batch)
                     assert events.worker == int(worker[-1])
                     tokens |= {tuple(each.token_ids[:64]) for each in events.events if isinstance(each, BlockStored)}
