@@ -525,7 +525,7 @@ class World:
         for delta in deltas:
             story = self.stories[delta.job]
             assert story.finish is None, f"{delta.job} is told something after its end"
-            assert delta.tokens or delta.finish or delta.prompt_logprobs, "a delta says nothing"
+            assert delta.tokens or delta.finish or delta.prompt_logprobs or delta.notes_only, "a delta says nothing"
             assert not story.deltas or delta.cached_tokens == story.deltas[0].cached_tokens or not story.tokens
             sampling = story.job.sampling
             if sampling.prompt_logprobs is not None and delta.finish not in ("error", "aborted"):

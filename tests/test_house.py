@@ -123,6 +123,7 @@ KEYS = """
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
     handoff.transport
     cluster.listen cluster.key_file cluster.kind
+    events.endpoint events.replay events.topic
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device engine.ranks engine.random_weights engine.host_memory engine.disk engine.disk_size
     sla.ttft_ms sla.itl_ms steer.every_s steer.window_s steer.rest_s steer.horizon_s
@@ -345,12 +346,12 @@ def test_what_an_extra_brings_is_imported_in_the_function_that_needs_it():
 
 
 def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
-    """Its channel is a border between processes, and has pyzmq."""
+    """Its channel is a border between processes, and has pyzmq; so have the sockets of events."""
     core = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for room in ("ops", "kernels", "transport", "model", "run", "plan", "wire")
         for path in sorted((ROOT / "redline" / room).rglob("*.py"))
-        if path.name not in ("__init__.py", "channel.py") and path.parent != TRITON
+        if path.name not in ("__init__.py", "channel.py", "kv_sockets.py") and path.parent != TRITON
     ]
     allowed = {"torch", "numpy", "safetensors", "msgspec", None}
     hidden = ["triton", *(module for module in RUN_TIME.values() if module not in allowed)]

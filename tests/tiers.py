@@ -40,15 +40,20 @@ def tier(engine: EngineCore, name: Tier) -> TierLoad:
 
 def run(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, Answer]:
     """All jobs to their ends, as `worker.loop.lead` has it. settle: the store's thread is waited for, each turn."""
-    tiers, deltas = tiers_of(engine), {job.id: list[Delta]() for job in jobs}
+    return {name: joined(parts) for name, parts in told(engine, jobs, settle=settle).items()}
+
+
+def told(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, list[Delta]]:
+    """The same, as their deltas."""
+    tiers, deltas = tiers_of(engine), {str(job.id): list[Delta]() for job in jobs}
     flight: StepInFlight | None = None
     with torch.inference_mode():
-        told = [delta for job in jobs for delta in engine.planner.submit(job)]
-        while told or flight or not (engine.planner.idle and tiers.idle):
+        first = [delta for job in jobs for delta in engine.planner.submit(job)]
+        while first or flight or not (engine.planner.idle and tiers.idle):
             flight, settled = turn(engine.planner, engine.runner, flight)
-            for delta in told + settled:
+            for delta in first + settled:
                 deltas[delta.job].append(delta)
-            told = []
+            first = []
             tiers.work()
             if settle:
                 assert tiers.store.settle(WAIT_S)
@@ -56,7 +61,7 @@ def run(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict
             tiers.check()
             engine.planner.check()
     assert engine.planner.load().pages_used == 0
-    return {name: joined(parts) for name, parts in deltas.items()}
+    return deltas
 
 
 def close(engine: EngineCore) -> None:

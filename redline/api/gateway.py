@@ -51,12 +51,13 @@ from redline.errors import (
 )
 from redline.route.lately import Came, Lately
 from redline.route.links import Link, Links, Route
+from redline.route.resume import Beside, goes_on
 from redline.route.roles import STAY_S, is_done
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
-from redline.wire.delta import Delta, Finish
+from redline.wire.delta import Delta, Finish, Note, Preempted
 from redline.wire.handoff import Gone, Prefill
-from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
+from redline.wire.job import PAGE_TOKENS, Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role, RoleTaken, TakeRole
 from redline.wire.profile import Profiled
 from redline.wire.replicas import Use
@@ -241,7 +242,10 @@ class Gateway:
             case Delta():
                 lane = self._lanes.get(message.job)
                 if lane is not None and lane.link is link:  # else: aborted here before the worker knew, or moved on
-                    self._deliver(lane, message)
+                    if message.noted:
+                        self._note(lane, link, message.noted)
+                    if not message.notes_only:
+                        self._deliver(lane, message)
             case Load():
                 self.links.loaded(link, message)
                 self.metrics.load(message, link.name)
@@ -272,6 +276,28 @@ class Gateway:
                 self.lose(link, message.reason)
             case _:
                 raise AssertionError(f"a worker does not send {type(message).__name__}")
+
+    def _note(self, lane: "_Lane", link: Link, notes: Sequence[Note]) -> None:
+        for note in notes:
+            if not isinstance(note, Preempted):
+                lane.story.notes(note, lane.job.id)
+                continue
+            beside = [
+                Beside(
+                    -(-(len(other.job.tokens) + other.tokens) // PAGE_TOKENS),
+                    *(other.tokens, other.job.sampling.max_tokens, other.generation.caller.sla),
+                )
+                for other in self._lanes_of(link)
+                if other is not lane and other.heard
+            ]
+            expected = goes_on(note, beside, self.links.pace)
+            lane.story.notes(note, lane.job.id, expected, lane.tokens)
+            log.info(
+                "job %s is pre-empted on %s after %d tokens, for a page of %s: all %d are held; %d tokens to compute "
+                "again; it is predicted to go on in %.3f s, of which %.3f s until there are pages",
+                *(lane.job.id, link.name, lane.tokens, "its own" if note.by == lane.job.id else f"job {note.by}"),
+                *(note.pages, note.again_tokens, sum(expected), expected.wait_s),
+            )
 
     def _deliver(self, lane: "_Lane", delta: Delta) -> None:
         if delta.fault == "lost" and lane.link is not None:  # its worker ends, and has not said so yet

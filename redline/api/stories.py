@@ -12,9 +12,12 @@ import msgspec
 
 from redline.route.choose import Predicted
 from redline.route.links import Route
-from redline.wire.delta import Delta, Finish
+from redline.route.resume import GoesOn
+from redline.wire.delta import Brought, Delta, Drafted, Finish, Note, Preempted, Resumed
+from redline.wire.job import JobId
 
 MOST_JOBS = 4096  # of which is known what became of them; about 1 KB each
+MOST_PAUSES = 16  # of a job: the newest
 
 
 class Sent(NamedTuple):
@@ -26,6 +29,26 @@ class Sent(NamedTuple):
     moved_because: str  # why the worker before could not go on with it; empty: there was none
     expected: Predicted  # of whoever computes the prompt
     instead: tuple[Predicted, ...]  # of the others that could have
+
+
+class Paused(NamedTuple):
+    """One time that a worker took a job's pages. Its last three come when it has gone on; None until then, or for
+    good: it never did, or the worker has no clock."""
+
+    at_s: float
+    worker: str
+    after_tokens: int  # of its answer
+    by: str | None  # the job whose page was wanted, as workers call it; None: it was its own
+    running: int  # jobs that went on
+    pages: int  # of the worker, all held
+    lost_tokens: int
+    short_pages: int
+    again_expected_tokens: int
+    wait_expected_s: float
+    again_expected_s: float  # from then to its next token
+    again_tokens: int | None = None
+    waited_s: float | None = None
+    paused_s: float | None = None  # until its next token
 
 
 class Story(msgspec.Struct, gc=False):
@@ -45,6 +68,10 @@ class Story(msgspec.Struct, gc=False):
     rounds: int = 0  # steps that verified drafts
     drafts: int = 0
     accepted: int = 0
+    preemptions: int = 0
+    paused: tuple[tuple[Any, ...], ...] = ()  # the fields of a Paused
+    brought: tuple[Any, ...] | None = None  # those of a Brought, of the worker that told of it last
+    drafted: tuple[Any, ...] | None = None  # those of a Drafted, likewise
     finish: Finish | None = None
     ended_s: float | None = None
 
@@ -64,6 +91,41 @@ class Story(msgspec.Struct, gc=False):
         if delta.tokens and self.first_token_s is None:
             self.first_token_s, self.queued_s = now - self.began, delta.queued_s
             self.cached_tokens = delta.cached_tokens
+
+    def notes(self, note: Note, id: JobId, expected: GoesOn | None = None, tokens: int = 0) -> None:
+        """A worker has something to note of it. id: the worker's for it. expected: of one that is pre-empted, when it
+        goes on. tokens: of its answer that have come."""
+        match note:
+            case Preempted():
+                computing = self.first_token_s is None and self.sent
+                worker = self.sent[-1][2 if computing else 1] if self.sent else ""
+                at_s, expected = time.perf_counter() - self.began, expected or GoesOn(0.0, 0.0)
+                paused = Paused(
+                    *(
+                        at_s,
+                        worker,
+                        tokens,
+                        None if note.by == id else str(note.by),
+                        note.running,
+                        note.pages,
+                        note.lost_tokens,
+                    ),
+                    *(note.short_pages, note.again_tokens, expected.wait_s, expected.again_s),
+                )
+                self.preemptions += 1
+                self.paused = (*self.paused[1 - MOST_PAUSES :], tuple(paused))
+            case Resumed() if self.paused:
+                last = (*self.paused[-1][:-3], note.again_tokens, note.waited_s, note.paused_s)
+                self.paused = (*self.paused[:-1], last)
+            case Resumed():
+                pass  # another worker than told of its beginning
+            case Brought():
+                self.brought = (
+                    *(note.host_tokens, note.disk_tokens, note.read_s, note.predicted_s),
+                    note.compute_s,
+                )
+            case Drafted():
+                self.drafted = (note.steps, note.seconds, note.predicted_s, note.without_s)
 
     def ends(self, finish: Finish, tokens: int, now: float) -> None:
         """Nothing more of it comes."""
@@ -101,7 +163,11 @@ class Story(msgspec.Struct, gc=False):
             "queued_s": _rounded(self.queued_s),
             "cached_tokens": self.cached_tokens,
             "tokens": self.tokens,
+            "brought": _brought(self.brought),
+            "preemptions": self.preemptions,
+            "paused": [_paused(Paused(*each)) for each in self.paused],
             "drafts": {"rounds": self.rounds, "verified": self.drafts, "accepted": self.accepted},
+            "steps_with_drafts": _steps(self.drafted),
             "finish": self.finish,
             "ended_s": _rounded(self.ended_s),
         }
@@ -150,6 +216,38 @@ def _expected(each: Predicted) -> dict[str, Any]:
         "token_s": round(each.token_s, 8),
         "first_token_s": _rounded(each.first_token_s),
         "cost_s": _rounded(each.cost_s),
+    }
+
+
+def _brought(fields: tuple[Any, ...] | None) -> dict[str, Any] | None:
+    """What was read from below the prefix cache."""
+    if fields is None:
+        return None
+    host, disk, read_s, predicted_s, compute_s = fields
+    return {
+        "host_tokens": host,
+        "disk_tokens": disk,
+        "read_s": _rounded(read_s),
+        "read_expected_s": _rounded(predicted_s),
+        "compute_expected_s": _rounded(compute_s),
+    }
+
+
+def _paused(paused: Paused) -> dict[str, Any]:
+    seconds = {name: _rounded(value) for name, value in paused._asdict().items() if name.endswith("_s")}
+    return {**paused._asdict(), **seconds}
+
+
+def _steps(fields: tuple[Any, ...] | None) -> dict[str, Any] | None:
+    """The mean of the steps that verified drafts, and were timed."""
+    if fields is None:
+        return None
+    steps, seconds, predicted_s, without_s = fields
+    return {
+        "timed": steps,
+        "step_s": round(seconds / steps, 6),
+        "step_expected_s": round(predicted_s / steps, 6),
+        "step_without_expected_s": round(without_s / steps, 6),
     }
 
 

@@ -59,19 +59,72 @@ def show(told: dict[str, Any], console: Console) -> int:
 def _lines(job: dict[str, Any]) -> list[str]:
     """What came of a job."""
     found: list[str] = []
+    if (brought := job["brought"]) is not None:
+        found.append(_of_tiers(brought))
+    early = [each for each in job["paused"] if not each["after_tokens"]]  # while its prompt was computed
+    found += [_of_pause(each) for each in early]
     if job["first_token_s"] is None:
-        return ["no token has come" + ("" if job["finish"] is None else f"; it ended: {job['finish']}")]
+        return [*found, "no token has come" + ("" if job["finish"] is None else f"; it ended: {job['finish']}")]
     since = job["first_token_since_sent_s"]
     queued = f", {job['queued_s']:.3f} of them in the queue" if job["queued_s"] else ""
     found.append(
         f"{job['first_token_s']:.3f} s  first token, {since:.3f} s after it was sent{queued}; "
         f"{job['cached_tokens']:,} tokens were cached"
     )
+    if (untold := job["preemptions"] - len(job["paused"])) > 0:
+        found.append(f"pre-empted {untold:,} times before the newest {len(job['paused'])}")
+    found += [_of_pause(each) for each in job["paused"] if each["after_tokens"]]
     drafts = job["drafts"]
     if drafts["rounds"]:
         each = drafts["verified"] / drafts["rounds"]
         share = drafts["accepted"] / max(1, drafts["verified"])
-        found.append(f"drafts: {each:.1f} in each of {drafts['rounds']:,} steps, of which {share:.0%} held")
+        found.append(
+            f"drafts: {each:.1f} in each of {drafts['rounds']:,} steps, of which {share:.0%} held{_of_steps(job)}"
+        )
     if job["ended_s"] is not None:
         found.append(f"{job['ended_s']:.3f} s  {job['finish']}, after {job['tokens']:,} tokens")
     return found
+
+
+def _of_tiers(brought: dict[str, Any]) -> str:
+    tokens = " and ".join(
+        f"{brought[name]:,} tokens from {where}"
+        for name, where in (("host_tokens", "the host's memory"), ("disk_tokens", "the disk"))
+        if brought[name]
+    )
+    compute = brought["compute_expected_s"]
+    instead = "" if compute is None else f"; computing them was expected to take {compute:.3f}"
+    return f"read {tokens} in {brought['read_s']:.3f} s, expected {brought['read_expected_s']:.3f}{instead}"
+
+
+def _of_pause(paused: dict[str, Any]) -> str:
+    """One pre-emption: when, why, what it cost."""
+    by = "its own" if paused["by"] is None else f"job {one_line(paused['by'])}"
+    expected_s = paused["wait_expected_s"] + paused["again_expected_s"]
+    line = (
+        f"{paused['at_s']:.3f} s  pre-empted on {one_line(paused['worker'])} after {paused['after_tokens']:,} tokens, "
+        f"for a page of {by}: all {paused['pages']:,} were held, and it began last of {paused['running'] + 1}; "
+        f"expected to go on in {expected_s:.3f} s ({paused['wait_expected_s']:.3f} until there are pages, "
+        f"{paused['again_expected_tokens']:,} tokens to compute again)"
+    )
+    if paused["again_tokens"] is None:
+        return f"{line}; it has not"
+    if paused["paused_s"] is None:
+        return f"{line}; it did, with {paused['again_tokens']:,} tokens computed again"
+    return (
+        f"{line}; it did in {paused['paused_s']:.3f} ({paused['waited_s'] or 0.0:.3f} until there were, "
+        f"{paused['again_tokens']:,} tokens computed again)"
+    )
+
+
+def _of_steps(job: dict[str, Any]) -> str:
+    """What the steps with drafts took, beside what was expected."""
+    steps, drafts = job["steps_with_drafts"], job["drafts"]
+    if steps is None:
+        return ""
+    gives = 1 + drafts["accepted"] / drafts["rounds"]
+    return (
+        f"; {steps['timed']:,} of these took {1e3 * steps['step_s']:.2f} ms each, expected "
+        f"{1e3 * steps['step_expected_s']:.2f}, and without drafts {1e3 * steps['step_without_expected_s']:.2f}: for "
+        f"{gives:.2f} tokens each"
+    )

@@ -63,6 +63,11 @@ transport = "nixl"                     # how prompts travel from worker to worke
 listen = "10.0.0.1:7600"               # where `redline agent` joins: the address by which machines reach this one
 key_file = "cluster.key"               # a secret that all of them share
 
+[events]                               # what is cached where, for routers that know vLLM's KV events; absent: not told
+endpoint = "tcp://127.0.0.1:5557"      # the first worker's; the next has the next port
+replay = "tcp://127.0.0.1:5657"        # where a router asks for what it has missed; absent: nowhere
+topic = "kv"                           # of each message; nothing where nothing is said
+
 [[workers]]                            # once for each kind; absent: one worker that does everything
 role = "prefill"                       # computes prompts for others; "decode" answers; "both"
 count = 1
@@ -94,7 +99,16 @@ from redline.transport.choice import WITHIN_A_HOST, TransportName, check_install
 from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
 from redline.wire.news import Role
-from redline.worker.config import HEAD_BITS, SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
+from redline.worker.config import (
+    HEAD_BITS,
+    SUFFIX,
+    EngineConfig,
+    EventsConfig,
+    Learned,
+    Suffix,
+    drafts_of,
+    new_spelling,
+)
 
 MOST_DRAFTS = 15  # of one row in a step; more never pay
 MOST_REPLICAS = 16  # of the API; every worker tells each of them its news
@@ -158,9 +172,27 @@ class Cluster(Record, frozen=True):
     kind: Literal["agents", "ray"] = "agents"  # who starts the agents: an operator, or Ray, for each worker one
 
 
+class Events(Record, frozen=True):
+    """Where workers tell of their prefix caches in vLLM's format. Whoever connects is told, without a key."""
+
+    endpoint: (
+        str  # tcp://ADDRESS:PORT or ipc://PATH, of the first worker; the others have the next ports, or PATH.1 ...
+    )
+    replay: str | None = None  # likewise; None: what was missed is not said again
+    topic: str = ""  # of each message
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine reaches them."""
+        hosts = [_TCP.fullmatch(address) for address in (self.endpoint, self.replay or "")]
+        return all(is_loopback(host[1].strip("[]")) for host in hosts if host is not None)
+
+
 _TABLES: dict[str, type[Record]] = {
     "per_key": KeyLimits, "requests": Requests, "handoff": Handoff, "steer": Steer, "cluster": Cluster,
+    "events": Events,
 }  # fmt: skip
+_TCP = re.compile(r"tcp://([^\s/]+):([0-9]{1,5})")  # an address of the internet
 _NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # what a worker, or a class of requests, may be called
 
 
@@ -188,6 +220,7 @@ class Place(NamedTuple):
     cores: tuple[int, ...] = ()
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
     tells_cache: bool = False  # for whoever chooses among several workers
+    events: EventsConfig | None = None  # None: it tells none
     at: str | None = None  # the machine, where that is another
     weights: str | None = None  # where the checkpoint is there
     alone: bool = False  # no other worker of the deployment has its GPUs
@@ -222,6 +255,7 @@ class ServeConfig(Record, frozen=True):
     )  # what requests are promised, by their class; DEFAULT_SLA is that of all others
     steer: Steer | None = None  # None: workers keep their roles until they are told otherwise
     cluster: Cluster | None = None  # None: all workers are on this machine
+    events: Events | None = None  # None: nobody else is told what is cached
     engine: EngineConfig = EngineConfig()
     # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
     # that has ended is not started again.
@@ -233,7 +267,7 @@ class ServeConfig(Record, frozen=True):
         """Every worker of the deployment."""
         by_ray = self.cluster is not None and self.cluster.kind == "ray"
         if not self.workers:
-            only = _own_folder(Place("worker", "both", self.engine))
+            only = _own_folder(Place("worker", "both", self.engine, events=own_events(self.events, 0)))
             return (_elsewhere(only._replace(alone=True), "worker" if by_ray else None, self.weights),)
         found: list[Place] = []
         hands_over = self.steer is not None or any(kind.role == "prefill" for kind in self.workers)
@@ -247,13 +281,53 @@ class ServeConfig(Record, frozen=True):
                 at = own if by_ray else kind.at
                 found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
         return tuple(
-            place._replace(tells_cache=len(found) > 1, alone=by_ray or _alone(place, found)) for place in found
+            place._replace(
+                tells_cache=len(found) > 1,
+                events=own_events(self.events, number),
+                alone=by_ray or _alone(place, found),
+            )
+            for number, place in enumerate(found)
         )
 
     @property
     def names(self) -> tuple[str, ...]:
         """What clients may call the model; answers carry the first."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
+
+
+def own_events(events: Events | None, number: int) -> EventsConfig | None:
+    """Where the worker of a number tells of its pages. Raises ConfigError for what is no address."""
+    if events is None:
+        return None
+    replay = None if events.replay is None else _own_address(events.replay, number, "replay")
+    return EventsConfig(
+        endpoint=_own_address(events.endpoint, number, "endpoint"), number=number, replay=replay, topic=events.topic
+    )
+
+
+def _own_address(address: str, number: int, key: str) -> str:
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return f"{address}.{number}" if number else address
+    tcp = _TCP.fullmatch(address)
+    if tcp is None or not 1 <= int(tcp[2]) + number <= 65535:
+        raise ConfigError(
+            f"events.{key} is {address!r}; expected tcp://ADDRESS:PORT, with a port for each worker up to 65535, or "
+            "ipc://PATH"
+        )
+    return f"tcp://{tcp[1]}:{int(tcp[2]) + number}"
+
+
+def _check_events(config: ServeConfig, source: Path) -> None:
+    try:
+        told = [place.events for place in config.places if place.events is not None]
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    addresses = [address for each in told for address in (each.endpoint, each.replay) if address is not None]
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(
+            f"{source}: events.endpoint and events.replay meet: each of {len(told)} workers has a port of both, one "
+            f"behind another; let them be {len(told)} apart"
+        )
 
 
 def _own_folder(place: Place) -> Place:
@@ -348,6 +422,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     _check_engine(config.engine, f"{source}: engine")
     for number, kind in enumerate(config.workers):
         _check_engine(kind.engine, f"{source}: workers[{number}].engine")
+    _check_events(config, source)
     _check_workers(config, source)
     _check_promises(config, source)
     _check_machines(config, source)

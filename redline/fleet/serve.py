@@ -105,6 +105,9 @@ def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console)
             highlight=False,
             soft_wrap=True,
         )
+    if config.events is not None and not config.events.local:
+        warning = "warning: events: whoever reaches these addresses is told the tokens of all prompts, without a key"
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     if speculation is not None and speculation.trace is not None:
         warning = f"warning: users' text is written to {speculation.trace} (engine.speculation.trace)"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)

@@ -36,6 +36,8 @@ ABSENT = {
     "sla.itl_ms": "nothing is promised of it",
     "steer": "workers keep their roles until they are told otherwise",
     "cluster": "all workers are on this machine",
+    "events": "nobody else is told what is cached",
+    "events.replay": "what a router has missed is not said again",
     "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; of GPUs of its own nine tenths",
     "engine.max_model_len": "what fits",
     "engine.step_tokens": "512, on a GPU 2048",
@@ -107,7 +109,7 @@ def _tables(config: ServeConfig) -> list[tuple[str, msgspec.Struct | None]]:
     return [
         *((name, getattr(config, name)) for name in ("per_key", "requests", "handoff")),
         *((f"sla.{name}", sla) for name, sla in config.sla.items()),
-        *((name, getattr(config, name)) for name in ("steer", "cluster", "engine")),
+        *((name, getattr(config, name)) for name in ("steer", "cluster", "events", "engine")),
         ("engine.speculation", config.engine.speculation),
     ]
 
@@ -128,7 +130,14 @@ def _table(record: msgspec.Struct, table: str, why: Callable[[str], str]) -> Ite
     fields = [] if tag is None else [(record.__struct_config__.tag_field or "", tag)]
     for name, value in [*fields, *((name, getattr(record, name)) for name in record.__struct_fields__)]:
         key = f"{table}.{name}".lstrip(".")
-        if isinstance(value, msgspec.Struct) or key in ("workers", "sla", "steer", "cluster", "engine.speculation"):
+        if isinstance(value, msgspec.Struct) or key in (
+            "workers",
+            "sla",
+            "steer",
+            "cluster",
+            "events",
+            "engine.speculation",
+        ):
             continue  # a table of its own
         if value is None or value == ():
             yield f"# {name} =".ljust(COLUMN) + f"# {why(key)}: {ABSENT[_CLASS.sub('sla.', key)]}"

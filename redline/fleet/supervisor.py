@@ -274,6 +274,7 @@ class Supervised(Kept):
             transport=place.transport,
             tells_cache=place.tells_cache,
             alone=place.alone,
+            events=place.events,
         )
         if place.at is not None and self._machines is not None:  # which has its own address, key and folder
             config = msgspec.json.encode(told)

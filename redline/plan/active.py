@@ -5,7 +5,10 @@ what has been settled. Between the two lie the steps in flight. Their drafts cou
 and `length` are the most that it can come to; `slack` says by how much less it may be.
 """
 
-from redline.wire.delta import Finish
+from collections.abc import Sequence
+
+from redline.plan.notes import Pause, Rounds
+from redline.wire.delta import Brought, Finish, Note
 from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
 
 
@@ -17,6 +20,7 @@ class ActiveJob:
 
     __slots__ = (
         "arrival",
+        "brought",
         "cached_tokens",
         "came",
         "computed",
@@ -37,11 +41,13 @@ class ActiveJob:
         "limit",
         "pages",
         "passed",
+        "pause",
         "planned",
         "prompt",
         "proposed",
         "queued_s",
         "read",
+        "rounds",
         "scored",
         "sent",
         "slack",
@@ -98,6 +104,9 @@ class ActiveJob:
         self.scored = job.scored  # prompt tokens whose log probabilities have been told
         self.lends = False  # its pages are for another worker: they are lent when it ends
         self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
+        self.brought: Brought | None = None  # from below the prefix cache, until it is told
+        self.pause: Pause | None = None  # since when it was pre-empted, until that is over and told
+        self.rounds: Rounds | None = None  # with drafts of it
 
     @property
     def known(self) -> int:
@@ -137,6 +146,21 @@ class ActiveJob:
         if stop <= prompt:
             return self.job.tokens[start:stop]
         return self.job.tokens[start:] + tuple(self.generated[max(0, start - prompt) : stop - prompt])
+
+    def noted(self, tokens: Sequence[int], finish: Finish | None) -> tuple[Note, ...]:
+        """What is to be told with a delta that has these tokens, or this end."""
+        if self.brought is None and self.pause is None and self.rounds is None:  # nearly always
+            return ()
+        notes: list[Note] = []
+        if self.brought is not None and (tokens or finish):
+            notes.append(self.brought)
+            self.brought = None
+        if self.pause is not None and tokens:
+            notes.append(self.pause.resumed())
+            self.pause = None
+        if self.rounds is not None and (finish or self.rounds.due):
+            notes.append(self.rounds.told())
+        return tuple(notes)
 
     def leave(self) -> None:
         """Forgets slot and pages, which have been given back: the job will begin anew from what is known.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from redline.plan.pages import Holder, PagePool
-from redline.plan.prefix import Forgotten, PrefixCache
+from redline.plan.prefix import Content, Forgotten, PrefixCache
 from redline.wire.job import JobId, PageHash, PageId
 from redline.wire.step import Step
 
@@ -57,6 +57,7 @@ class Fetch:
     pages: tuple[PageId, ...]  # for each hash the page that it is put into
     prefix: tuple[PageId, ...]  # cached pages that they continue
     previous: PageHash | None  # the hash before the first
+    contents: tuple[Content, ...] = ()  # of the pages, where the cache's log wants them
 
 
 class Fetches:
@@ -69,12 +70,21 @@ class Fetches:
     def __len__(self) -> int:
         return len(self._under_way)
 
-    def begin(self, lack: Lack, count: int, prefix: Sequence[PageId], previous: PageHash | None) -> Fetch:
-        """Takes pages for the first `count` that lack. There has to be room; prefix: the cached pages before them."""
+    def begin(
+        self,
+        lack: Lack,
+        count: int,
+        prefix: Sequence[PageId],
+        previous: PageHash | None,
+        contents: tuple[Content, ...] = (),
+    ) -> Fetch:
+        """Takes pages for the first `count` that lack. There has to be room; prefix: the cached pages before them.
+        contents: of the pages, where the cache has a log."""
         for page in prefix:
             self._pool.share(page, Holder.FETCHES)
         self._cache.evict(max(0, count - self._pool.free))
-        fetch = Fetch(lack.hashes[:count], tuple(self._pool.take(count, Holder.FETCHES)), tuple(prefix), previous)
+        pages = tuple(self._pool.take(count, Holder.FETCHES))
+        fetch = Fetch(lack.hashes[:count], pages, tuple(prefix), previous, contents)
         self._under_way.add(fetch)
         return fetch
 
@@ -83,8 +93,9 @@ class Fetches:
         behind are free. Raises KeyError for a fetch that has ended."""
         self._under_way.remove(fetch)
         previous = fetch.previous
-        for hash, page, known in zip(fetch.hashes, fetch.pages, kept, strict=False):
-            self._cache.insert(hash, page, previous, exact=known.exact, drafted=known.drafted)
+        contents = fetch.contents or (None,) * len(fetch.pages)
+        for hash, page, known, content in zip(fetch.hashes, fetch.pages, kept, contents, strict=False):
+            self._cache.insert(hash, page, previous, exact=known.exact, drafted=known.drafted, content=content)
             previous = hash
         for page in (*reversed(fetch.pages), *fetch.prefix):
             self._cache.release(page, Holder.FETCHES)

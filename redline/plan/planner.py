@@ -26,17 +26,18 @@ from typing import NamedTuple
 
 from redline.errors import ConfigError
 from redline.plan.active import ActiveJob, pages_for
-from redline.plan.admit import may_enter, refusal, token_limit
+from redline.plan.admit import refusal, short_pages, token_limit
 from redline.plan.below import Below, Fetch, Fetches, Kept, Lack
+from redline.plan.notes import Pause, Rounds
 from redline.plan.pages import Holder, PagePool
-from redline.plan.prefix import PrefixCache
+from redline.plan.prefix import Changed, Content, PrefixCache
 from redline.plan.queue import Queue
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.plan.timed import TimedSteps
 from redline.tune.costs import StepCosts
 from redline.tune.floor import StepFloor
-from redline.wire.delta import Delta, Fault, Finish
+from redline.wire.delta import Brought, Delta, Fault, Finish, Preempted
 from redline.wire.handoff import Handed
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
 from redline.wire.news import STEP_SIZES, Cached, Load
@@ -158,6 +159,7 @@ class Planner:
         self._timed = TimedSteps(clock)
         self._cached_told = 0  # how often
         self._preemptions = 0
+        self._untold: list[Delta] = []  # notes of jobs that have lost their pages
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
         self._generation_tokens = 0
@@ -254,13 +256,16 @@ class Planner:
                 cached_tokens=job.cached_tokens,
                 logprobs=handed.logprobs[: len(tokens)],
                 prompt_logprobs=handed.prompt_logprobs,
+                noted=handed.noted,
             )
         ]
 
-    def compute_here(self, id: JobId) -> None:
+    def compute_here(self, id: JobId, brought: Brought | None = None) -> None:
         """Nobody computes the prompt of an expected job: it is queued as any other. Its pages are given back; nobody
-        may write into them any more. Raises KeyError for a job that is not expected."""
+        may write into them any more. brought: what the cache has got for it from below. Raises KeyError for a job that
+        is not expected."""
         job = self._arriving.pop(id)
+        job.brought = brought
         self._unopen(job)
         self._wait(job)
 
@@ -289,7 +294,9 @@ class Planner:
         if not self._has_room(job, matched):
             return None
         previous = job.hashes[len(matched) - 1] if matched else None
-        return self._fetches.begin(self._lack(job), count, matched, previous)
+        wanted = range(len(matched), len(matched) + count) if self._cache.log is not None and not job.job.media else ()
+        contents = tuple(self._content(job, index) for index in wanted)
+        return self._fetches.begin(self._lack(job), count, matched, previous, contents)
 
     def fetched(self, fetch: Fetch, kept: Sequence[Kept]) -> None:
         """Nothing writes to the pages of a fetch any more. So many as `kept` tells of, from the first on, are whole."""
@@ -545,11 +552,15 @@ class Planner:
         positions = sum(row.count for row in step.rows)
         self._step_sizes[bisect_left(STEP_SIZES, positions)] += 1
         self._step_positions += positions
-        deltas: list[Delta] = []
+        deltas = self._notes()
+        drafts_ms = None if seconds is None else self._speculation.predicted_ms(step, result)
         for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
             job.flights -= 1
             job.slack -= row.drafts
             if job.finish is None:
+                if drafts_ms is not None and seconds is not None and outcome.proposed:
+                    job.rounds = job.rounds or Rounds()
+                    job.rounds.add(seconds, *drafts_ms)
                 delta = self._settle_row(job, row, outcome)
                 if delta is not None:
                     deltas.append(delta)
@@ -572,6 +583,19 @@ class Planner:
             return None
         self._cached_told += 1
         return Cached(number=self._cached_told, stored=tuple(stored), removed=tuple(removed), whole=whole)
+
+    def log_pages(self) -> None:
+        """From now on `page_changes` tells what comes into the prefix cache and what leaves it."""
+        self._cache.log = []
+
+    def page_changes(self) -> list[Changed]:
+        """What has come and gone since the last call, in order, with what it is of. Pages of prompts with images are
+        left out. Nothing where `log_pages` was not called."""
+        changes = self._cache.log
+        if not changes:
+            return []
+        self._cache.log = []
+        return changes
 
     def load(self) -> Load:
         """Counters and gauges. Used, cached (held by the cache alone) and free pages make up the total."""
@@ -718,7 +742,7 @@ class Planner:
             victim = self._running[-1]
             if victim.flights:
                 return victim
-            self._preempt(victim)
+            self._preempt(victim, job)
             if victim is job:
                 return None
         job.pages += self._take(1)
@@ -740,6 +764,8 @@ class Planner:
             job.cached_tokens = job.planned
         self._waiting.begins(job)
         self._enter(job)
+        if job.pause is not None:
+            job.pause.ends(job.planned)
         if not job.counted:
             job.counted = True
             self._prompt_tokens += job.prompt
@@ -769,10 +795,14 @@ class Planner:
 
     def _has_room(self, job: ActiveJob, matched: Sequence[PageId]) -> bool:
         """Whether there are pages for what a job has to compute behind these cached ones."""
+        return not self._short_pages(job, matched)
+
+    def _short_pages(self, job: ActiveJob, matched: Sequence[PageId]) -> int:
+        """How many pages are missing for what a job has to compute behind these cached ones."""
         need = pages_for(job.known) - len(matched)
         matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
         free, idle = self._pool.free, self._pool.idle
-        return may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running))
+        return short_pages(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running))
 
     def _match(self, job: ActiveJob) -> list[PageId]:
         """Cached pages that the job can begin from. Its last token is always computed, since its row samples.
@@ -815,12 +845,30 @@ class Planner:
             for other in self._running
         )
 
-    def _preempt(self, job: ActiveJob) -> None:
+    def _preempt(self, job: ActiveJob, by: ActiveJob) -> None:
+        """by: for whose page."""
         assert self._running.pop() is job, f"job {job.job.id} is not the youngest"
+        lost = job.computed
         self._release(job)
         job.leave()
         self._waiting.put_back(job)
         self._preemptions += 1
+        job.pause = Pause(lost, self._clock)
+        matched = self._match(job)
+        note = Preempted(
+            by=by.job.id,
+            running=len(self._running),
+            pages=self._pool.total,
+            lost_tokens=lost,
+            again_tokens=max(0, lost - PAGE_TOKENS * len(matched)),
+            short_pages=self._short_pages(job, matched),
+        )
+        self._untold.append(Delta(job=job.job.id, cached_tokens=job.cached_tokens, noted=(note,)))
+
+    def _notes(self) -> list[Delta]:
+        """What is to be told of jobs that have lost their pages, and that have not ended since."""
+        notes, self._untold = self._untold, []
+        return [delta for delta in notes if delta.job in self._jobs]
 
     def _release(self, job: ActiveJob) -> None:
         """Gives back slot and pages of a job that no step in flight names."""
@@ -858,6 +906,7 @@ class Planner:
             finish = "length"
         if not tokens and finish is None and not prompt_logprobs:
             return None
+        noted = job.noted(tokens, finish)
         if finish is not None:
             self._end(job, finish)
         return Delta(
@@ -871,6 +920,7 @@ class Planner:
             proposed=outcome.proposed,
             accepted=outcome.accepted,
             by=outcome.by,
+            noted=noted,
         )
 
     def _accept(self, job: ActiveJob, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
@@ -896,8 +946,13 @@ class Planner:
                     return
                 hashes.append(self._hash_page(previous, job.tokens(end - PAGE_TOKENS, end)))
             exact, drafted = job.exact and end <= job.prompt, end <= job.read
-            self._cache.insert(hashes[index], job.pages[index], previous, exact=exact, drafted=drafted)
+            content = self._content(job, index) if self._cache.log is not None and not job.job.media else None
+            self._cache.insert(hashes[index], job.pages[index], previous, exact=exact, drafted=drafted, content=content)
             job.kept = index + 1
+
+    def _content(self, job: ActiveJob, index: int) -> Content:
+        """What page `index` of a job is of."""
+        return Content(job.tokens(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS), job.job.salt)
 
     def _end(self, job: ActiveJob, finish: Finish) -> None:
         """Ends the job. Its slot and pages return now, or with its last step in flight."""

@@ -26,8 +26,25 @@ class Forgotten(NamedTuple):
     drafted: bool
 
 
+class Content(NamedTuple):
+    """What a page is of."""
+
+    tokens: tuple[int, ...]
+    salt: str  # the prompt's
+
+
+class Changed(NamedTuple):
+    """A page that has come, or that has gone; of one that has gone there are neither tokens nor salt."""
+
+    hash: PageHash
+    there: bool
+    previous: PageHash | None = None  # the hash of the page before
+    tokens: tuple[int, ...] = ()
+    salt: str = ""
+
+
 class _Node:
-    __slots__ = ("drafted", "exact", "hash", "page", "previous", "queued", "used")
+    __slots__ = ("drafted", "exact", "hash", "page", "previous", "queued", "told", "used")
 
     def __init__(
         self, hash: PageHash, page: PageId, previous: PageHash | None, exact: bool, drafted: bool, used: int
@@ -39,6 +56,7 @@ class _Node:
         self.drafted = drafted
         self.used = used  # time of last use, in uses of the cache
         self.queued = False  # has an entry in the heap of candidates for eviction
+        self.told = False  # it was logged when it came
 
 
 class PrefixCache:
@@ -59,6 +77,7 @@ class PrefixCache:
         self._candidates: list[tuple[int, PageHash]] = []
         self._uses = 0
         self._changes: dict[PageHash, bool] | None = None  # whether each is there now; None: nobody asks
+        self.log: list[Changed] | None = None  # what has come and gone, in order; None: nobody asks
         self.forgets: Callable[[Sequence[Forgotten]], object] | None = None  # told of pages before they are used again
 
     def __len__(self) -> int:
@@ -103,12 +122,20 @@ class PrefixCache:
             self._by_page[page].used = self._uses
 
     def insert(
-        self, hash: PageHash, page: PageId, previous: PageHash | None, *, exact: bool, drafted: bool = False
+        self,
+        hash: PageHash,
+        page: PageId,
+        previous: PageHash | None,
+        *,
+        exact: bool,
+        drafted: bool = False,
+        content: Content | None = None,
     ) -> None:
         """Remembers a full page that a job holds, under its hash and the hash of the page before.
 
         A hash that is known already keeps the page that it has, unless the learned drafter has read the new page and
-        not the old one, and the new one is no less exact. exact, drafted: as in `match`.
+        not the old one, and the new one is no less exact. exact, drafted: as in `match`. content: for the log, which
+        leaves out pages without.
         """
         node = self._nodes.get(hash)
         if node is not None:
@@ -121,6 +148,9 @@ class PrefixCache:
         self._by_page[page] = node
         if self._changes is not None:
             self._changes[hash] = True
+        if self.log is not None and content is not None:
+            node.told = True
+            self.log.append(Changed(hash, there=True, previous=previous, tokens=content.tokens, salt=content.salt))
         if previous is not None:
             self._children[previous] += 1
         self._pool.share(page, Holder.CACHE)
@@ -215,6 +245,8 @@ class PrefixCache:
         del self._nodes[node.hash], self._by_page[node.page]
         if self._changes is not None:
             self._changes[node.hash] = False
+        if self.log is not None and node.told:
+            self.log.append(Changed(node.hash, there=False))
         self._pool.give(node.page, Holder.CACHE)
         if node.previous is None:
             return

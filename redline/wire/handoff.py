@@ -15,6 +15,7 @@ What travels in a parcel is said by `run/handoff.py`, whose format has a name: w
 """
 
 from redline.wire.base import Message, Record
+from redline.wire.delta import Note
 from redline.wire.job import Job, JobId, PagesFrom
 from redline.wire.parcel import Ticket
 from redline.wire.step import TokenLogprobs
@@ -86,6 +87,7 @@ class Handed(Message, frozen=True):
     drafting: bool = False  # the drafter has read all of it
     cached_tokens: int = 0  # of the prompt, found in the prefix cache of the worker that computed
     queued_s: float | None = None  # there
+    noted: tuple[Note, ...] = ()  # there, of each kind the newest
     error: str | None = None
 
 

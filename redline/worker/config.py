@@ -104,6 +104,15 @@ AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet, in the ho
 STAGING_BYTES = 512 << 20  # of host memory, where there is a disk and nothing is said: what waits to be written
 
 
+class EventsConfig(Record, frozen=True):
+    """Where a worker tells of its prefix cache as vLLM does (`worker.page_events`)."""
+
+    endpoint: str
+    number: int  # the worker's, among those of the deployment
+    replay: str | None = None  # None: nothing is said again
+    topic: str = ""
+
+
 class WorkerConfig(Record, frozen=True):
     """One line of JSON on the worker's standard input."""
 
@@ -116,6 +125,7 @@ class WorkerConfig(Record, frozen=True):
     role: Role = "both"  # at first: it may be told another (`wire.news.TakeRole`)
     cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
     tells_cache: bool = False  # what comes into its prefix cache and what leaves it: there are others to choose from
+    events: EventsConfig | None = None  # None: it tells none
     transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
     parcels: str | None = None  # of transports within a host: the folder of the areas that the workers of a host share
     key: str | None = None  # that the deployment's machines share, for what goes over TCP; None: all are on one

@@ -54,6 +54,7 @@ from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, Engin
 from redline.worker.exchange import Exchange
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
+from redline.worker.page_events import PageEvents
 from redline.worker.pulse import Pulse
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
@@ -219,6 +220,7 @@ class EngineCore:
         outbox: Outbox,
         pulse: Pulse | None = None,
         exchange: Exchange | None = None,
+        events: PageEvents | None = None,
         *,
         record: bool = True,
         tells_cache: bool = False,
@@ -228,8 +230,8 @@ class EngineCore:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
 
         exchange: its handoffs; None: it has none. record: whether shapes that the start has left are recorded while
-        there is nothing to do. tells_cache, takes_role: as in `worker.loop.lead`. failed: called with what the loop
-        raises, before anything is closed, which may take seconds.
+        there is nothing to do. events, tells_cache, takes_role: as in `worker.loop.lead`. failed: called with what the
+        loop raises, before anything is closed, which may take seconds.
 
         Raises WorkerLost where no further step should be tried.
         """
@@ -244,6 +246,7 @@ class EngineCore:
                     pulse,
                     exchange,
                     self.tiers,
+                    events,
                     record=record,
                     tells_cache=tells_cache,
                     takes_role=takes_role,

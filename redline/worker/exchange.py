@@ -26,7 +26,7 @@ from redline.plan.planner import Planner
 from redline.transport.base import Peer, TransferFailed
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
-from redline.wire.delta import Delta
+from redline.wire.delta import Delta, Note
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Taken, Want
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
@@ -60,6 +60,7 @@ class _Outgoing:
     said_at: float = 0.0  # when it was last told how far the prompt is
     handed: Handed | None = None  # once its first token is chosen
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    noted: dict[type, Note] = field(default_factory=dict)  # by its kind
     ended_at: float = 0.0
 
 
@@ -226,6 +227,7 @@ class Exchange:
                 others.append(delta)
                 continue
             out.prompt_logprobs += delta.prompt_logprobs
+            out.noted.update((type(note), note) for note in delta.noted)
             if delta.finish is None and not delta.tokens:
                 continue
             out.ended_at = self._clock()
@@ -236,6 +238,7 @@ class Exchange:
                 prompt_logprobs=tuple(out.prompt_logprobs),
                 cached_tokens=delta.cached_tokens,
                 queued_s=delta.queued_s,
+                noted=tuple(out.noted.values()),
                 error=delta.error if delta.finish in ("stop", "length") else delta.error or "it was given up there",
             )
         return others

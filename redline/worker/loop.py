@@ -27,6 +27,7 @@ from redline.wire.replicas import Replicas
 from redline.wire.step import RowResult, Step, StepResult
 from redline.worker.exchange import Exchange
 from redline.worker.hearers import Hearers
+from redline.worker.page_events import PageEvents
 from redline.worker.ports import Plans, Runner
 from redline.worker.profile import Profiling
 from redline.worker.pulse import Pulse
@@ -116,6 +117,7 @@ def lead(
     pulse: Pulse | None = None,
     exchange: Exchange | None = None,
     tiers: Tiers | None = None,
+    events: PageEvents | None = None,
     *,
     record: bool = True,
     tells_cache: bool = False,
@@ -124,7 +126,7 @@ def lead(
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
     outbox: where several replicas of the API may send jobs, a `Hearers`. exchange: the worker's handoffs; None: none.
-    tiers: memory below the prefix cache; None: there is none.
+    tiers: memory below the prefix cache; None: there is none. events: tells others of pages, as vLLM does.
     record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
     one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it. takes_role: called
     with what it is told to do from now on: the loop itself does the same in every role.
@@ -134,6 +136,8 @@ def lead(
     job has been told.
     """
     pulse, failures = pulse or Pulse(), Failures()
+    if events is not None:
+        planner.log_pages()
     hearers = outbox = outbox if isinstance(outbox, Hearers) else Hearers(outbox)
     if trace is not None:
         outbox = _Traced(outbox, trace)
@@ -213,6 +217,8 @@ def lead(
                     _stop(planner, last, outbox)
                     if tiers is not None:
                         tiers.close()
+                    if events is not None:
+                        events.close()
                     loads.send()
                     return
                 case _:
@@ -235,6 +241,8 @@ def lead(
         if tells_cache and (news := planner.cached(whole=whole)) is not None:
             outbox.put(news)
             whole = False
+        if events is not None:
+            events.tell(planner.page_changes())
         if loads.due_in() == 0:
             loads.send()
         if profiling is not None and not profiling.work():

@@ -27,12 +27,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.wire.channel import IPC, SocketInbox, SocketOutbox
+from redline.wire.kv_sockets import Publisher
 from redline.wire.machines import Listening
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore, pick_device
 from redline.worker.hearers import Hearers
 from redline.worker.loop import one_line
+from redline.worker.page_events import PageEvents
 from redline.worker.pulse import Heart, Pulse
 from redline.worker.urgency import Urgency
 from redline.worker.ways import aside, carriers
@@ -98,6 +100,10 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
     ):
         if not config.inbox.startswith(IPC):  # whichever port was free
             outbox.put(Listening(inbox=inbox.address))
+        publisher = None
+        if (told := config.events) is not None:  # before a model is loaded for minutes
+            publisher = Publisher(told.endpoint, told.replay, told.topic)
+            opened.callback(publisher.close)
         handoffs = aside(config.transport, pick_device(config.engine.device), config.engine.ranks)
         with _progress() as progress:
             engine = EngineCore.load(
@@ -107,6 +113,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         gc.collect()
         gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
         pulse = Pulse()
+        events = None if publisher is None or told is None else PageEvents(publisher, told.number)
         exchange, ready = None, engine.ready
         hearers = opened.enter_context(Hearers(outbox))
         if config.transport is not None:
@@ -131,6 +138,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
                 hearers,
                 pulse,
                 exchange,
+                events,
                 tells_cache=config.tells_cache,
                 takes_role=urgency.take,
                 failed=lambda error: say(_reason(error)),

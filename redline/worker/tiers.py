@@ -17,6 +17,7 @@ from redline.plan.planner import Planner
 from redline.plan.prefix import Forgotten
 from redline.run.tiers.store import Reading, Saved, Store, Tier
 from redline.tune.tiers import Choice, PrefillTimes, ReadTimes, choose
+from redline.wire.delta import Brought
 from redline.wire.job import PAGE_TOKENS, JobId, PageHash
 from redline.wire.news import TierLoad
 from redline.wire.step import Step
@@ -251,24 +252,24 @@ class Tiers:
         kept = coming.reading.kept
         self._planner.fetched(coming.fetch, [Kept(one.exact, one.drafted) for one in kept])
         self.changes += 1
-        self._count(coming)
+        brought = self._count(coming)
         for id, waiting in list(self._jobs.items()):
             if waiting.coming is coming:
                 waiting.coming = None
                 if id == coming.owner:
-                    self._go_on(id)
+                    self._go_on(id, brought)
 
-    def _go_on(self, id: JobId) -> None:
+    def _go_on(self, id: JobId, brought: Brought | None = None) -> None:
         del self._jobs[id]
         if self._planner.lack(id) is not None:
-            self._planner.compute_here(id)
+            self._planner.compute_here(id, brought)
             self.changes += 1
 
-    def _count(self, coming: _Coming) -> None:
-        """What a reading has brought, and how well it was predicted."""
+    def _count(self, coming: _Coming) -> Brought | None:
+        """What a reading has brought, and how well it was predicted; None where it has brought nothing."""
         reading, choice = coming.reading, coming.choice
         if not reading.kept:
-            return
+            return None
         took = self._clock() - coming.began
         brought = [sum(one.tier == tier for one in reading.kept) for tier in TIERS]
         whole = len(reading.kept) == len(reading.hashes)
@@ -285,6 +286,15 @@ class Tiers:
                 tally.error_s += share * abs(took - choice.fetch_s)
                 tally.saved_s += share * max(0.0, saved)
                 tally.lost_s += share * max(0.0, -saved)
+        host, disk = (count * PAGE_TOKENS for count in brought)
+        known = choice.compute_s is not None and choice.rest_s is not None
+        return Brought(
+            host_tokens=host,
+            disk_tokens=disk,
+            read_s=took,
+            predicted_s=choice.fetch_s,
+            compute_s=choice.saves_s + choice.fetch_s if known else None,
+        )
 
 
 def _load(name: str, tally: _Tally, **there: object) -> TierLoad:

@@ -1,14 +1,19 @@
 """What became of requests: kept for the newest alone, and in little."""
 
 import gc
+import io
 import time
 
-from redline.api.stories import MOST_JOBS, Stories, Story
+from rich.console import Console
+
+from redline.api.stories import MOST_JOBS, MOST_PAUSES, Stories, Story
+from redline.cli.explain import show
 from redline.route.choose import Candidate, predict
 from redline.route.links import Link, Route
 from redline.route.pace import Pace
+from redline.route.resume import GoesOn
 from redline.wire.channel import MemoryChannel
-from redline.wire.delta import Delta
+from redline.wire.delta import Brought, Delta, Drafted, Preempted, Resumed
 from redline.wire.job import JobId
 
 
@@ -17,6 +22,12 @@ def story() -> Story:
     here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
     one.goes(Route(Link("a", MemoryChannel()), None, here, (there,)), "")
     one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), time.perf_counter())
+    for _ in range(MOST_PAUSES + 4):
+        lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
+        one.notes(lost, JobId("a"), GoesOn(0.5, 0.25), 1)
+    one.notes(Resumed(again_tokens=26, waited_s=0.4, paused_s=0.6), JobId("a"))
+    one.notes(Brought(host_tokens=64, disk_tokens=0, read_s=0.1, predicted_s=0.2, compute_s=None), JobId("a"))
+    one.notes(Drafted(steps=4, seconds=0.04, predicted_s=0.036, without_s=0.02), JobId("a"))
     one.ends("stop", 2, time.perf_counter())
     return one
 
@@ -56,3 +67,32 @@ def test_a_story_says_what_was_expected_and_what_came() -> None:
     assert (sent["expected"]["uncached_tokens"], sent["instead"][0]["uncached_tokens"]) == (36, 100)
     assert told["drafts"] == {"rounds": 1, "verified": 3, "accepted": 1}
     assert (told["tokens"], told["finish"], told["cached_tokens"]) == (2, "stop", 64)
+
+
+def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_expected() -> None:
+    told = story().told()
+    assert told["preemptions"] == MOST_PAUSES + 4
+    assert len(told["paused"]) == MOST_PAUSES
+    before, last = told["paused"][-2:]
+    assert (last["worker"], last["by"], last["after_tokens"], last["again_expected_tokens"]) == ("a", "b", 1, 30)
+    assert (last["wait_expected_s"], last["again_expected_s"]) == (0.5, 0.25)
+    assert (last["again_tokens"], last["waited_s"], last["paused_s"]) == (26, 0.4, 0.6)
+    assert (before["again_tokens"], before["paused_s"]) == (None, None), "it was pre-empted again before its next token"
+    assert told["brought"] == {
+        "host_tokens": 64, "disk_tokens": 0, "read_s": 0.1, "read_expected_s": 0.2, "compute_expected_s": None,
+    }  # fmt: skip
+    assert told["steps_with_drafts"] == {
+        "timed": 4, "step_s": 0.01, "step_expected_s": 0.009, "step_without_expected_s": 0.005,
+    }  # fmt: skip
+
+
+def test_redline_explain_prints_them() -> None:
+    console = Console(record=True, width=400, file=io.StringIO())
+    show({"jobs": [story().told()]}, console)
+    said = console.export_text()
+    assert "read 64 tokens from the host's memory in 0.100 s, expected 0.200" in said
+    assert "pre-empted 4 times before the newest 16" in said
+    assert "pre-empted on a after 1 tokens, for a page of job b: all 40 were held, and it began last of 4; " in said
+    assert "expected to go on in 0.750 s (0.500 until there are pages, 30 tokens to compute again); it has not" in said
+    assert "; it did in 0.600 (0.400 until there were, 26 tokens computed again)" in said
+    assert "4 of these took 10.00 ms each, expected 9.00, and without drafts 5.00: for 2.00 tokens each" in said

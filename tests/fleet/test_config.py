@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from redline.api.config import Sla
@@ -10,7 +11,7 @@ from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig, Steer, read, size
 from redline.fleet.shown import as_toml
 from redline.transport import choice
-from redline.worker.config import Learned, Suffix
+from redline.worker.config import EventsConfig, Learned, Suffix
 
 WHOLE = """
 weights = "weights/kimi"
@@ -549,5 +550,46 @@ def test_memory_below_the_prefix_cache_is_sizes_and_a_folder_for_each_worker(tmp
 def test_memory_below_the_prefix_cache_that_could_not_be_is_one_line(tmp_path: Path, keys: str, said: str) -> None:
     file = tmp_path / "deployment.toml"
     file.write_text(f'weights = "w"\n[engine]\n{keys}\n')
+    with pytest.raises(ConfigError, match=said):
+        read(file, {})
+
+
+def test_each_worker_tells_of_its_pages_at_an_address_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "deployment.toml"
+    file.write_text(
+        'weights = "w"\n[events]\nendpoint = "tcp://127.0.0.1:5557"\nreplay = "ipc:///run/again"\ntopic = "kv"\n'
+        "[[workers]]\ncount = 2\n[[workers]]\nname = 'other'\n"
+    )
+    config = read(file, {})
+    assert [place.events for place in config.places] == [
+        EventsConfig(endpoint="tcp://127.0.0.1:5557", number=0, replay="ipc:///run/again", topic="kv"),
+        EventsConfig(endpoint="tcp://127.0.0.1:5558", number=1, replay="ipc:///run/again.1", topic="kv"),
+        EventsConfig(endpoint="tcp://127.0.0.1:5559", number=2, replay="ipc:///run/again.2", topic="kv"),
+    ]
+    assert config.events is not None
+    assert config.events.local
+    assert not msgspec.structs.replace(config.events, endpoint="tcp://*:5557").local
+    assert not msgspec.structs.replace(config.events, replay="tcp://10.0.0.1:5557").local
+    file.write_text('weights = "w"\n[events]\nendpoint = "tcp://[::1]:5557"\n')
+    (only,) = read(file, {}).places
+    assert only.events == EventsConfig(endpoint="tcp://[::1]:5557", number=0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ('endpoint = "127.0.0.1:5557"', r"events\.endpoint is '127\.0\.0\.1:5557'; expected tcp://ADDRESS:PORT"),
+        ('endpoint = "tcp://127.0.0.1:65535"', r"events\.endpoint is .*, with a port for each worker up to 65535"),
+        ('endpoint = "ipc://a"\nreplay = "tcp://x"', r"events\.replay is 'tcp://x'; expected"),
+        (
+            'endpoint = "tcp://127.0.0.1:5557"\nreplay = "tcp://127.0.0.1:5558"',
+            r"events\.endpoint and events\.replay meet: .* let them be 2 apart",
+        ),
+        ('replay = "ipc://a"', r"missing required field `endpoint`"),
+    ],
+)
+def test_addresses_of_events_that_could_not_be_are_one_line(tmp_path: Path, keys: str, said: str) -> None:
+    file = tmp_path / "deployment.toml"
+    file.write_text(f'weights = "w"\n[events]\n{keys}\n[[workers]]\ncount = 2\n')
     with pytest.raises(ConfigError, match=said):
         read(file, {})

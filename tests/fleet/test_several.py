@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from urllib.request import Request, urlopen
 import pytest
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.chat.hashing import page_hash
 from redline.model.k2.write import random_checkpoint
+from redline.route.blocks import Blocks
+from redline.route.index import PageIndex
+from redline.wire.job import PageHash
+from redline.wire.kv_events import BlockStored, decode_batch
+from redline.wire.kv_sockets import Subscriber
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
 
@@ -24,14 +31,19 @@ FIRST = "the functions of a page " * 30
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("two")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> Iterator[Server]:
     random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "two.toml").write_text(
-        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
-        '[engine.speculation]\ntype = "suffix"\n[[workers]]\ncount = 2\n'
+        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "1MB"\n'
+        f'host_memory = "20MB"\n[engine.speculation]\ntype = "suffix"\n[events]\nendpoint = "ipc://{folder}/kv"\n'
+        f'replay = "ipc://{folder}/again"\ntopic = "kv@tiny"\n[[workers]]\ncount = 2\n'
     )
     server = Server(folder / "two.toml")
     try:
@@ -80,22 +92,76 @@ def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operato
     wait_for(lambda: f", on {sent['worker']}, id again" in two.said, 10, two)
 
 
-def test_redline_explain_prints_it(two: Server) -> None:
-    def explained(id: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            [sys.executable, "-m", "redline", "explain", id, "--url", address(two)],
-            capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "160"},
-        )  # fmt: skip
+def explained(server: Server, id: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "redline", "explain", id, "--url", address(server)],
+        capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "400"},
+    )  # fmt: skip
 
+
+def test_redline_explain_prints_it(two: Server) -> None:
     said(two, FIRST, "shown")
-    done = explained("shown")
+    done = explained(two, "shown")
     assert done.returncode == 0, done.stderr
     assert re.search(r"> worker-[01] ", done.stdout)
     assert "first token, " in done.stdout
     assert "length, after 40 tokens" in done.stdout
-    unknown = explained("nobody/s")
+    unknown = explained(two, "nobody/s")
     assert (unknown.returncode, unknown.stdout) == (1, "")
     assert unknown.stderr.startswith("error: nothing is known of request nobody")
+
+
+def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_long(two: Server) -> None:
+    two.client.completions.create(
+        model="tiny", prompt=FIRST, n=6, max_tokens=700, temperature=0, extra_headers={"X-Request-Id": "many"},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    jobs = admin(two, "requests/many")["jobs"]
+    pauses = [pause for job in jobs for pause in job["paused"]]
+    assert pauses, "a worker has 27 pages, and three of these answers want more"
+    for pause in pauses:
+        assert pause["pages"] == 27
+        assert pause["by"] is None or pause["by"].startswith("many.")
+        assert 0 < pause["again_tokens"] <= pause["lost_tokens"] < 1061
+        assert 0 <= pause["waited_s"] < pause["paused_s"]
+        assert pause["again_expected_s"] > 0
+    assert all(job["tokens"] == 700 for job in jobs)
+    job = next(job for job in jobs if job["paused"])
+    wait_for(lambda: f"is pre-empted on {job['paused'][0]['worker']} after " in two.said, 10, two)
+    assert "pre-empted on worker-" in explained(two, "many").stdout
+
+
+def test_who_listens_to_events_in_vllms_format_knows_what_is_cached_where(two: Server, folder: Path) -> None:
+    def cached() -> dict[str, int]:
+        return {name: each["load"]["pages_cached"] for name, each in admin(two, "status")["workers"].items()}
+
+    def name(previous: PageHash | None, tokens: tuple[int, ...], _salt: str) -> PageHash:
+        return page_hash(previous, tokens, "model")
+
+    answer = two.client.completions.create(
+        model="tiny", prompt=FIRST, max_tokens=2, extra_body={"return_token_ids": True}
+    )
+    known, tokens = dict[str, int](), set[tuple[int, ...]]()
+    for suffix, worker in (("", "worker-0"), (".1", "worker-1")):
+        index, blocks = PageIndex(), Blocks(worker, name)
+        index.begin(worker)
+        with Subscriber(f"ipc://{folder}/kv{suffix}", f"ipc://{folder}/again{suffix}", "kv@tiny") as listens:
+            heard, until = 0, time.monotonic() + 60
+            while time.monotonic() < until and (not heard or index.pages_of(worker) != cached()[worker]):
+                for number, batch in listens.catch_up() + listens.receive(0.1):
+                    heard += 1
+                    events = decode_batch(batch)
+                    assert events.worker == int(worker[-1])
+                    tokens |= {tuple(each.token_ids[:64]) for each in events.events if isinstance(each, BlockStored)}
+                    if (news := blocks.take(number, batch)) is not None:
+                        assert index.take(worker, news)
+        index.check()
+        known[worker] = index.pages_of(worker)
+        assert not blocks.left_out
+    assert known == cached()
+    assert sum(known.values()) > 10
+    ids = answer.choices[0].model_dump()["prompt_token_ids"]
+    assert tuple(ids[:64]) in tokens
 
 
 def test_it_ends_cleanly(two: Server) -> None:

@@ -73,14 +73,17 @@ def test_a_file_is_named_where_it_said_so(tmp_path: Path):
 
 
 def test_every_key_that_can_be_absent_says_what_holds_then(tmp_path: Path):
-    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "steer", "cluster"}
+    assert set(ABSENT) <= {*KEYS.split(), "engine.speculation", "steer", "cluster", "events"}
     text = as_toml(read(tmp_path, {"engine.speculation": "suffix"}), tmp_path, {})
     shown = {line.strip("# ").partition(" =")[0] for line in text.splitlines()}
-    tables = {"per_key", "requests", "handoff", "sla", "steer", "engine", "cluster", "workers"}
+    tables = {"per_key", "requests", "handoff", "sla", "steer", "engine", "cluster", "events", "workers"}
     assert set(ServeConfig.__struct_fields__) - tables <= shown
 
 
-@pytest.mark.parametrize("steer", ["[steer]\n", "[steer]\nevery_s = 2.0\n"])
+@pytest.mark.parametrize(
+    "steer",
+    ["[steer]\n", "[steer]\nevery_s = 2.0\n", '[events]\nendpoint = "tcp://127.0.0.1:5557"\ntopic = "kv"\n'],
+)
 def test_promises_and_steering_are_in_the_shortest_file_too(tmp_path: Path, steer: str):
     file = tmp_path / "deployment.toml"
     file.write_text(f'weights = "{tmp_path}"\n[sla.default]\nttft_ms = 500.0\n{steer}[[workers]]\ncount = 2\n')

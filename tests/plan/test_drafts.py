@@ -192,7 +192,7 @@ def test_a_pre_empted_job_has_no_proposals_when_it_returns():
         world.turn()
     while world.flights:
         world.settle()
-    world.planner._preempt(running(world))
+    world.planner._preempt(running(world), running(world))
     steps = [world.plan()]
     world.settle()
     steps.append(world.plan())

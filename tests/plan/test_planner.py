@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 
+import msgspec
 import pytest
 
 from redline.errors import ConfigError
@@ -430,7 +431,7 @@ def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form()
     if world.flights:
         world.settle()
     (active,) = world.planner._running
-    world.planner._preempt(active)
+    world.planner._preempt(active, active)
     world.finish()
     assert world.runner.resumed == 1
     assert world.runner.resumed_bits_compared > 100
@@ -452,7 +453,7 @@ def test_prompt_logprobs_come_once_although_their_prompt_was_pre_empted_half_way
     story = world.submit(prompt(200), prompt_logprobs=0)
     world.plan()
     world.settle()
-    world.planner._preempt(world.planner._running[0])
+    world.planner._preempt(world.planner._running[0], world.planner._running[0])
     world.finish()
     assert scored(story) == list(prompt(200)[1:])
 
@@ -515,6 +516,40 @@ def test_a_page_is_left_for_each_running_job_when_another_enters():
     assert world.planner.load().running == 2
     world.finish()
     assert world.planner.load().preemptions == 0
+
+
+def test_what_is_logged_of_pages_is_what_the_cache_has_and_what_they_are_of():
+    world, there = World(pages=9, max_model_len=320, max_running=3), set()
+    world.planner.log_pages()
+    for number in range(12):
+        world.submit(prompt(100 + 20 * number, first=number % 4), max_tokens=70, salt="own" if number % 3 == 0 else "")
+        for _ in range(40):
+            if world.plan() is None or len(world.flights) > 1:
+                world.settle()
+            for page in world.planner.page_changes():
+                if not page.there:
+                    there.remove(page.hash)
+                    continue
+                assert page.hash not in there
+                assert page.hash == hash_page(page.previous, page.tokens, page.salt)
+                there.add(page.hash)
+            assert there == set(world.planner._cache._nodes)
+    world.finish()
+    assert any(world.planner._cache._nodes.values()), "there was something to compare"
+
+
+def test_pages_of_images_are_not_logged():
+    planner = Planner(8, PlanConfig(step_tokens=512), 500, hash_page)
+    planner.log_pages()
+    image = (MediaSpan(start=3, tokens=4, hash=b"i"),)
+    for name, media in (("seen", image), ("read", ())):
+        job = make_job(name, prompt(200, first=len(media)), max_tokens=1)
+        planner.submit(msgspec.structs.replace(job, media=media))
+        step = planner.next_step()
+        assert step is not None
+        rows = tuple(RowResult(tokens=(5,)) for _ in step.rows)
+        planner.settle(step, StepResult(number=step.number, rows=rows))
+        assert [page.there for page in planner.page_changes()] == ([] if media else [True] * 3)
 
 
 def test_the_hashes_that_the_planner_makes_are_those_of_a_prompt():

@@ -14,7 +14,7 @@ from redline.errors import ConfigError
 from redline.transport.memory import Disturbance, MemoryTransport
 from redline.wire.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
-from redline.wire.delta import Delta
+from redline.wire.delta import Brought, Delta, Preempted
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Queued, Want
 from redline.wire.job import Abort, Job, JobId
 from redline.worker import arrivals, departures, exchange
@@ -91,6 +91,25 @@ def test_a_parcel_that_does_not_come_is_computed_where_the_answer_is(at: int, di
         both.close()
     assert told(answers["asked"]) == alone(asked())
     assert told(answers["other"]) == alone(asked("other", seed=2))
+
+
+def test_what_was_noted_of_a_prompt_is_told_by_who_answers() -> None:
+    lost = Preempted(by=JobId("b"), running=1, pages=2, lost_tokens=3, again_tokens=4, short_pages=5)
+    read = Brought(host_tokens=64, disk_tokens=0, read_s=0.2, predicted_s=0.1, compute_s=None)
+    both = pair()
+    try:
+        both.send([asked()])
+        both.turn()
+        both.computes.engine.planner._jobs[asked().id].brought = read
+        assert not both.computes.exchange.keep([Delta(job=asked().id, noted=(lost,))]), "its client hears another"
+        for _ in range(2000):
+            both.turn()
+        deltas = both.deltas["asked"]
+        finished(both)
+    finally:
+        both.close()
+    assert [delta.noted for delta in deltas if delta.noted] == [(lost, read)]
+    assert next(delta for delta in deltas if delta.tokens).noted
 
 
 def test_a_link_that_stalls_is_given_up_after_its_seconds() -> None:

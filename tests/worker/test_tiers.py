@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from redline.errors import ConfigError
+from redline.wire.delta import Brought
 from redline.wire.job import PAGE_TOKENS, Job
 from redline.worker.engine import EngineCore
-from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of
+from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of, told
 from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
 
 FEW: dict[str, Any] = {"pages": 12, "step_tokens": 100, "max_model_len": 640}
@@ -56,6 +57,29 @@ def test_what_comes_back_gives_the_answer_of_an_engine_without_tiers(
     expected = [alone(seed, **config).tokens for seed in (1, 2, 3)]
     assert [answer.tokens for answer in first] == expected
     assert [answer.tokens for answer in again] == expected
+
+
+def test_who_asks_is_told_what_was_read_for_it() -> None:
+    with opened() as engine:
+        always_fetches(engine)
+        for seed in (1, 2, 3):
+            one(engine, f"before-{seed}", seed)
+        engine.planner.log_pages()
+        deltas = told(engine, [asked("again", 1)])["again"]
+        came = {each.hash: each for each in engine.planner.page_changes() if each.there}
+        hits = tier(engine, "host").hit_tokens
+    (note,) = [note for delta in deltas for note in delta.noted]
+    assert isinstance(note, Brought)
+    assert next(delta for delta in deltas if delta.tokens).noted == (note,)
+    assert (note.host_tokens, note.disk_tokens) == (hits, 0)
+    assert hits > 0
+    assert note.read_s > 0
+    assert note.predicted_s > 0
+    job = asked("again", 1)
+    assert [came[hash].tokens for hash in job.pages[: hits // PAGE_TOKENS]] == [
+        job.tokens[start : start + PAGE_TOKENS] for start in range(0, hits, PAGE_TOKENS)
+    ], "what was read is logged as what was computed"
+    assert note.compute_s is None, "no step has told what computing takes"
 
 
 def test_pages_on_disk_are_there_after_a_restart(tmp_path: Path) -> None:

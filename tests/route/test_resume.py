@@ -1,0 +1,34 @@
+"""When a job that has lost its pages is expected to go on."""
+
+import pytest
+
+from redline.route.pace import Pace
+from redline.route.resume import Beside, goes_on
+from redline.wire.delta import Preempted
+from redline.wire.job import JobId
+
+
+def lost(short: int, again: int = 100) -> Preempted:
+    return Preempted(by=JobId("other"), running=2, pages=20, lost_tokens=300, again_tokens=again, short_pages=short)
+
+
+def paced() -> Pace:
+    """A millisecond for a prompt's token, 10 between two of an answer, which becomes 50 tokens."""
+    pace = Pace()
+    for _ in range(20):
+        pace.computed(100, 0.1)
+        pace.stepped(2, 0.01, 2)
+        pace.answered("", 50)
+    return pace
+
+
+def test_where_there_are_pages_it_only_computes_again() -> None:
+    assert goes_on(lost(0), [], paced()) == (0.0, pytest.approx(0.11))
+
+
+def test_it_waits_for_as_many_answers_to_end_as_hold_what_it_wants() -> None:
+    soon, later = Beside(4, 90, 100, ""), Beside(4, 10, 100, "")
+    pace = paced()
+    assert goes_on(lost(5), [later, soon], pace).wait_s == pytest.approx(0.1), "10 tokens are left to it at most"
+    assert goes_on(lost(6), [later, soon], pace).wait_s == pytest.approx(0.5), "the mean of an answer"
+    assert goes_on(lost(60), [later, soon], pace).wait_s == pytest.approx(0.5), "nobody else is known of"

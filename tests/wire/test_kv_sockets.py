@@ -1,0 +1,130 @@
+"""KV events over sockets: numbers, what was missed, other starts."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+
+from redline.errors import ConfigError
+from redline.wire.kv_sockets import Numbered, Publisher, Subscriber
+
+SOON_S = 60.0
+
+
+def until(subscriber: Subscriber, enough: Callable[[list[Numbered]], bool]) -> list[Numbered]:
+    """What comes until there is enough of it."""
+    found, end = list[Numbered](), time.monotonic() + SOON_S
+    while not enough(found) and time.monotonic() < end:
+        found += subscriber.receive(0.1)
+    assert enough(found), found
+    return found
+
+
+def all_kept(subscriber: Subscriber, count: int) -> list[Numbered]:
+    """So many that were said before, once the publisher's thread has said them."""
+    found, end = list[Numbered](), time.monotonic() + SOON_S
+    while len(found) < count and time.monotonic() < end:
+        found += subscriber.catch_up()
+    return found
+
+
+def joined(publisher: Publisher, subscriber: Subscriber) -> int:
+    """Says something again and again until it is heard: the number of the last that was said."""
+    for number in range(600):
+        publisher.send(b"hello")
+        if subscriber.receive(0.1):
+            return number
+    raise AssertionError("nobody hears")
+
+
+def test_batches_come_in_order_with_their_numbers(tmp_path: Path) -> None:
+    at = f"ipc://{tmp_path}/pub"
+    publisher = Publisher(at, topic="kv@here")
+    with Subscriber(at, topic="kv@") as listens, Subscriber(at, topic="other") as other:
+        first = joined(publisher, listens)
+        for part in (b"a", b"b", b"c"):
+            publisher.send(part)
+        found = until(listens, lambda found: any(each.batch == b"c" for each in found))
+        assert found[-3:] == [(first + 1, b"a"), (first + 2, b"b"), (first + 3, b"c")]
+        assert not other.receive(0.0)
+        publisher.close()
+
+
+def test_who_comes_late_or_has_missed_some_asks_and_hears_each_once(tmp_path: Path) -> None:
+    at, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    publisher = Publisher(at, replay, "kv")
+    for part in (b"a", b"b", b"c"):
+        publisher.send(part)
+    with Subscriber(at, replay, "kv") as listens:
+        caught = all_kept(listens, 3)
+        assert caught == [(0, b"a"), (1, b"b"), (2, b"c")]
+        publisher.send(b"d")
+        heard: list[Numbered] = []
+        end = time.monotonic() + SOON_S
+        while not any(each.batch == b"last" for each in heard) and time.monotonic() < end:
+            publisher.send(b"last")  # what was said before it was connected is missed, and asked for
+            heard += listens.receive(0.1)
+        for _ in range(50):
+            publisher.send(b"more")
+        publisher.send(b"end")
+        heard += until(listens, lambda found: any(each.batch == b"end" for each in found))
+        numbers = [each.number for each in heard]
+        assert heard[0] == (3, b"d")
+        assert numbers == list(range(3, 3 + len(numbers)))
+        publisher.close()
+
+
+def test_what_is_said_while_others_are_said_again_is_not_lost(tmp_path: Path) -> None:
+    at, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    publisher = Publisher(at, replay)
+    with Subscriber(at, replay) as listens:
+        joined(publisher, listens)
+        listens._last -= 1  # as if the last had been missed
+        for _ in range(200):
+            publisher.send(b"more")
+        publisher.send(b"end")
+        time.sleep(0.2)  # most are there, when the first of them is found to follow a gap
+        heard = until(listens, lambda found: any(each.batch == b"end" for each in found))
+        numbers = [each.number for each in heard]
+        assert numbers == list(range(numbers[0], numbers[0] + 202))
+        publisher.close()
+
+
+def test_another_start_begins_at_zero_and_is_heard(tmp_path: Path) -> None:
+    at = f"ipc://{tmp_path}/pub"
+    publisher = Publisher(at)
+    with Subscriber(at) as listens:
+        last = joined(publisher, listens)
+        publisher.send(b"old")
+        until(listens, lambda found: any(each.batch == b"old" for each in found))
+        publisher.close()
+        again = Publisher(at)
+        number = joined(again, listens)
+        assert number <= last + 600
+        again.send(b"new")
+        assert until(listens, lambda found: any(each.batch == b"new" for each in found))[-1].number == number + 1
+        again.close()
+
+
+def test_a_request_that_is_none_is_not_answered_and_harms_nobody(tmp_path: Path) -> None:
+    at, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    publisher = Publisher(at, replay)
+    publisher.send(b"a")
+    asks = zmq.Context.instance().socket(zmq.DEALER)
+    asks.connect(replay)
+    for frames in ([b"x"], [b"", b"short"], [b"", b"", b"", b""]):
+        asks.send_multipart(frames)
+    with Subscriber(at, replay) as listens:
+        assert all_kept(listens, 1) == [(0, b"a")]
+    asks.close(linger=0)
+    publisher.close()
+    publisher.close()
+
+
+def test_an_address_that_is_in_use_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^events\.endpoint: tcp://nowhere cannot be used: .*; choose another$"):
+        Publisher("tcp://nowhere")
+    with pytest.raises(ConfigError, match=r"^events\.replay: "):
+        Publisher(f"ipc://{tmp_path}/pub", "tcp://nowhere")
