@@ -163,8 +163,12 @@ class Reader:
 
     def matrix(self, *names: str, cut: Cut = lambda whole: whole) -> Matrix:
         """Weights [N, K] over the same inputs, each cut, stacked along N."""
-        weights = [self.plain(name, cut) for name in names]
-        return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
+        parts = [self._moved(cut(self._checkpoint.plain(name))).to(torch.bfloat16) for name in names]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        prepared = Matrix.prepare(whole)
+        if prepared.data is whole and self._staging is None and len(parts) == 1:  # it may still be a view of the file
+            return Matrix(whole.clone(), prepared.outputs, panels=False)
+        return prepared
 
     def block(self, layer: int) -> Block:
         """All weights of this layer."""
