@@ -222,8 +222,8 @@ class ServeConfig(Record, frozen=True):
     steer: Steer | None = None  # None: workers keep their roles until they are told otherwise
     cluster: Cluster | None = None  # None: all workers are on this machine
     engine: EngineConfig = EngineConfig()
-    # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
-    # that has ended is not started again.
+    # For so long an answer whose worker has ended waits for one that goes on with it, beyond what the slowest worker's
+    # newest start has taken. 0: it ends at once, and a worker that has ended is not started again.
     resume_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
     workers: tuple[Workers, ...] = ()  # none: one that does everything
 
