@@ -284,8 +284,9 @@ def above_one_another(parts: Sequence[Tensor | Int4 | Nvfp4]) -> Tensor | Int4 |
                 )
             )
         case Nvfp4():
-            of = ((p.codes, p.scales, p.scale) for p in parts if isinstance(p, Nvfp4))
-            return Nvfp4(*(torch.cat(same) for same in zip(*of, strict=True)))
+            of = ((p.codes, p.scales.view(torch.uint8), p.scale) for p in parts if isinstance(p, Nvfp4))
+            codes, scales, scale = (torch.cat(same) for same in zip(*of, strict=True))
+            return Nvfp4(codes, scales.view(torch.float8_e4m3fn), scale)
         case Tensor():
             return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
