@@ -122,8 +122,9 @@ class Gateway:
         targets: Mapping[str, Sla] = NO_TARGETS,
         replica: str = "",
     ) -> None:
-        """resume_s: for so long jobs whose worker has ended wait for one that goes on with them. targets: what the
-        requests of a class are promised, by its name. replica: what this one is called, where there are others.
+        """resume_s: for so long beyond a worker's start jobs whose worker has ended wait for one that goes on with
+        them. targets: what the requests of a class are promised, by its name. replica: what this one is called, where
+        there are others.
         """
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -484,7 +485,8 @@ class Gateway:
         if not self._resume_s:
             self._fail(lane)
             return
-        self._stranded[lane] = asyncio.get_running_loop().call_later(self._resume_s, self._fail, lane)
+        wait_s = self.links.start_s + self._resume_s
+        self._stranded[lane] = asyncio.get_running_loop().call_later(wait_s, self._fail, lane)
         self._send_on(lane)
 
     def _send_on(self, lane: "_Lane") -> None:

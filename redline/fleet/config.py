@@ -257,8 +257,8 @@ class ServeConfig(Record, frozen=True):
     cluster: Cluster | None = None  # None: all workers are on this machine
     events: Events | None = None  # None: nobody else is told what is cached
     engine: EngineConfig = EngineConfig()
-    # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
-    # that has ended is not started again.
+    # For so long an answer whose worker has ended waits for one that goes on with it, beyond what the slowest worker's
+    # newest start has taken. 0: it ends at once, and a worker that has ended is not started again.
     resume_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
     workers: tuple[Workers, ...] = ()  # none: one that does everything
 

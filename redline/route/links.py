@@ -60,6 +60,7 @@ class Link:
         self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
         self.computing = Busy()  # prompts that it has been sent
         self.timed = 0  # the newest of its steps that `pace` has taken in
+        self.joined_at = 0.0  # when it was started
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
         self.turn_s = 0.0
@@ -146,6 +147,7 @@ class Links:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._links: dict[str, Link] = {}
+        self._start_s: dict[str, float] = {}  # of each worker's newest start that became ready
         self.index = PageIndex()
         self.pace = Pace()
         self._given = 0  # jobs
@@ -160,12 +162,19 @@ class Links:
         """Whether there is more than one worker."""
         return len(self._links) > 1
 
+    @property
+    def start_s(self) -> float:
+        """Seconds from a worker's start until it could take jobs: the longest of all workers' newest. 0: none has been
+        seen to start."""
+        return max(self._start_s.values(), default=0.0)
+
     def join(self, link: Link) -> None:
         """A worker has been started. Raises AssertionError where its last start has not been lost."""
         before = self._links.get(link.name)
         assert before is None or before.lost is not None, f"{before} has not ended, and {link} begins"
         link.before = None if before is None else before.lost
         self._links[link.name] = link
+        link.joined_at = self._clock()
         self.index.begin(link.name)
         self._look()
 
@@ -178,6 +187,8 @@ class Links:
         others = [other for other in self if other.ready is not None and other is not link]
         if others and (known := others[0].ready) is not None and known.fingerprint != ready.fingerprint:
             return f"{link.name} has loaded another model, or pages of another format, than {others[0].name}"
+        if link.ready is None:
+            self._start_s[link.name] = self._clock() - link.joined_at
         link.ready = ready
         self._look()
         return None

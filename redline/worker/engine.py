@@ -428,7 +428,8 @@ def load_model(
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
     # The CPU's kernels have threads of their own; torch does small things beside them.
-    torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
+    alone = device.type == "cpu" and native.library() is not None
+    torch.set_num_threads(1 if alone else max(1, native.threads() // group.ranks))
     if checkpoint is None:
         assert config.random_weights is not None, "there is nothing to read"
         # Prompts' tokens, and what every running job decodes: no step has more.

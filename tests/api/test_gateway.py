@@ -17,6 +17,7 @@ from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
 from redline.route.links import MOVE_S, SILENT_S
 from redline.route.roles import STAY_S
+from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Gone, Prefill
@@ -101,6 +102,31 @@ async def test_a_job_that_nobody_goes_on_with_in_time_ends() -> None:
                 await anext(generation)
         assert not world.gateway._lanes
         assert not world.gateway._stranded
+
+
+async def test_a_job_waits_for_as_long_as_a_start_takes_and_then_some() -> None:
+    """A worker that reads its weights for minutes is not given up after seconds."""
+    now = 0.0
+    async with World(resuming, resume_s=0.01, clock=lambda: now) as world:
+        world.engine.gate.clear()
+        assert world.gateway.links.start_s == 0.0
+        slow = world.gateway.join("slow", MemoryChannel())
+        now = 300.0
+        ready = world.link.ready
+        assert ready is not None
+        world.gateway.deliver(slow, ready)
+        assert world.gateway.links.start_s == 300.0
+        now = 301.0
+        world.gateway.deliver(slow, ready)
+        assert world.gateway.links.start_s == 300.0, "said again"
+        world.gateway.lose(slow, "gone")
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+            world.gateway.lose(world.link, "gone")
+            (timer,) = world.gateway._stranded.values()
+            assert timer.when() - asyncio.get_running_loop().time() > 299
+            world.engine.gate.set()
+            world.engine.serve(world.gateway, epoch=2)
+            assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
 
 
 async def test_a_job_that_ends_every_worker_ends_itself() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("pools")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "pools.toml").write_text(
-        f'weights = "{MODELS / "kimi-nano"}"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n'
+        f'weights = "{MODELS / "kimi-nano"}"\nresume_s = 120\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n'
         '[engine]\nkv_memory = "100MB"\nkv_dtype = "float32"\nmax_model_len = 2048\nmax_running = 4\n'
         f'[engine.speculation]\ntype = "learned"\ndrafter = "{MODELS / "kimi-nano-eagle3"}"\nadaptive = false\n'
         '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\nengine = { ranks = 2 }\n'
@@ -90,6 +90,48 @@ def test_answers_are_those_of_the_worker_that_answers_by_itself(server: Server) 
     for how, tokens in alone.items():
         apart = [place for place, pair in enumerate(zip(handed[how], tokens, strict=False)) if pair[0][0] != pair[1][0]]
         assert not apart or tokens[apart[0]][1] <= 1e-3, f"{how}: {handed[how]} for {tokens}"
+
+
+def followers(worker: int) -> list[int]:
+    """The processes of the ranks that a worker has started."""
+    children = [Path(f"/proc/{worker}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{worker}/task")]
+    found = [int(child) for line in children for child in line.split()]
+    return [child for child in found if b"redline.worker.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], object]) -> list[int]:
+    """The tokens of an answer. do: what happens once so many have come."""
+    tokens: list[int] = []
+    given = server.client.completions.create(
+        model="kimi-nano",
+        prompt=TEXT[:200],
+        max_tokens=90,
+        stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": str(how)},
+        **how,
+    )
+    done = False
+    for chunk in given:
+        tokens += chunk.choices[0].model_dump().get("token_ids") or ()
+        if len(tokens) > after and not done:
+            done = True
+            do()
+    return tokens
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1.0, "seed": 5}], ids=["seeded"])
+def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], server: Server) -> None:
+    """Rank 1 is killed, so the worker ends; it is started again, and goes on with what had come of the answer."""
+    wait_for(lambda: all_ready(server), 60, server)
+    undisturbed = streamed(server, how, 20, lambda: None)
+    assert len(undisturbed) == 90
+    worker = workers(server)["decode"]["pid"]
+    (rank,) = followers(worker)
+    assert streamed(server, how, 20, lambda: os.kill(rank, signal.SIGKILL)) == undisturbed
+    wait_for(lambda: all_ready(server) and workers(server)["decode"]["pid"] != worker, 60, server)
+    assert followers(workers(server)["decode"]["pid"])
+    assert "rank 1 is lost" in server.said
+    assert "it is started again" in server.said
 
 
 def test_it_ends_cleanly(server: Server) -> None:

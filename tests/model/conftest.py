@@ -13,7 +13,8 @@ from redline.model.k2.write import random_checkpoint, tiny_config
 def big_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """1.1 GB of INT4 experts in 256 MB shards. All experts are alike: random ones would take minutes to make."""
     folder = tmp_path_factory.mktemp("big")
-    config = tiny_config(hidden_size=2048, moe_intermediate_size=1024, n_routed_experts=96, num_hidden_layers=4)
+    sizes = {"hidden_size": 2048, "moe_intermediate_size": 1024, "intermediate_size": 256, "n_routed_experts": 96}
+    config = tiny_config(**sizes, num_hidden_layers=4)
     random_checkpoint(folder, config, shard_bytes=256_000_000, experts_alike=True)
     yield folder
     shutil.rmtree(folder)

@@ -5,7 +5,7 @@ N outputs, K inputs, E experts.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.ops.formats import Int4, Nvfp4, Plain
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4, Plain
 
 A = TypeVar("A", bound=tuple[Any, ...])
 
 PANEL = 32  # outputs side by side; core/gemm.h says why
 STEP = 32  # inputs: every product over panels has a multiple of them
+
+_lay_side_by_side = native.function("side_by_side")
+_pack_codes = native.function("pack_codes")
 
 
 @dataclass(frozen=True)
@@ -39,11 +42,11 @@ class Matrix:
         n, k = weight.shape[-2:]
         if weight.is_cuda or native.library() is None or k % STEP:
             return Matrix(weight, n, panels=False)
-        if n % PANEL:
-            weight = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
-        outputs = weight.unflatten(-2, (-1, PANEL)).unflatten(-1, (-1, 2))
-        data = torch.empty_like(outputs.transpose(-3, -2), memory_format=torch.contiguous_format)
-        return Matrix(data.copy_(outputs.transpose(-3, -2)), n, panels=True)
+        assert weight.element_size() == 2, f"panels hold bf16, not {weight.dtype}"
+        data = torch.empty(*weight.shape[:-2], -(-n // PANEL), k // 2, PANEL, 2, dtype=weight.dtype)
+        for rows, panels in zip(weight.reshape(-1, n, k), data.view(-1, *data.shape[-4:]), strict=True):
+            _side_by_side(rows, panels, unit=4)
+        return Matrix(data, n, panels=True)
 
     def dense(self) -> Tensor:
         """[..., N, K] bf16: the weight that was given, bit for bit."""
@@ -83,7 +86,25 @@ class Int4Panels:
     @staticmethod
     def prepare(weight: Int4) -> "Int4Panels":
         """weight [E, N, K] on a CPU, N and K divisible by 32; new memory."""
-        return Int4Panels(_pack(weight.packed.view(torch.uint8)), _side_by_side(weight.scale))
+        prepared = Int4Panels.empty(*weight.shape)
+        for expert, (packed, scale) in enumerate(zip(weight.packed, weight.scale, strict=True)):
+            prepared.put(expert, 0, Int4(packed, scale))
+        return prepared
+
+    @staticmethod
+    def empty(e: int, n: int, k: int) -> "Int4Panels":
+        """Unfilled memory for weights [E, N, K], N and K divisible by 32."""
+        codes = torch.empty(e, n // PANEL, k // 4, PANEL // 2, 2, 2, dtype=torch.uint8)
+        return Int4Panels(codes, torch.empty(e, n // PANEL, k // INT4_GROUP, PANEL, dtype=torch.bfloat16))
+
+    def put(self, expert: int, first: int, weight: Int4) -> None:
+        """Lays a weight [N, K] out as rows [first, first + N) of one expert, both divisible by 32.
+
+        It may be a view of a file: nothing else of that is read, and nothing is copied before.
+        """
+        panels = slice(first // PANEL, (first + weight.shape[-2]) // PANEL)
+        _pack(weight.packed.view(torch.uint8), self.codes[expert, panels])
+        _side_by_side(weight.scale, self.scales[expert, panels], unit=2)
 
     def int4(self) -> Int4:
         """The weight that was given, bit for bit."""
@@ -126,7 +147,13 @@ class Nvfp4Panels:
         """weight [E, N, K] on a CPU, K and the rows of each stacked matrix divisible by 32; new memory."""
         stacked = weight.scale.shape[-1]
         wholes = weight.scale.repeat_interleave(weight.shape[-2] // PANEL // stacked, -1)
-        return Nvfp4Panels(_pack(weight.codes), _side_by_side(weight.scales), wholes.contiguous(), stacked)
+        e, n, k = weight.shape
+        codes = torch.empty(e, n // PANEL, k // 4, PANEL // 2, 2, 2, dtype=torch.uint8)
+        scales = torch.empty(e, n // PANEL, k // NVFP4_GROUP, PANEL, dtype=torch.float8_e4m3fn)
+        for expert in range(e):
+            _pack(weight.codes[expert], codes[expert])
+            _side_by_side(weight.scales[expert], scales[expert], unit=1)
+        return Nvfp4Panels(codes, scales, wholes.contiguous(), stacked)
 
     def nvfp4(self) -> Nvfp4:
         """The weight that was given, bit for bit."""
@@ -150,16 +177,10 @@ class Nvfp4Panels:
         return self.codes.nbytes + self.scales.nbytes + self.wholes.nbytes
 
 
-def _pack(pairs: Tensor) -> Tensor:
-    """uint8 [E, N, K / 2] -> codes in panels. A byte holds the code of an even input and, above it, of the odd one."""
-    e, n, k = pairs.shape[0], pairs.shape[1], 2 * pairs.shape[2]
-    codes = torch.empty(e, n // PANEL, k // 4, PANEL // 2, 2, 2, dtype=torch.uint8)
-    for i in range(e):  # one expert at a time, so that the temporaries stay small
-        # [panel, half, K / 4, output, q]
-        first, second = pairs[i].view(-1, 2, PANEL // 2, k // 4, 2).transpose(2, 3).unbind(1)
-        codes[i, ..., 0, :] = first & 15 | second << 4
-        codes[i, ..., 1, :] = first >> 4 | second & 240
-    return codes
+def _pack(rows: Tensor, codes: Tensor) -> None:
+    """uint8 [N, K / 2] -> codes in panels. A byte holds the code of an even input and, above it, of the odd one."""
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    _pack_codes(rows=rows.data_ptr(), ld=rows.stride(0), codes=codes, N=rows.shape[0], K=2 * rows.shape[1])
 
 
 def _unpack(codes: Tensor) -> Tensor:
@@ -169,13 +190,22 @@ def _unpack(codes: Tensor) -> Tensor:
     return even | odd << 4
 
 
-def _side_by_side(scales: Tensor) -> Tensor:
-    """[E, N, groups] -> [E, N / 32, groups, 32]"""
-    return scales.unflatten(1, (-1, PANEL)).transpose(-1, -2).contiguous()
+def _side_by_side(rows: Tensor, panels: Tensor, unit: int) -> None:
+    """[N, columns] -> [ceil(N / 32), columns, 32], where `unit` bytes of a row stay together."""
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    size = rows.element_size()
+    _lay_side_by_side(
+        rows=rows.data_ptr(),
+        ld=rows.stride(0) * size,
+        panels=panels.data_ptr(),
+        N=rows.shape[0],
+        units=rows.shape[1] * size // unit,
+        unit=unit,
+    )
 
 
 def _apart(scales: Tensor) -> Tensor:
-    """What `_side_by_side` was given."""
+    """[E, N / 32, groups, 32] -> [E, N, groups]"""
     return scales.transpose(-1, -2).flatten(1, 2).contiguous()
 
 
@@ -201,15 +231,64 @@ def _is_read_by_kernels(part: Tensor) -> bool:
 
 def stack_experts(weights: Iterable[Tensor | Int4 | Nvfp4], count: int) -> Experts:
     """`prepare_experts` of `count` weights [N, K] that come one by one: beside the result it holds only one of them."""
-    whole: Experts | None = None
+    stack = Stack(count)
     for index, weight in enumerate(weights):
-        one = prepare_experts(_lone(weight))
-        if whole is None:
-            whole = _room(one, count)
-        for place, part in zip(_parts(whole), _parts(one), strict=True):
+        stack.put(index, [weight])
+    return stack.whole
+
+
+class Stack:
+    """`prepare_experts` of so many weights, each of which comes in parts that lie above one another: [N, K] in all."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._whole: Experts | None = None
+
+    def put(self, index: int, parts: Sequence[Tensor | Int4 | Nvfp4]) -> None:
+        """The parts of one weight, all of the same kind. INT4 goes to its panels from where it is; of anything else one
+        weight is held beside the result."""
+        int4 = [part for part in parts if isinstance(part, Int4)]
+        if int4 and all(part.shape[-2] % PANEL == 0 and _is_read_by_kernels(part.packed) for part in int4):
+            rows = sum(part.shape[-2] for part in int4)
+            if self._whole is None:
+                self._whole = Int4Panels.empty(self._count, rows, int4[0].shape[-1])
+            assert isinstance(self._whole, Int4Panels), "all experts are of one kind"
+            first = 0
+            for part in int4:
+                self._whole.put(index, first, part)
+                first += part.shape[-2]
+            return
+        one = prepare_experts(_lone(above_one_another(parts)))
+        if self._whole is None:
+            self._whole = _room(one, self._count)
+        for place, part in zip(_parts(self._whole), _parts(one), strict=True):
             place[index] = part[0]
-    assert whole is not None, "a layer has at least one expert"
-    return whole
+
+    @property
+    def whole(self) -> Experts:
+        """The result, once all have come."""
+        assert self._whole is not None, "a layer has at least one expert"
+        return self._whole
+
+
+def above_one_another(parts: Sequence[Tensor | Int4 | Nvfp4]) -> Tensor | Int4 | Nvfp4:
+    """Weights [N, K] of one kind, stacked along N; one alone as it is."""
+    if len(parts) == 1:
+        return parts[0]
+    match parts[0]:
+        case Int4():
+            return Int4(
+                *(
+                    torch.cat(same)
+                    for same in zip(*((p.packed, p.scale) for p in parts if isinstance(p, Int4)), strict=True)
+                )
+            )
+        case Nvfp4():
+            of = ((p.codes, p.scales.view(torch.uint8), p.scale) for p in parts if isinstance(p, Nvfp4))
+            codes, scales, scale = (torch.cat(same) for same in zip(*of, strict=True))
+            return Nvfp4(codes, scales.view(torch.float8_e4m3fn), scale)
+        case Tensor():
+            return torch.cat([part for part in parts if isinstance(part, Tensor)])
 
 
 def _lone(weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4 | Nvfp4:

@@ -9,7 +9,8 @@ import hashlib
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
+from redline.model.k2.ahead import Ahead
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, read_json
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 
@@ -97,6 +99,7 @@ class Checkpoint:
         self.progress: Callable[[int], object] = lambda _: None
         self._tensors = tensors
         self._maps: dict[Path, mmap.mmap] = {}
+        self._ahead: Ahead | None = None
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
@@ -154,6 +157,20 @@ class Checkpoint:
             return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))
         return self._nvfp4(name) or self.plain(name)
 
+    @contextmanager
+    def read_ahead(self, part: int = 0, parts: int = 1) -> Generator[None]:
+        """While inside, the system fetches what is handed out next, where that goes about in the order of `weights`.
+
+        part, parts: of every tensor this process sees to such a part, where others read all of it beside this one.
+        """
+        needed = (stored for weight in weights(self.config) for stored in self.parts(weight))
+        self._ahead = Ahead(((stored.file, stored.start, stored.stop) for stored in needed), part, parts)
+        try:
+            yield
+        finally:
+            self._ahead.close()
+            self._ahead = None
+
     def parts(self, weight: Weight) -> list["Stored"]:
         """What stands in the files for a weight that the model needs; codes first where it is quantised.
 
@@ -200,6 +217,8 @@ class Checkpoint:
         if raw.data_ptr() % dtype.itemsize:  # the format allows it; kernels do not
             raw = raw.clone()
         self.progress(raw.nbytes)
+        if self._ahead is not None:
+            self._ahead.handed_out(raw.nbytes)
         return raw.view(dtype).view(stored.shape)
 
 

@@ -15,7 +15,7 @@ from redline.errors import CheckpointError
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.blocks.transformer import Predicted, Transformer, TransformerArgs
-from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
+from redline.kernels.cpu.panels import Matrix, Stack, above_one_another
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
@@ -24,6 +24,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.forward import forward
 from redline.model.k2.one_call import transformer
 from redline.model.k2.shard import WHOLE, Shard, check_ranks
+from redline.model.k2.staging import Staging
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.mla import MlaWeights
 
@@ -112,9 +113,11 @@ def load(
     """
     config = checkpoint.config
     reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps, Shard(group.rank, group.ranks))
-    embedding = reader.plain("embed_tokens.weight")
-    blocks = [reader.block(layer) for layer in range(config.num_hidden_layers)]
-    norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight", cut=reader.shard.rows)
+    with checkpoint.read_ahead(group.rank, group.ranks):
+        embedding = reader.plain("embed_tokens.weight")
+        blocks = [reader.block(layer) for layer in range(config.num_hidden_layers)]
+        norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight", cut=reader.shard.rows)
+    reader.wait()
     return K2(config, embedding, blocks, norm, head, group)
 
 
@@ -130,10 +133,19 @@ class Reader:
         self._checkpoint = checkpoint
         self._device = device
         self._eps = low_rank_norm_eps
+        self._staging = Staging(device) if device.type == "cuda" else None
+
+    def wait(self) -> None:
+        """Returns once all that was read is on the device."""
+        if self._staging is not None:
+            self._staging.wait()
 
     def plain(self, name: str, cut: Cut = lambda whole: whole) -> Tensor:
         """The tensor of this logical name, or what `cut` leaves of it, in bf16, copied from the view of the file."""
-        return cut(self._checkpoint.plain(name)).to(self._device, torch.bfloat16, copy=True)
+        part = cut(self._checkpoint.plain(name))
+        if self._staging is None:
+            return part.to(self._device, torch.bfloat16, copy=True)
+        return self._staging.put(part).to(torch.bfloat16)
 
     def vector(self, name: str) -> Tensor:
         """A norm or a bias in float32. CheckpointError where a number is not finite."""
@@ -151,8 +163,12 @@ class Reader:
 
     def matrix(self, *names: str, cut: Cut = lambda whole: whole) -> Matrix:
         """Weights [N, K] over the same inputs, each cut, stacked along N."""
-        weights = [self.plain(name, cut) for name in names]
-        return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
+        parts = [self._moved(cut(self._checkpoint.plain(name))).to(torch.bfloat16) for name in names]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        prepared = Matrix.prepare(whole)
+        if prepared.data is whole and self._staging is None and len(parts) == 1:  # it may still be a view of the file
+            return Matrix(whole.clone(), prepared.outputs, panels=False)
+        return prepared
 
     def block(self, layer: int) -> Block:
         """All weights of this layer."""
@@ -198,33 +214,40 @@ class Reader:
         """The router and the routed experts of this layer; the shared expert is not among them."""
         config = self._checkpoint.config
         at = f"layers.{layer}.mlp.gate"
+        gate_up, down = Stack(config.n_routed_experts), Stack(config.n_routed_experts)
+        for expert in range(config.n_routed_experts):
+            gate_up.put(expert, self.expert_parts(layer, expert, ("gate", "up")))
+            down.put(expert, self.expert_parts(layer, expert, ("down",)))
         return Moe(
             router=Matrix.prepare(self.router(at)),
             bias_E=self.vector(f"{at}.e_score_correction_bias"),
-            gate_up=self.experts(layer, "gate", "up"),
-            down=self.experts(layer, "down"),
+            gate_up=gate_up.whole,
+            down=down.whole,
             chosen=config.num_experts_per_tok,
             normalise=config.norm_topk_prob,
             scale=config.routed_scaling_factor,
         )
 
-    def experts(self, layer: int, *projections: Projection) -> Experts:
-        """All routed experts of a layer, their projections stacked along the outputs: [E, N, K]."""
-        count = self._checkpoint.config.n_routed_experts
-        return stack_experts((self.expert(layer, expert, projections) for expert in range(count)), count)
-
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
         """One routed expert's projections, this rank's part of each, stacked along the outputs: [N, K], INT4 or NVFP4
         as stored, else bf16."""
-        whole = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
+        return above_one_another(self.expert_parts(layer, expert, projections))
+
+    def expert_parts(self, layer: int, expert: int, projections: Sequence[Projection]) -> list[Tensor | Int4 | Nvfp4]:
+        """As `expert`, each by itself; on a CPU views of the file, where it holds them so."""
         cut = self.shard.expert_columns if "down" in projections else self.shard.expert_rows
-        parts = [cut(weight) for weight in whole]
-        nvfp4 = [part for part in parts if isinstance(part, Nvfp4)]
-        if nvfp4:
-            stacked = (torch.cat(same) for same in zip(*((p.codes, p.scales, p.scale) for p in nvfp4), strict=True))
-            return Nvfp4(*(part.to(self._device) for part in stacked))
-        int4 = [part for part in parts if isinstance(part, Int4)]
-        if int4:
-            packed, scale = torch.cat([part.packed for part in int4]), torch.cat([part.scale for part in int4])
-            return Int4(packed.to(self._device), scale.to(self._device))
-        return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(self._device, torch.bfloat16)
+        return [self._there(cut(self._checkpoint.expert(layer, expert, each))) for each in projections]
+
+    def _there(self, weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4 | Nvfp4:
+        """The weight on the device."""
+        match weight:
+            case Int4(packed, scale):
+                return Int4(self._moved(packed), self._moved(scale))
+            case Nvfp4(codes, scales, scale):
+                return Nvfp4(self._moved(codes), self._moved(scales), self._moved(scale))
+            case Tensor():
+                return self._moved(weight).to(torch.bfloat16)
+
+    def _moved(self, part: Tensor) -> Tensor:
+        """The tensor on the device: itself where it is there."""
+        return part.to(self._device) if self._staging is None else self._staging.put(part)

@@ -146,10 +146,13 @@ def load(
     """As `redline.model.k2.cpu.load`: the device holds at most this rank's part of the model and one tensor more."""
     config = checkpoint.config
     reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps, Shard(group.rank, group.ranks))
-    embedding = reader.plain("embed_tokens.weight")
-    blocks = [reader.gpu_block(layer) for layer in range(config.num_hidden_layers)]
-    head = Tiled.prepare(reader.plain("lm_head.weight", reader.shard.rows))
-    return GpuK2(config, embedding, blocks, reader.vector("norm.weight"), head, group)
+    with checkpoint.read_ahead(group.rank, group.ranks):
+        embedding = reader.plain("embed_tokens.weight")
+        blocks = [reader.gpu_block(layer) for layer in range(config.num_hidden_layers)]
+        norm = reader.vector("norm.weight")
+        head = Tiled.prepare(reader.plain("lm_head.weight", reader.shard.rows))
+    reader.wait()
+    return GpuK2(config, embedding, blocks, norm, head, group)
 
 
 def expert_kind(config: K2Config) -> Kind:

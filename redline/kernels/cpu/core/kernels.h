@@ -122,6 +122,22 @@ struct ChecksumCall {
     u64 seed;
 };
 
+// N rows of `units` pieces of 1, 2 or 4 bytes -> [ceil(N / 32)][units][32]; what rows are short of a panel is 0.
+struct SideBySideCall {
+    const void* rows;
+    int64_t ld;    // bytes from one row to the next
+    void* panels;  // written
+    int N, units, unit;
+};
+
+// N rows of K codes of 4 bits, the even input's below -> [N / 32][K / 4][16][2][2] (panels.py). N in whole panels, K in fours.
+struct PackCodesCall {
+    const uint8_t* rows;
+    int64_t ld;      // bytes from one row to the next
+    uint8_t* codes;  // written
+    int N, K;
+};
+
 struct SampleCall {
     const float* x;  // [R, >= V]
     int64_t ldx;
@@ -155,5 +171,7 @@ void redline_mla_decode(const MlaDecodeCall& call);
 void redline_mla_prefill(const MlaPrefillCall& call);
 void redline_best(const BestCall& call);
 void redline_checksum(const ChecksumCall& call);
+void redline_side_by_side(const SideBySideCall& call);
+void redline_pack_codes(const PackCodesCall& call);
 void redline_sample(const SampleCall& call);
 }

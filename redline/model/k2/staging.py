@@ -1,0 +1,77 @@
+"""Tensors of mapped files onto a GPU, through pinned memory: the next is fetched while the last is still on its way.
+
+A copy from mapped memory itself makes the host wait for every byte, and one thread of the driver fetches them.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+STAGING_BYTES = 128 << 20  # of a process, while it loads
+PIECE_BYTES = 32 << 20  # that are copied together, at most
+
+
+class Event(Protocol):
+    """A place in a device's work, as torch has it."""
+
+    def record(self) -> None:
+        """The place is behind all that has been launched."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns once the device is there."""
+        ...
+
+
+class Staging:
+    """A ring of pinned memory. All copies go by the device's current stream, so what is launched later finds them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        size: int = STAGING_BYTES,
+        piece: int = PIECE_BYTES,
+        event: Callable[[], Event] = torch.cuda.Event,
+    ) -> None:
+        """size: of the ring; piece: of what goes together, at most; both in bytes. event: makes a new one."""
+        self._device = device
+        self._ring = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._piece = piece
+        self._event = event
+        self._next = 0
+        self._under_way: deque[tuple[int, int, Event]] = deque()  # bytes [first, last) of the ring, oldest first
+
+    def put(self, view: Tensor) -> Tensor:
+        """A copy of a tensor of the host on the device, contiguous. The host's may be gone once this returns."""
+        out = torch.empty(view.shape, dtype=view.dtype, device=self._device)
+        rows, places = (view, out) if view.dim() else (view[None], out[None])
+        row_bytes = max(1, rows.nbytes // max(1, len(rows)))
+        if row_bytes > self._piece:  # of no matrix of a model
+            return out.copy_(view)
+        together = self._piece // row_bytes
+        for first in range(0, len(rows), together):
+            part = rows[first : first + together]
+            start = self._room(part.nbytes)
+            staged = self._ring[start : start + part.nbytes].view(part.dtype).view(part.shape)
+            staged.copy_(part)  # by torch's threads, which fetch different pages of the file
+            places[first : first + together].copy_(staged, non_blocking=True)
+            event = self._event()
+            event.record()
+            self._under_way.append((start, start + part.nbytes, event))
+        return out
+
+    def wait(self) -> None:
+        """Returns once everything has come."""
+        while self._under_way:
+            self._under_way.popleft()[2].synchronize()
+
+    def _room(self, size: int) -> int:
+        """Where so many bytes have room in the ring. It waits for what lies there to have come."""
+        start = self._next if self._next + size <= self._ring.numel() else 0
+        while any(first < start + size and start < last for first, last, _ in self._under_way):
+            self._under_way.popleft()[2].synchronize()
+        self._next = -(-(start + size) // 256) * 256  # where every format may begin
+        return start
