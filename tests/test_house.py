@@ -123,8 +123,8 @@ KEYS = """
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
     handoff.transport
     cluster.listen cluster.key_file cluster.kind
-    engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
-    engine.device engine.ranks engine.random_weights engine.host_memory engine.disk engine.disk_size
+    engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.step_ms
+    engine.kv_dtype engine.device engine.ranks engine.random_weights engine.host_memory engine.disk engine.disk_size
     sla.ttft_ms sla.itl_ms steer.every_s steer.window_s steer.rest_s steer.horizon_s
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
