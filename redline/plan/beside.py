@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from redline.plan.active import ActiveJob
-from redline.tune.chunks import LOOKED_AT, Due, chunk_tokens
-from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
+from redline.tune.pairs import Work
 
 
 class Forecast(Protocol):
@@ -45,34 +45,31 @@ class Beside:
         self._step_ms = step_ms
 
     def tokens(
-        self, most: int, decoding: Sequence[ActiveJob], prompts: Sequence[ActiveJob], waiting: Iterable[ActiveJob]
+        self,
+        most: int,
+        decoding: Sequence[ActiveJob],
+        prompts: Sequence[ActiveJob],
+        waiting: Iterable[ActiveJob],
+        *,
+        enter: bool,
     ) -> int:
-        """Of `most` tokens, those that prompts get beside these answers. prompts: that have begun, the oldest first.
-        waiting: others. All where nothing bounds the step, or nothing is known of its time yet."""
+        """Of `most` tokens, those that prompts get beside these answers: all where nothing bounds the step, or nothing
+        is known of its time yet. prompts: that have begun, the oldest first. waiting: others. enter: whether one of
+        these may begin now."""
         forecast, step_ms = self.forecast, self._step_ms
         if forecast is None or step_ms is None or not decoding or most < 1 or not forecast.known:
             return most
-        asked = list(itertools.islice(itertools.chain(prompts, waiting), LOOKED_AT))
-        if not asked:
+        asked = [self._asked(job) for job in itertools.islice(itertools.chain(prompts, waiting), LOOKED_AT)]
+        sharing = len(asked) if enter else min(len(prompts), LOOKED_AT)
+        if not sharing:
             return most
-        # The deepest counts for all: a chunk of it takes longest.
-        before = max((job.planned for job in prompts), default=asked[0].known - asked[0].work)
-        rows, context = len(decoding), sum(job.planned for job in decoding)
-
-        def ms(tokens: int) -> float:
-            return forecast.ms(Work(tokens, pairs_of(before, tokens), rows, context, expanded_of(before, tokens)))
-
-        chosen = chunk_tokens(ms, most, step_ms, [self._due(job) for job in asked])
-        self.bounded += chosen < min(most, sum(_left(job) for job in asked))
+        answers = Answers(len(decoding), sum(job.planned for job in decoding))
+        chosen = chunk_tokens(forecast.ms, most, step_ms, answers, asked, sharing)
+        self.bounded += chosen < min(most, sum(prompt.tokens for prompt in asked[:sharing]))
         return chosen
 
-    def _due(self, job: ActiveJob) -> Due:
-        promised_ms = job.job.ttft_ms
-        if promised_ms is None or job.generated:
-            return Due(_left(job), math.inf)
-        return Due(_left(job), promised_ms / 1e3 - (self.spent_s - job.came_at_s))
-
-
-def _left(job: ActiveJob) -> int:
-    """Tokens that are to be computed."""
-    return job.work if job.slot is None else job.known - job.planned
+    def _asked(self, job: ActiveJob) -> Prompt:
+        tokens = job.work if job.slot is None else job.known - job.planned
+        promised_ms = None if job.generated else job.job.ttft_ms
+        left_s = math.inf if promised_ms is None else promised_ms / 1e3 - (self.spent_s - job.came_at_s)
+        return Prompt(tokens, job.known - tokens, left_s)

@@ -403,7 +403,7 @@ class Planner:
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
-        budget = self._beside.tokens(budget, decoding, prompts, self._waiting)
+        budget = self._beside.tokens(budget, decoding, prompts, self._waiting, enter=bool(self._free_slots))
         quick = self._quick(prompts, begins, budget // 2)
         parts += quick
         budget -= sum(part.positions for part in quick)

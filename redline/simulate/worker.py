@@ -16,12 +16,11 @@ import math
 from collections import Counter, deque
 from heapq import heappop, heappush
 
-from redline.tune.chunks import LOOKED_AT, Due, chunk_tokens
-from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
 from redline.tune.roles import WorkerModel
 from redline.wire.news import Role
 
-ALIKE = 8  # steps at most that are taken to be alike, where their time is bounded
+ALIKE = 4  # steps at most that are taken to be alike, where their time is bounded
 GAPS = 50  # classes of gaps between two tokens, for each factor of e: 2 % wide
 
 
@@ -254,17 +253,15 @@ class Worker:
 
     def _bounded(self, most: int, now: float) -> int:
         """Tokens of prompts in a step, as `plan/beside.py` chooses them."""
-        step_ms, rows, context, steps = self.model.step_ms, self.rows, self._context, self.model.steps
+        step_ms = self.model.step_ms
         prompts = list(itertools.islice((job for job in self._prompts if job.remaining), LOOKED_AT))
-        if step_ms is None or not rows or not prompts:
+        if step_ms is None or not self.rows or not prompts:
             return most
-        begun = [job for job in prompts if job.placed] or prompts[:1]
-        before = max(job.prompt - job.remaining for job in begun)
-
-        def ms(tokens: int) -> float:
-            return steps.step_ms(Work(tokens, pairs_of(before, tokens), rows, context, expanded_of(before, tokens)))
-
-        return chunk_tokens(ms, most, step_ms, [Due(job.remaining, job.came + job.ttft_s - now) for job in prompts])
+        prompts.sort(key=lambda job: not job.placed)
+        told = [Prompt(job.remaining, job.prompt - job.remaining, job.came + job.ttft_s - now) for job in prompts]
+        sharing = None if self._slots < self.model.slots else sum(job.placed for job in prompts)
+        answers = Answers(self.rows, self._context)
+        return chunk_tokens(self.model.steps.step_ms, most, step_ms, answers, told, sharing)
 
     def _wake(self) -> None:
         steps = self._steps

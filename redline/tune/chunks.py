@@ -2,61 +2,107 @@
 
 A chunk of a prompt lies in one step with the next tokens of all answers, and so between two tokens of each. It may take
 what SHARE of the step's most time leaves, by prediction, in whole pages; but a page in any case, so that every prompt
-goes on. Small chunks cost: each step reads the weights anew. So where a prompt would miss its first token by them, a
-chunk is as long as keeps that, and whole where nothing shorter does. A prompt that would be late even if it were alone
-from now on asks for nothing: what answers wait would not bring it back. Pure.
+goes on. Small chunks cost: each step reads the weights anew. So where more prompts would miss their first token by them
+than answers wait, a chunk is as long as keeps those, and whole where nothing shorter does. A prompt that would be late
+even if it were alone from now on asks for nothing: what answers wait would not bring it back. Pure.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.wire.job import PAGE_TOKENS
 
 SHARE = 0.9  # of a time that may be used: what is predicted is what steps usually take, and some take longer
 LOOKED_AT = 128  # prompts, the oldest, when a chunk is chosen
 
 
-class Due(NamedTuple):
+class Prompt(NamedTuple):
     """A prompt that is computed or waits. left_s: until its first token is late; infinite: nothing is promised."""
 
     tokens: int  # that are to be computed
-    left_s: float
+    before: int = 0  # that are, or are cached
+    left_s: float = math.inf
 
 
-def chunk_tokens(ms: Callable[[int], float], most: int, step_ms: float, due: Sequence[Due] = ()) -> int:
+class Answers(NamedTuple):
+    """Answers that have a row in the step, and the tokens before them, of all together."""
+
+    rows: int
+    context: float = 0.0
+
+
+def chunk_tokens(
+    ms: Callable[[Work], float],
+    most: int,
+    step_ms: float,
+    answers: Answers,
+    prompts: Sequence[Prompt],
+    sharing: int | None = None,
+) -> int:
     """Tokens of prompts for a step beside answers: pages, or `most`, which is all that there may be.
 
-    ms: what the step is predicted to take with so many of them; it does not fall. step_ms: that it may take. due: all
-    prompts, the oldest first.
+    ms: what a step is predicted to take; with more in it it does not take less. step_ms: that it may take. prompts: the
+    oldest first. sharing: so many of them, the first, may have a share of the step; None: all.
     """
-    pages, may_take_ms = -(-most // PAGE_TOKENS), SHARE * step_ms
+    pages, first = -(-most // PAGE_TOKENS), prompts[:sharing]
 
-    def takes_ms(count: int) -> float:
-        return ms(min(most, count * PAGE_TOKENS))
+    def work(count: int) -> Work:
+        return work_of(min(most, count * PAGE_TOKENS), first, answers)
 
-    chosen = max(1, _least(lambda count: takes_ms(count) > may_take_ms, 1, pages + 1) - 1)
-    if chosen < pages and (rate := _needed(due, most / takes_ms(pages))):
-        chosen = _least(lambda count: count * PAGE_TOKENS >= rate * takes_ms(count), chosen, pages)
+    def rate(count: int) -> float:
+        return work(count).prompt / ms(work(count))
+
+    chosen = max(1, _least(lambda count: ms(work(count)) > SHARE * step_ms, 1, pages + 1) - 1)
+    if chosen < pages and any(prompt.left_s < math.inf for prompt in prompts):
+        late = [needed for needed in _needed(prompts, rate(pages)) if needed > rate(chosen)]
+        if len(late) > answers.rows:
+            chosen = _least(lambda count: rate(count) >= max(late), chosen, pages)
     return min(most, chosen * PAGE_TOKENS)
 
 
-def _needed(due: Sequence[Due], fastest: float) -> float:
-    """Tokens a millisecond that keep all first tokens that can be kept; 0: nothing is promised. fastest: as many as
-    there can be."""
-    if all(one.left_s == math.inf for one in due):
-        return 0.0
+def work_of(tokens: int, prompts: Sequence[Prompt], answers: Answers) -> Work:
+    """A step with so many tokens of these prompts: half for those that have less to compute than the oldest, those with
+    least first, and the rest for the oldest, as the planner shares them."""
+    left, parts = tokens, dict[int, int]()
+    quick = [(prompt.tokens, place) for place, prompt in enumerate(prompts) if prompt.tokens < prompts[0].tokens]
+    half = tokens // 2
+    for count, place in sorted(quick):
+        if not half:
+            break
+        parts[place] = min(half, count)
+        half -= parts[place]
+        left -= parts[place]
+    for place, prompt in enumerate(prompts):
+        if not left:
+            break
+        if place not in parts:
+            parts[place] = min(left, prompt.tokens)
+            left -= parts[place]
+    own = [(prompts[place].before, count) for place, count in parts.items()]
+    return Work(
+        prompt=tokens - left,
+        pairs=sum(pairs_of(*each) for each in own),
+        rows=answers.rows,
+        context=answers.context,
+        expanded=sum(expanded_of(*each) for each in own),
+    )
+
+
+def _needed(prompts: Sequence[Prompt], fastest: float) -> list[float]:
+    """Tokens a millisecond that keep each first token that is promised and can be kept. fastest: as many as there can
+    be."""
     shorter, before = dict[int, int](), 0
-    for place in sorted(range(len(due)), key=lambda place: due[place].tokens):
-        before += due[place].tokens
+    for place in sorted(range(len(prompts)), key=lambda place: prompts[place].tokens):
+        before += prompts[place].tokens
         shorter[place] = before
-    needed, older = 0.0, 0
-    for place, (tokens, left_s) in enumerate(due):
+    needed, older = list[float](), 0
+    for place, (tokens, _, left_s) in enumerate(prompts):
         older += tokens
         left_ms = SHARE * 1e3 * left_s
-        if tokens <= fastest * left_ms:
-            # Half of what prompts get is for those with least to compute, the rest for the oldest.
-            needed = max(needed, min(older, 2 * shorter[place]) / left_ms)
+        if left_s < math.inf and tokens <= fastest * left_ms:
+            needed.append(min(older, 2 * shorter[place]) / left_ms)
     return needed
 
 

@@ -133,48 +133,57 @@ def test_drafts_have_their_half_before_prompts_are_bounded():
     bounded.finish()
 
 
-def test_a_first_token_that_would_be_late_gets_longer_chunks():
-    """1,000 tokens in 0.9 x 200 ms are 5.56 a millisecond: of chunks of 192, which take 33.2 ms, there are 5.78, which
-    is enough; in 0.9 x 180 ms they are 6.17, and of chunks of 256 there are 6.46."""
-    for ttft_ms, expected in ((200.0, 192), (180.0, 256)):
-        bounded = world(Flat(), 40)
-        decoding(bounded, 4)
-        bounded.submit(prompt(1000, 9), max_tokens=1, ttft_ms=ttft_ms)
-        assert next_chunks(bounded) == [expected]
-        bounded.finish()
+def beside_one(first_ms: float | None, second_ms: float | None, **config: float) -> World:
+    """One answer, and prompts of 600 and 650 tokens. 36 ms less 10 and 1 are 25, that is 3 pages. Tokens a millisecond:
+    6.36 of chunks of 192, 7.44 of 320, 7.77 of 384, 8.23 of all 511."""
+    bounded = world(Flat(), 40, **config)
+    decoding(bounded, 1)
+    bounded.submit(prompt(600, 9), max_tokens=20, ttft_ms=first_ms)
+    bounded.submit(prompt(650, 10), max_tokens=20, ttft_ms=second_ms)
+    return bounded
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "second_ms", "expected"),
+    [
+        (None, None, 192),
+        (100.0, None, 192),  # 600 in 0.9 x 100 are 6.67: one first token is at stake, as many as answers
+        (100.0, 180.0, 384),  # and 1,250 in 0.9 x 180 are 7.72
+        (100.0, 240.0, 192),  # 5.8, which there are
+        (80.0, 180.0, 192),  # 600 in 72 ms are 8.33: it would be late by itself
+    ],
+)
+def test_first_tokens_that_would_be_late_get_longer_chunks(
+    first_ms: float | None, second_ms: float | None, expected: int
+):
+    bounded = beside_one(first_ms, second_ms)
+    assert next_chunks(bounded) == [expected]
+    bounded.finish()
 
 
 def test_time_that_steps_took_is_gone():
-    """1,000 tokens in 200 ms, of which 30 have gone: in 153 ms that is 6.54 a millisecond; of 320 tokens there are
-    6.96, of 256 there are 6.46. Once the first token is late nothing is to be won any more."""
-    bounded = world(Flat(), 40)
-    decoding(bounded, 4)
-    bounded.submit(prompt(1000, 9), max_tokens=1, ttft_ms=200.0)
+    bounded = beside_one(130.0, 210.0)
     bounded.planner._beside.spent_s += 0.03  # as if another step had run meanwhile
-    assert next_chunks(bounded) == [320]
-    bounded.planner._beside.spent_s += 0.2
+    assert next_chunks(bounded) == [384]
+    bounded.planner._beside.spent_s += 0.2  # now both are late, and nothing is to be won
     assert next_chunks(bounded) == [192]
     bounded.finish()
 
 
-def test_a_prompt_that_could_not_be_in_time_even_alone_asks_for_nothing():
-    """A whole step beside four answers has 508 tokens in 64.8 ms, 7.84 a millisecond: 3,000 take 383 ms."""
-    for ttft_ms, expected in ((420.0, 192), (430.0, 508)):
-        bounded = world(Flat(), 40)
-        decoding(bounded, 4)
-        bounded.submit(prompt(3000, 9), max_tokens=1, ttft_ms=ttft_ms)
-        assert next_chunks(bounded) == [expected]
-        bounded.finish()
-
-
 def test_who_waits_for_a_slot_counts_too():
-    """Half of a step is for the shorter one: 2 x 600 tokens in 0.9 x 200 ms are 6.67 a ms, of 320 there are 6.96."""
-    bounded = world(Flat(), 40, max_running=5)
-    decoding(bounded, 4)
-    bounded.submit(prompt(900, 9), max_tokens=20)
+    bounded = beside_one(100.0, 180.0, max_running=2)
+    assert next_chunks(bounded) == [384]
+    assert bounded.planner.load().waiting == 1
+    bounded.finish()
+
+
+def test_a_first_token_that_was_given_is_not_promised_any_more():
+    """Of a job that goes on elsewhere, the prompt is computed again."""
+    bounded = world(Flat(), 40)
+    decoding(bounded, 1)
+    for number in range(2):
+        bounded.submit(prompt(600, 9 + number), max_tokens=20, ttft_ms=95.0, given=3)
     assert next_chunks(bounded) == [192]
-    bounded.submit(prompt(600, 10), max_tokens=1, ttft_ms=200.0)
-    assert next_chunks(bounded) == [320]
     bounded.finish()
 
 
