@@ -22,7 +22,7 @@ def with_pairs(work: Work) -> float:
 @pytest.mark.parametrize(
     ("step_ms", "tokens"),
     [
-        (1, 64),  # a page in any case
+        (16.5 / SHARE, 64),
         (22.7 / SHARE, 64),
         (22.9 / SHARE, 128),
         (59.9 / SHARE, 448),
@@ -63,6 +63,14 @@ def test_what_a_prompt_attends_to_is_weighed_where_it_has_a_share() -> None:
     assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, Prompt(200)], sharing=1) == 64
 
 
+def test_where_no_page_keeps_the_time_prompts_go_half_as_fast_as_they_could() -> None:
+    """Of all 500 there are 8.3 a ms; of 64 there are 3.9, of 128 there are 5.6."""
+    assert chunk_tokens(ms, 500, 16.3 / SHARE, ONE, [LONG]) == 128
+    assert chunk_tokens(ms, 500, 1.0, ONE, [LONG]) == 128
+    # 250 ms a step, whatever is in it: of 192 there are 0.71 a ms, of 256 there are 0.93, of all 500 there are 1.67.
+    assert chunk_tokens(lambda work: 240 + ms(work), 500, 100.0, ONE, [LONG]) == 256
+
+
 @pytest.mark.parametrize(
     ("due", "tokens"),
     [
@@ -81,4 +89,4 @@ def test_more_first_tokens_that_would_be_late_than_answers_lengthen_it(
     due: list[tuple[int, float]], tokens: int
 ) -> None:
     prompts = [Prompt(tokens, left_s=left_s / SHARE) for tokens, left_s in due]
-    assert chunk_tokens(ms, 500, 1.0, ONE, prompts) == tokens
+    assert chunk_tokens(ms, 500, 16.5 / SHARE, ONE, prompts) == tokens
