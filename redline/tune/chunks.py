@@ -2,10 +2,10 @@
 
 A chunk of a prompt lies in one step with the next tokens of all answers, and so between two tokens of each. It may take
 what SHARE of the step's most time leaves, by prediction, in whole pages. Small chunks cost: each step reads the weights
-anew, and expands what lies before it. So where not even a page keeps the time, a chunk is long enough for prompts to go
-SLOWEST times as fast as they could; and where more prompts would miss their first token than answers wait, it is as long
-as keeps those, and whole where nothing shorter does. A prompt that would be late even if it were alone from now on asks
-for nothing: what answers wait would not bring it back. Pure.
+anew, and expands what lies before it. So where not even a page keeps the time, prompts go SLOWEST times as fast as they
+could; and where more of them would miss their first token than answers wait, a chunk is as long as keeps those, and
+whole where nothing shorter does. A prompt that would be late even if it were alone from now on asks for nothing: what
+answers wait would not bring it back. Pure.
 """
 
 import math
