@@ -6,7 +6,8 @@
 Two servers of one worker stand beside each other, with the bound and without it. Each in turn is sent the same: streams
 that are answered all the time, and every few seconds a wave of prompts that are answered with one token: four short
 ones together, or a long one. Told are the times between two tokens of the streams from the first prompt on, and the
-prompts' times to their token. Turns of a few seconds come first and are not counted: what a step takes is learnt from steps.
+prompts' times to their token. Turns of a few seconds come first and are not counted: what a step takes is learnt from
+steps.
 
 With --paced steps take so many times what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`): all
 but the arithmetic is the product, and other programs on the machine decide little.
