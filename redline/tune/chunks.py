@@ -16,7 +16,7 @@ from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.wire.job import PAGE_TOKENS
 
 SHARE = 0.9  # of a time that may be used: what is predicted is what steps usually take, and some take longer
-SLOWEST = 0.5  # times as fast as by whole chunks, where steps are too long in any case: so there are fewer of them
+SLOWEST = 0.75  # times as fast as by whole chunks, where steps are too long in any case: so there are fewer of them
 LOOKED_AT = 128  # prompts, the oldest, when a chunk is chosen
 
 

@@ -1,7 +1,7 @@
 """What bounding steps (`engine.step_ms`) does to answers and to prompts beside them, served over HTTP on loopback.
 
     python -m redline.bench.runs.bounded_served [--weights models/kimi-nano] [--paced 2] [--step-ms 200] [--streams 4]
-        [--waves 6] [--every 2.5] [--rounds 1] [--save FILE]
+        [--waves 8] [--rounds 1] [--save FILE]
 
 Two servers of one worker stand beside each other, with the bound and without it. Each in turn is sent the same: streams
 that are answered all the time, and every few seconds a wave of prompts that are answered with one token: four short
@@ -9,8 +9,8 @@ ones together, or a long one. Told are the times between two tokens of the strea
 prompts' times to their token. Turns of a few seconds come first and are not counted: what a step takes is learnt from
 steps.
 
-With --paced steps take so many times what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`): all
-but the arithmetic is the product, and other programs on the machine decide little.
+With --paced steps take so many times what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`), and
+--slow is as much: all but the arithmetic is the product, and other programs on the machine decide little.
 """
 
 import argparse
@@ -44,7 +44,8 @@ MODEL_NAME = "kimi-nano"
 WHOLE, BOUNDED = "whole", "bounded"
 SETTLE_S = 2.0  # of streams alone, before the first prompt
 WARM_WAVES = 2
-KINDS = {"four short prompts": (4, 120), "a long prompt": (1, 600)}  # of a wave: prompts, and tokens of each
+# Of a wave: prompts, tokens of each, and seconds to the next, times as long as on a core of its own things take.
+KINDS = {"four short prompts": (4, 120, 0.75), "a long prompt": (1, 600, 2.0)}
 STREAM_TOKENS = 3500  # more than a stream comes to
 
 
@@ -57,7 +58,7 @@ class Turn(NamedTuple):
 
 def asks(streams: int, waves: int, kind: str, vocabulary: int, seed: int) -> tuple[list[Ask], list[list[Ask]]]:
     """Streams, and waves of prompts, of random tokens, so that nothing is cached."""
-    draw, (together, tokens) = random.Random(seed), KINDS[kind]
+    draw, (together, tokens, _) = random.Random(seed), KINDS[kind]
 
     def ask(tokens: int, answer: int) -> Ask:
         return Ask(max_tokens=answer, ids=tuple(draw.randrange(10, vocabulary) for _ in range(tokens)))
@@ -144,11 +145,11 @@ def main(words: Sequence[str] | None = None) -> None:
     does not start, or does not answer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=ROOT / "models" / "kimi-nano")
-    parser.add_argument("--paced", type=count, help="times a core of its own that steps take")
+    parser.add_argument("--paced", type=count, help="times a core of its own that steps take, by waiting")
     parser.add_argument("--step-ms", type=float, default=200.0)
     parser.add_argument("--streams", type=count, default=4)
-    parser.add_argument("--waves", type=count, default=6, help="of prompts, in a turn")
-    parser.add_argument("--every", type=float, default=2.5, help="seconds between two")
+    parser.add_argument("--waves", type=count, default=8, help="of prompts, in a turn")
+    parser.add_argument("--slow", type=float, default=2.0, help="times as long as on a core of its own things take")
     parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--save", type=output, default=RESULT)
     given = parser.parse_args(words)
@@ -159,7 +160,7 @@ def main(words: Sequence[str] | None = None) -> None:
             waves = given.waves if number else WARM_WAVES
             load = asks(given.streams, waves, kind, vocabulary, number)
             for name in (WHOLE, BOUNDED) if number % 2 else (BOUNDED, WHOLE):
-                turn = asyncio.run(sent(servers[name].port, *load, given.every))
+                turn = asyncio.run(sent(servers[name].port, *load, given.slow * KINDS[kind][2]))
                 servers[name].check()
                 if number:
                     loads.append(round(os.getloadavg()[0], 1))
@@ -173,7 +174,8 @@ def main(words: Sequence[str] | None = None) -> None:
         "paced": given.paced,
         "step_ms": given.step_ms,
         "streams": given.streams,
-        "every_s": given.every,
+        "slow": given.slow,
+        "waves": {kind: dict(zip(("prompts", "tokens", "every_s"), of, strict=True)) for kind, of in KINDS.items()},
         "rounds": given.rounds,
         "load_average_after_turns": loads,
         "kinds": {kind: beside(of, given.step_ms) for kind, of in turns.items()},
