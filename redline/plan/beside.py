@@ -69,7 +69,7 @@ class Beside:
         return chosen
 
     def _asked(self, job: ActiveJob) -> Prompt:
-        tokens = job.work if job.slot is None else job.known - job.planned
+        tokens = max(1, job.work if job.slot is None else job.known - job.planned)
         promised_ms = None if job.generated else job.job.ttft_ms
         left_s = math.inf if promised_ms is None else promised_ms / 1e3 - (self.spent_s - job.came_at_s)
         return Prompt(tokens, job.known - tokens, left_s)

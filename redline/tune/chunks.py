@@ -2,10 +2,10 @@
 
 A chunk of a prompt lies in one step with the next tokens of all answers, and so between two tokens of each. It may take
 what SHARE of the step's most time leaves, by prediction, in whole pages. Small chunks cost: each step reads the weights
-anew, and expands what lies before it. So where not even a page keeps the time, prompts go SLOWEST times as fast as they
-could; and where more of them would miss their first token than answers wait, a chunk is as long as keeps those, and
-whole where nothing shorter does. A prompt that would be late even if it were alone from now on asks for nothing: what
-answers wait would not bring it back. Pure.
+anew, and expands what lies before it. So where not even a page keeps the time, a chunk is the shortest by which answers
+wait no more than MOST_WAIT times what they wait in all by whole chunks; and where more prompts would miss their first
+token than answers wait, it is as long as keeps those, and whole where nothing shorter does. A prompt that would be late
+even if it were alone from now on asks for nothing: what answers wait would not bring it back. Pure.
 """
 
 import math
@@ -16,7 +16,7 @@ from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.wire.job import PAGE_TOKENS
 
 SHARE = 0.9  # of a time that may be used: what is predicted is what steps usually take, and some take longer
-SLOWEST = 0.75  # times as fast as by whole chunks, where steps are too long in any case: so there are fewer of them
+MOST_WAIT = 4 / 3  # times what answers wait by whole chunks, for the same tokens, where steps are too long in any case
 LOOKED_AT = 128  # prompts, the oldest, when a chunk is chosen
 
 
@@ -58,7 +58,12 @@ def chunk_tokens(
 
     chosen = _least(lambda count: ms(work(count)) > SHARE * step_ms, 1, pages + 1) - 1
     if not chosen:
-        chosen = _least(lambda count: rate(count) >= SLOWEST * rate(pages), 1, pages)
+        alone_ms = ms(work(0))
+
+        def added_ms(count: int) -> float:
+            return (ms(work(count)) - alone_ms) / work(count).prompt
+
+        chosen = _least(lambda count: added_ms(count) <= MOST_WAIT * added_ms(pages), 1, pages)
     if chosen < pages and any(prompt.left_s < math.inf for prompt in prompts):
         late = [needed for needed in _needed(prompts, rate(pages)) if needed > rate(chosen)]
         if len(late) > answers.rows:

@@ -62,6 +62,21 @@ def test_chunks_that_vary_beside_answers_change_nothing(model: K2):
         assert together[one.id] == run_alone(model, one), one.id
 
 
+def test_chunks_by_what_the_worker_has_measured_change_nothing_either(model: K2):
+    """No step keeps a tenth of a millisecond, so once steps are known prompts are cut as short as they ever are."""
+    waves = [[job(f"{n}", prompt(seed=20 + n, length=30 + 90 * n), max_tokens=40)] for n in range(5)]
+    engine = open_engine(model, step_tokens=512, step_ms=0.1)
+    try:
+        together = run(engine, *waves, every=10)
+        forecast = engine.planner._beside.forecast
+        assert forecast is not None, "a bound without a forecast"
+        assert forecast.known
+    finally:
+        engine.runner.close()
+    for (one,) in waves:
+        assert together[one.id] == run_alone(model, one), one.id
+
+
 def test_several_prompts_in_one_step_are_each_their_own(model: K2):
     jobs = [job(f"{length}", prompt(seed=length, length=length), **ASKED) for length in (1, 2, 64, 65, 130, 200)]
     engine = open_engine(model, step_tokens=512)
