@@ -48,20 +48,22 @@ def chunk_tokens(
     ms: what a step is predicted to take; with more in it it does not take less. step_ms: that it may take. prompts: the
     oldest first. sharing: so many of them, the first, may have a share of the step; None: all.
     """
-    pages, first = -(-most // PAGE_TOKENS), prompts[:sharing]
+    pages, share = -(-most // PAGE_TOKENS), _Share(prompts[:sharing], answers)
 
     def work(count: int) -> Work:
-        return work_of(min(most, count * PAGE_TOKENS), first, answers)
+        return share.work(min(most, count * PAGE_TOKENS))
 
     def rate(count: int) -> float:
-        return work(count).prompt / ms(work(count))
+        has = work(count)
+        return has.prompt / ms(has)
 
     chosen = _least(lambda count: ms(work(count)) > SHARE * step_ms, 1, pages + 1) - 1
     if not chosen:
         alone_ms = ms(work(0))
 
         def added_ms(count: int) -> float:
-            return (ms(work(count)) - alone_ms) / work(count).prompt
+            has = work(count)
+            return (ms(has) - alone_ms) / has.prompt
 
         chosen = _least(lambda count: added_ms(count) <= MOST_WAIT * added_ms(pages), 1, pages)
     if chosen < pages and any(prompt.left_s < math.inf for prompt in prompts):
@@ -74,29 +76,37 @@ def chunk_tokens(
 def work_of(tokens: int, prompts: Sequence[Prompt], answers: Answers) -> Work:
     """A step with so many tokens of these prompts: half for those that have less to compute than the oldest, those with
     least first, and the rest for the oldest, as the planner shares them."""
-    left, parts = tokens, dict[int, int]()
-    quick = [(prompt.tokens, place) for place, prompt in enumerate(prompts) if prompt.tokens < prompts[0].tokens]
-    half = tokens // 2
-    for count, place in sorted(quick):
-        if not half:
-            break
-        parts[place] = min(half, count)
-        half -= parts[place]
-        left -= parts[place]
-    for place, prompt in enumerate(prompts):
-        if not left:
-            break
-        if place not in parts:
-            parts[place] = min(left, prompt.tokens)
+    return _Share(prompts, answers).work(tokens)
+
+
+class _Share:
+    """How prompts share a step's tokens."""
+
+    def __init__(self, prompts: Sequence[Prompt], answers: Answers) -> None:
+        self._prompts, self._answers = prompts, answers
+        least = prompts[0].tokens if prompts else 0
+        self._quick = sorted((prompt.tokens, place) for place, prompt in enumerate(prompts) if prompt.tokens < least)
+
+    def work(self, tokens: int) -> Work:
+        left, half, parts = tokens, tokens // 2, dict[int, int]()
+        for count, place in self._quick:
+            if not half:
+                break
+            parts[place] = min(half, count)
+            half -= parts[place]
             left -= parts[place]
-    own = [(prompts[place].before, count) for place, count in parts.items()]
-    return Work(
-        prompt=tokens - left,
-        pairs=sum(pairs_of(*each) for each in own),
-        rows=answers.rows,
-        context=answers.context,
-        expanded=sum(expanded_of(*each) for each in own),
-    )
+        for place, prompt in enumerate(self._prompts):
+            if not left:
+                break
+            if place not in parts:
+                parts[place] = min(left, prompt.tokens)
+                left -= parts[place]
+        pairs, expanded = 0.0, 0
+        for place, count in parts.items():
+            before = self._prompts[place].before
+            pairs += pairs_of(before, count)
+            expanded += expanded_of(before, count)
+        return Work(tokens - left, pairs, self._answers.rows, self._answers.context, expanded)
 
 
 def _needed(prompts: Sequence[Prompt], fastest: float) -> list[float]:

@@ -1,8 +1,8 @@
 """What a worker's next step will take, learnt from its own: a fit to steps of all kinds, times the pace of the newest.
 
 The pace is the median of what the newest steps with prompts beside answers took, over what the fit says of them. It
-follows at once what slows a machine as a whole; the fit, some milliseconds of work, follows every NEW_STEPS steps with
-prompts, and only where somebody asks.
+follows at once what slows a machine as a whole. The fit, some milliseconds in which nothing else is planned, is made
+anew when twice as many steps with prompts have run, later every NEW_STEPS, and only where somebody asks.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from redline.tune.pairs import Work
 from redline.tune.steps import StepFit, StepModel
 
 LEAST = 2  # steps of each kind, with prompts and without, before anything is predicted
-NEW_STEPS = 32  # with prompts, between two fits
+NEW_STEPS = 256  # with prompts, between two fits, once there were as many
 NEWEST = 16  # steps with prompts beside answers, by which is told how fast the machine is just now
 FARTHEST = 2.0  # times what the fit says, or half of it, that the pace may be
 
