@@ -39,7 +39,7 @@ from redline.bench.serving.target import Target
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bounded-served-cpu.json"
+RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bounded-served-nano-cpu.json"
 MODEL_NAME = "kimi-nano"
 WHOLE, BOUNDED = "whole", "bounded"
 SETTLE_S = 2.0  # of streams alone, before the first prompt
@@ -168,7 +168,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     print(f"round {number}, {kind}, {name}: {json.dumps(told([turn], given.step_ms))}", flush=True)
         for server in servers.values():
             server.stop()
-    record = {
+    record: dict[str, Any] = {
         **provenance("torch", "uvicorn", "uvloop"),
         "model": f"{LAYERS} random layers, paced as Kimi-Nano" if given.paced else given.weights.name,
         "paced": given.paced,
