@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from redline.plan.beside import Forecast
 from redline.plan.planner import PlanConfig, Planner
 from redline.plan.speculation import MOST_FORCED
 from redline.tune.costs import StepCosts
@@ -441,13 +442,17 @@ class World:
         costs: StepCosts | None = None,
         seconds: Callable[[Step, StepResult], float] | None = None,
         shapes: Sequence[Shape] = (),
-        **config: int,
+        forecast: Forecast | None = None,
+        **config: float,
     ) -> None:
-        """seconds: what the planner is told that a step took. shapes: that the runner has recorded."""
-        self.config = PlanConfig(**config)
+        """seconds: what the planner is told that a step took. shapes: that the runner has recorded. forecast: by which
+        steps are bounded."""
+        self.config = PlanConfig(**config)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.pages = pages
         self.planner = Planner(pages, self.config, max_model_len, hash_page, costs)
+        if forecast is not None:
+            self.planner.foresee(forecast)
         self._seconds = seconds
         self.runner = FakeRunner(pages, self.config, fails, shapes)
         self.planner.report(self.runner.recorded)
@@ -465,6 +470,7 @@ class World:
         salt: str = "",
         tenant: str = "",
         given: int = 0,
+        ttft_ms: float | None = None,
         **sampling: object,
     ) -> Story:
         """given: tokens of the answer that another worker has given; all but its last, where it has fewer."""
@@ -473,7 +479,7 @@ class World:
         expected = whole_answer(job, self.max_model_len)
         given = max(0, min(given, len(expected) - 1))
         scored = len(tokens) - 1 if given and job.sampling.prompt_logprobs is not None else 0
-        job = msgspec.structs.replace(job, tenant=tenant, answer=expected[:given], scored=scored)
+        job = msgspec.structs.replace(job, tenant=tenant, answer=expected[:given], scored=scored, ttft_ms=ttft_ms)
         story = self.stories[job.id] = Story(job, expected, list(job.answer))
         story.scored = [-float(at) for at in range(1, scored + 1)]
         self._tell(self.planner.submit(job))

@@ -10,6 +10,7 @@ prompt, answer and seed, and decoder and parser are here, so the stream goes on 
 import asyncio
 import functools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -53,6 +54,7 @@ from redline.route.lately import Came, Lately
 from redline.route.links import Link, Links, Route
 from redline.route.resume import Beside, goes_on
 from redline.route.roles import STAY_S, is_done
+from redline.tune.targets import Targets
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish, Note, Preempted
@@ -502,13 +504,18 @@ class Gateway:
 
     def _route(self, lane: "_Lane", job: Job) -> Route | None:
         of = lane.generation.caller.sla
-        return self.links.route(job, of, self._targets.get(of) or self._targets[""])
+        return self.links.route(job, of, self._promised(of))
+
+    def _promised(self, of: str) -> Targets:
+        return self._targets.get(of) or self._targets[""]
 
     def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
         lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
         if not lane.heard:
             lane.came.cached = route.expected.cached_tokens
+        if (ttft_s := self._promised(lane.generation.caller.sla).ttft_s) < math.inf:
+            job = msgspec.structs.replace(job, ttft_ms=1e3 * ttft_s)
         self.links.sent(route, job)
         lane.story.goes(route, lane.moved_because)
         if route.prefill is None:

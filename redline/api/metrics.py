@@ -359,6 +359,7 @@ class Metrics:
             self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))
         self._tiers.add(own, load.tiers, last.tiers if last else ())
         self._step_times.add(own, load.step_times, last.step_times if last else ())
+        self._step_times.bounded(own, load.bounded, last.bounded if last else 0)
         self._step_sizes.add(load, last)
         self._last[worker] = load
 

@@ -19,6 +19,10 @@ class StepMetrics:
         self._floors = Counter(
             "redline:step_floor_seconds", "The least that the machine takes for timed steps", label, registry=registry
         )
+        self._bounded = Counter(
+            "redline:bounded_steps", "Steps whose prompts got less than there was room for, so that they end in time",
+            own, registry=registry,
+        )  # fmt: skip
         self._reads = Gauge(
             "redline:read_bytes_per_second", "How fast a worker's device reads memory, as measured at its start", own,
             registry=registry,
@@ -33,6 +37,10 @@ class StepMetrics:
         if ready.read_bytes_per_s:
             self._reads.labels(*own).set(ready.read_bytes_per_s)
             self._multiplies.labels(*own).set(ready.ops_per_s)
+
+    def bounded(self, own: tuple[str, str], now: int, last: int) -> None:
+        """Take in how many steps a worker has bounded since its start. last: what it had told before."""
+        self._bounded.labels(*own).inc(now - last)
 
     def add(self, own: tuple[str, str], now: tuple[StepTimes, ...], last: tuple[StepTimes, ...]) -> None:
         """Take in what a worker has told. own: its labels. last: what it had told before; none: it has started."""

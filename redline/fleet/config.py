@@ -46,6 +46,7 @@ every_s = 5                            # between two looks at the traffic
 [engine]
 kv_memory = "8GB"
 max_model_len = 65536
+step_ms = 80                           # that prompts may stretch a step beside answers to; absent: to any time
 kv_dtype = "fp8"                       # bf16 where nothing is said
 host_memory = "32GB"                   # of each worker, for contexts that kv_memory forgets; absent: none
 disk = "pages"                         # a folder for what host_memory gives up; absent: none
@@ -111,6 +112,7 @@ from redline.worker.config import (
 )
 
 MOST_DRAFTS = 15  # of one row in a step; more never pay
+LEAST_STEP_MS, MOST_STEP_MS = 0.1, 60_000.0  # that a step beside answers may take, where that is bounded
 MOST_REPLICAS = 16  # of the API; every worker tells each of them its news
 
 # The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
@@ -497,6 +499,10 @@ def _check_engine(engine: EngineConfig, place: str) -> None:
         if number is not None and not 1 <= number <= most:
             raise ConfigError(f"{place}.{key} is {number:,}; expected 1 to {most:,}")
 
+    if engine.step_ms is not None and not LEAST_STEP_MS <= engine.step_ms <= MOST_STEP_MS:
+        raise ConfigError(
+            f"{place}.step_ms is {engine.step_ms:g}; expected {LEAST_STEP_MS:g} to {MOST_STEP_MS:,.0f} milliseconds"
+        )
     if (engine.disk is None) != (engine.disk_size is None):
         raise ConfigError(
             f"{place}.disk and {place.rpartition(': ')[2]}.disk_size need each other; set both, or neither"

@@ -41,6 +41,7 @@ ABSENT = {
     "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; of GPUs of its own nine tenths",
     "engine.max_model_len": "what fits",
     "engine.step_tokens": "512, on a GPU 2048",
+    "engine.step_ms": "prompts stretch a step beside answers to any time",
     "engine.host_memory": "what the prefix cache forgets is gone, or with disk 512 MiB",
     "engine.disk": "nothing is kept on disk",
     "engine.disk_size": "nothing is kept on disk",

@@ -26,8 +26,9 @@ from redline.api.sla import targets_of
 from redline.fleet.config import Steer
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
+from redline.tune.pairs import Work
 from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, choose_roles
-from redline.tune.steps import StepFit, StepModel, Work, on_the_mean
+from redline.tune.steps import StepFit, StepModel, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
 

@@ -23,6 +23,7 @@ class ActiveJob:
         "brought",
         "cached_tokens",
         "came",
+        "came_at_s",
         "computed",
         "counted",
         "drafting",
@@ -63,6 +64,7 @@ class ActiveJob:
         self.arrival = arrival  # its place among all jobs that have come
         self.entry: int | None = None  # its place among all that have begun
         self.came = 0.0  # when, by the planner's clock
+        self.came_at_s = 0.0  # when, in seconds of steps that had settled
         self.queued_s: float | None = None  # from then to its first step
         self.work = len(job.tokens) + len(
             job.answer

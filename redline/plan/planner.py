@@ -6,11 +6,11 @@ an error, the rows that were launched meanwhile are dropped when they settle; wh
 taken back.
 
 No job starves. Jobs are admitted in turns (`queue`); every step gives one row to each running job that generates. What
-is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. Of what prompts get, half
-may go to those that have less to compute than the oldest, and the rest goes to the oldest first. There are at least as
-many tokens in a step as there are slots, so the oldest always gets something. When pages run out, the running job that
-began last is pre-empted and waits in front of all others. So the oldest job always advances, and every job becomes the
-oldest.
+is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. Where a step's time is
+bounded, prompts beside answers get less of it, but never nothing (`beside`). Of what prompts get, half may go to those
+that have less to compute than the oldest, and the rest goes to the oldest first. There are at least as many tokens in a
+step as there are slots, so the oldest always gets something. When pages run out, the running job that began last is
+pre-empted and waits in front of all others. So the oldest job always advances, and every job becomes the oldest.
 
 Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
 (`admit_together`), each prompt whole where it fits: fewer steps have prompts.
@@ -18,6 +18,7 @@ Where throughput counts and nobody waits for a first token, waiting jobs are adm
 
 import heapq
 import itertools
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,7 @@ from redline.errors import ConfigError
 from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import refusal, short_pages, token_limit
 from redline.plan.below import Below, Fetch, Fetches, Kept, Lack
+from redline.plan.beside import Beside, Forecast
 from redline.plan.notes import Pause, Rounds
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import Changed, Content, PrefixCache
@@ -56,6 +58,7 @@ class PlanConfig:
     """What bounds a planner's steps and queues. Raises ConfigError when the numbers cannot work together."""
 
     step_tokens: int = 512  # positions computed in one step, at most
+    step_ms: float | None = None  # that a step may take with prompts beside answers, by prediction; None: what it does
     max_running: int = 64  # jobs at once, each in a slot
     max_waiting: int = 1024  # jobs beyond those that free slots can take
     admit_together: int = 1  # waiting jobs are admitted once so many slots are free, or as many as jobs wait
@@ -75,6 +78,8 @@ class PlanConfig:
             raise ConfigError(
                 f"admit_together is {self.admit_together}; expected 1 to max_running, which is {self.max_running}"
             )
+        if self.step_ms is not None and not 0 < self.step_ms < math.inf:
+            raise ConfigError(f"step_ms is {self.step_ms:g}; expected milliseconds that a step may take, more than 0")
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
@@ -157,6 +162,7 @@ class Planner:
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._step_positions = 0
         self._timed = TimedSteps(clock)
+        self._beside = Beside(config.step_ms)
         self._cached_told = 0  # how often
         self._preemptions = 0
         self._untold: list[Delta] = []  # notes of jobs that have lost their pages
@@ -167,6 +173,12 @@ class Planner:
     def stand_beside(self, floor: StepFloor) -> None:
         """From now on steps that are timed are added up beside the least that they can take."""
         self._timed.floor = floor
+
+    def foresee(self, forecast: Forecast) -> None:
+        """From now on steps with prompts beside answers are bounded by the config's `step_ms`, as far as a forecast
+        tells. It is told of steps that are timed."""
+        self._beside.forecast = forecast
+        self._timed.hears = forecast.took
 
     @property
     def idle(self) -> bool:
@@ -328,6 +340,7 @@ class Planner:
             return _error(job.id, f"the queue is full: {waiting} jobs wait; try again later", "overloaded")
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
         self._arrivals += 1
+        active.came_at_s = self._beside.spent_s
         if self._clock is not None:
             active.came = self._clock()
         self._jobs[job.id] = active
@@ -397,6 +410,7 @@ class Planner:
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
+        budget = self._beside.tokens(budget, decoding, prompts, self._waiting, enter=bool(self._free_slots))
         quick = self._quick(prompts, begins, budget // 2)
         parts += quick
         budget -= sum(part.positions for part in quick)
@@ -568,6 +582,7 @@ class Planner:
                 self._draining.remove(job)
                 self._release(job)
         if seconds is not None:
+            self._beside.spent_s += seconds
             self._speculation.took(step, result, seconds)
             self._timed.took(step, flight.jobs, result, seconds)
             if self._below is not None:
@@ -622,6 +637,7 @@ class Planner:
             accepted_per_pos=tuple(self._speculation.accepted_per_pos),
             step_sizes=tuple(self._step_sizes),
             step_positions=self._step_positions,
+            bounded=self._beside.bounded,
             timed=self._timed.newest,
             step_times=self._timed.sums,
         )

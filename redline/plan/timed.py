@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from redline.plan.active import ActiveJob
 from redline.tune.floor import Counted, StepFloor
-from redline.tune.pairs import expanded_of, pairs_of
+from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.wire.news import StepKind, StepTimes, TimedStep
 from redline.wire.step import Step, StepResult
 
@@ -23,12 +23,14 @@ KEPT = 2  # of each kind
 class TimedSteps:
     """The newest steps of each kind, and the sums of all that were timed.
 
-    floor: what steps take at least; None: the machine was not measured, and there are no sums.
+    floor: what steps take at least; None: the machine was not measured, and there are no sums. hears: is told of each
+    step that was timed, and its milliseconds; None: nobody.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """clock: tells seconds; None: a step is told as it took itself."""
         self.floor: StepFloor | None = None
+        self.hears: Callable[[Work, float], object] | None = None
         self._clock = clock
         self._before: tuple[float, Sequence[ActiveJob]] = 0.0, ()  # when the last step had settled, and its jobs
         self._with_prompts: deque[TimedStep] = deque(maxlen=KEPT)
@@ -83,6 +85,8 @@ class TimedSteps:
             ms=1e3 * max(seconds, since_s),
         )
         (self._with_prompts if with_prompts else self._without).append(timed)
+        if self.hears is not None:
+            self.hears(Work(prompt, prompt_pairs, rows, context, expanded), timed.ms)
         if self.floor is None:
             return
         by_row = result.drafted if result.drafted is not None else drafted

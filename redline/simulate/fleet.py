@@ -39,7 +39,8 @@ Way = Literal["predicted", "remote", "local"]
 
 class Setting(NamedTuple):
     """What is simulated. plan_s: how often roles are chosen anew; None: they stay. flip_s: a worker that changes its
-    role gets nothing new for so long. horizon_s: over which a change has to pay."""
+    role gets nothing new for so long. horizon_s: over which a change has to pay. slow_s: longer gaps between two tokens
+    are counted for each request."""
 
     model: WorkerModel
     roles: Roles
@@ -49,10 +50,12 @@ class Setting(NamedTuple):
     flip_s: float = 5.0
     horizon_s: float = 300.0
     seed: int = 0
+    slow_s: float = math.inf
 
 
 class Ended(NamedTuple):
-    """One request, once it has ended, or never did (first_s is infinite). of: its class."""
+    """One request, once it has ended, or never did (first_s is infinite). of: its class. slow: the share of the gaps
+    between its tokens that were longer than the setting's `slow_s`."""
 
     came_s: float
     prompt: int
@@ -63,6 +66,7 @@ class Ended(NamedTuple):
     itl_s: float
     remote: bool
     good: bool
+    slow: float = 0.0
 
 
 class Period(NamedTuple):
@@ -84,7 +88,9 @@ class Simulation:
         self.periods = [Period(0.0, setting.roles)]
         self.events = 0
         model, count = setting.model, setting.roles.workers
-        self.workers = [Worker(index, model, role, self.gaps) for index, role in enumerate(_each(setting.roles))]
+        self.workers = [
+            Worker(index, model, role, self.gaps, setting.slow_s) for index, role in enumerate(_each(setting.roles))
+        ]
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
         self._pace = Pace()
@@ -102,7 +108,7 @@ class Simulation:
 
     def run(self, requests: Iterable[Request]) -> None:
         """Plays requests, which come by time, to their end. What has not ended PATIENCE_S after the last never does."""
-        heap, plan_s = self._heap, self._setting.plan_s
+        heap, plan_s, promised = self._heap, self._setting.plan_s, self._setting.targets
         coming = iter(requests)
         request, last = next(coming, None), 0.0
         plan_at = math.inf if plan_s is None else plan_s
@@ -121,7 +127,9 @@ class Simulation:
                 self._watch(soonest)
             if request is not None and at == soonest:
                 self.now = last = at
-                self._send(Played(next(self._numbers), at, request.prompt, request.output, request.of), request)
+                targets = promised.get(request.of) or promised[""]
+                number, lengths = next(self._numbers), (request.prompt, request.output)
+                self._send(Played(number, at, *lengths, request.of, targets.ttft_s), request)
                 request = next(coming, None)
             else:
                 self._happen()
@@ -265,8 +273,9 @@ class Simulation:
         targets = self._setting.targets
         wanted = targets.get(job.of) or targets[""]
         good = first_s <= wanted.ttft_s and itl_s <= wanted.itl_s
+        slow = job.slow * self._model.tokens_per_step / max(1, job.output - 1)
         self.ended.append(
-            Ended(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good)
+            Ended(job.came, job.prompt, job.cached, job.output, job.of, first_s, itl_s, job.travels, good, slow)
         )
 
     def _push(self, worker: Worker) -> None:

@@ -6,17 +6,21 @@ comes meanwhile waits for the step in flight, as in the worker's loop.
 
 As in `plan/planner.py` every step has a row of each running answer; of what is left of its budget half goes to prompts
 with less to compute than the oldest, who may not pass it by more than it has to compute itself, and the rest to the
-oldest first. A job begins where there is a slot and room. What is not played: pages that run out within an answer (room
+oldest first; where a step's time is bounded, `tune/chunks.py` says how much prompts get beside answers. A job begins
+where there is a slot and room. What is not played: pages that run out within an answer (room
 for all of it is taken at once, so nobody is thrown out), and drafts but for `tokens_per_step`.
 """
 
+import itertools
 import math
 from collections import Counter, deque
 from heapq import heappop, heappush
 
+from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
 from redline.tune.roles import WorkerModel
 from redline.wire.news import Role
 
+ALIKE = 4  # steps at most that are taken to be alike, where their time is bounded
 GAPS = 50  # classes of gaps between two tokens, for each factor of e: 2 % wide
 
 
@@ -25,10 +29,11 @@ class Played:
 
     __slots__ = (
         "answerer", "cached", "came", "computer", "first", "index", "of", "output", "passed", "placed", "prompt",
-        "remaining", "work",
+        "remaining", "slow", "ttft_s", "work",
     )  # fmt: skip
 
-    def __init__(self, index: int, came: float, prompt: int, output: int, of: str) -> None:
+    def __init__(self, index: int, came: float, prompt: int, output: int, of: str, ttft_s: float = math.inf) -> None:
+        """ttft_s: within which its first token was promised."""
         self.index = index
         self.came = came
         self.prompt = prompt
@@ -42,6 +47,8 @@ class Played:
         self.computer: Worker | None = None  # who computes its prompt
         self.answerer: Worker | None = None
         self.first = -1.0
+        self.ttft_s = ttft_s
+        self.slow = 0  # of the steps of its answer, those that took longer than it is asked about
 
     @property
     def travels(self) -> bool:
@@ -54,12 +61,16 @@ class Worker:
 
     __slots__ = (
         "_began", "_context", "_ends", "_first_ms", "_growth_ms", "_held", "_landed", "_parts", "_prompts",
-        "_quick", "_saved_ms", "_short", "_slots", "_steps", "_steps_done", "busy_s", "computed", "gaps", "given",
-        "index", "jobs", "model", "name", "outputs", "queue", "role", "rows", "version", "wake",
+        "_quick", "_saved_ms", "_short", "_slots", "_slow_done", "_slow_s", "_steps", "_steps_done", "busy_s",
+        "computed", "gaps", "given", "index", "jobs", "model", "name", "outputs", "queue", "role", "rows",
+        "version", "wake",
     )  # fmt: skip
 
-    def __init__(self, index: int, model: WorkerModel, role: Role, gaps: Counter[int]) -> None:
-        """gaps: where milliseconds between tokens are counted, by class (`gap_ms`); of all workers."""
+    def __init__(
+        self, index: int, model: WorkerModel, role: Role, gaps: Counter[int], slow_s: float = math.inf
+    ) -> None:
+        """gaps: where milliseconds between tokens are counted, by class (`gap_ms`); of all workers. slow_s: steps that
+        take longer are counted for each answer."""
         self.index = index
         self.name = f"worker-{index}"
         self.role: Role = role
@@ -79,7 +90,8 @@ class Worker:
         self._slots = 0  # in use
         self._held = 0  # tokens of those who have a slot, their answers included
         self._context = 0.0  # tokens that all rows attend to
-        self._steps_done = 0
+        self._steps_done = self._slow_done = 0
+        self._slow_s = slow_s
         self._ends: list[tuple[int, int, Played, int]] = []  # (its last step, index, who, the step it began with)
         self._landed: deque[Played] = deque()
         self._prompts: deque[Played] = deque()  # in the order of arrival; those that are whole are skipped
@@ -108,6 +120,7 @@ class Worker:
         took_s = now - self._began
         self.busy_s += took_s
         self._steps_done += steps
+        self._slow_done += steps * (took_s > steps * self._slow_s)
         if rows:
             self._context += rows * steps * self.model.tokens_per_step
             self.gaps[int(math.log(1e3 * took_s / steps) * GAPS)] += rows * steps
@@ -127,6 +140,7 @@ class Worker:
             last, _, job, begun = heappop(ends)
             self._context -= job.prompt + 1 + (last - begun) * self.model.tokens_per_step
             self.rows -= 1
+            job.slow += self._slow_done
             self._leave(job, job.prompt + job.output)
             ended.append(job)
         for job in whole:
@@ -161,6 +175,7 @@ class Worker:
         last = self._steps_done + math.ceil((job.output - 1) / self.model.tokens_per_step)
         heappush(self._ends, (last, job.index, job, self._steps_done))
         self.rows += 1
+        job.slow -= self._slow_done
         self._context += job.prompt + 1
 
     def _place(self, job: Played, tokens: int) -> bool:
@@ -203,7 +218,11 @@ class Worker:
         self._parts, self._quick = [], []
         tokens = 0
         if self._prompts:
-            self._share(max(1, model.step_tokens - rows))
+            whole = max(1, model.step_tokens - rows)
+            budget = self._bounded(whole, now)
+            if budget < whole:
+                count = min(count, ALIKE)
+            self._share(budget)
             for job, chunk in self._parts:
                 count = min(count, -(-job.remaining // chunk))
             for job, chunk in self._parts:
@@ -231,6 +250,18 @@ class Worker:
         self._growth_ms = growth + steps.context * rows * model.tokens_per_step
         self._began, self._steps = now, count
         self._wake()
+
+    def _bounded(self, most: int, now: float) -> int:
+        """Tokens of prompts in a step, as `plan/beside.py` chooses them."""
+        step_ms = self.model.step_ms
+        prompts = list(itertools.islice((job for job in self._prompts if job.remaining), LOOKED_AT))
+        if step_ms is None or not self.rows or not prompts:
+            return most
+        prompts.sort(key=lambda job: not job.placed)
+        told = [Prompt(job.remaining, job.prompt - job.remaining, job.came + job.ttft_s - now) for job in prompts]
+        sharing = None if self._slots < self.model.slots else sum(job.placed for job in prompts)
+        answers = Answers(self.rows, self._context)
+        return chunk_tokens(self.model.steps.step_ms, most, step_ms, answers, told, sharing)
 
     def _wake(self) -> None:
         steps = self._steps

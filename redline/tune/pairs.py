@@ -1,6 +1,18 @@
 """What a step computes, counted: apart from the fit of steps, which needs numpy."""
 
+from typing import NamedTuple
+
 from redline.wire.job import PAGE_TOKENS
+
+
+class Work(NamedTuple):
+    """What a step computes. Counts of tokens, but for rows."""
+
+    prompt: int = 0  # of prompts, in this step
+    pairs: float = 0.0  # prompt tokens x positions that each attends to, see `pairs_of`
+    rows: int = 0  # that decode
+    context: float = 0.0  # of all these rows together
+    expanded: int = 0  # positions whose keys and values are made anew for these tokens, see `expanded_of`
 
 
 def pairs_of(before: float, tokens: float) -> float:

@@ -39,6 +39,7 @@ class WorkerModel(Record, frozen=True):
     gpus: that it has; 0: none, its cost counts as one. step_tokens: positions of a step at most. slots: answers at
     once at most. kv_tokens: of all its pages. tokens_per_step: of an answer, more than 1 with a drafter. handoff_ms
     and handoff_token_ms: from the end of a prompt to its first token at another worker, and what a token of it adds.
+    step_ms: that a step with prompts beside answers may take (`tune.chunks`); None: any time.
     """
 
     name: str
@@ -50,6 +51,7 @@ class WorkerModel(Record, frozen=True):
     tokens_per_step: float = 1.0
     handoff_ms: float = 0.0
     handoff_token_ms: float = 0.0
+    step_ms: float | None = None
 
 
 class Asked(NamedTuple):

@@ -12,13 +12,12 @@ usually takes; `on_the_mean` makes of it what many take together, which is more 
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from redline.tune.pairs import chosen_share, expanded_of, pairs_of
+from redline.tune.pairs import Work, chosen_share, expanded_of, pairs_of
 from redline.wire.base import Record
 
 KEPT = 24  # newest steps of a kind
@@ -32,16 +31,6 @@ LEAST_LATELY = 4  # of fewer a mean says nothing
 FARTHEST = 8.0  # times what is usual, or one part in so many, that the mean may be
 
 _Array = NDArray[np.float64]
-
-
-class Work(NamedTuple):
-    """What a step computes. Counts of tokens, but for rows."""
-
-    prompt: int = 0  # of prompts, in this step
-    pairs: float = 0.0  # prompt tokens x positions that each attends to, see `pairs_of`
-    rows: int = 0  # that decode
-    context: float = 0.0  # of all these rows together
-    expanded: int = 0  # positions whose keys and values are made anew for these tokens, see `expanded_of`
 
 
 class StepModel(Record, frozen=True):

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from redline.tune.pairs import expanded_of, pairs_of
-from redline.tune.steps import StepFit, StepModel, Work
+from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.steps import StepFit, StepModel
 
 READINGS = 24  # newest, of each tier
 FADES = 0.85  # of a reading's weight, with each of its tier that is newer

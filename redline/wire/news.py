@@ -137,6 +137,7 @@ class Load(Message, frozen=True):
     accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
     step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
     step_positions: int = 0  # of all of them
+    bounded: int = 0  # steps planned, whose prompts got less than there was room for, so that answers need not wait
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
     timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with prompts and without
     tiers: tuple[TierLoad, ...] = ()  # memory below the prefix cache; none: there is none

@@ -54,6 +54,7 @@ class EngineConfig(Record, frozen=True):
     max_running: int = 64  # jobs in one step
     admit_together: int = 1  # waiting jobs begin once so many can: fewer steps with prompts, later first tokens
     step_tokens: int | None = None  # positions computed in one step; absent: 512, on a GPU 2048
+    step_ms: float | None = None  # that a step with prompts beside answers may take, by prediction; absent: any time
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
     ranks: int = 1  # processes that share the model, each with a GPU of its own: 1, 2, 4 or 8

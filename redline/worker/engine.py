@@ -45,6 +45,7 @@ from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages
 from redline.run.tiers.store import Store
 from redline.tune.floor import StepFloor
+from redline.tune.forecast import StepForecast
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
@@ -118,6 +119,10 @@ class EngineCore:
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
             time.monotonic,
         )
+        if plan.step_ms is not None:
+            shape = model.config
+            experts = (shape.n_routed_experts, shape.num_experts_per_tok) if shape.moe_layers else (0, 0)
+            self.planner.foresee(StepForecast(*experts))
         self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
@@ -561,6 +566,7 @@ def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
     config.synthetic_rates()  # what it refuses is refused here
     return PlanConfig(
         step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
+        step_ms=config.step_ms,
         max_running=config.max_running,
         admit_together=config.admit_together,
         draft_tokens=config.draft_tokens,

@@ -11,6 +11,7 @@ from redline.api.metrics import Metrics
 from redline.api.quota import CALLER, Caller
 from redline.api.sla import LATELY_S, Attainment, Kept, Took, keeps, targets_of
 from redline.wire.delta import Delta, Finish
+from redline.wire.job import Job
 from tests.api.test_edge import keys_file
 from tests.api.test_gateway import text_ask
 from tests.api.world import MODEL, World
@@ -78,7 +79,7 @@ def test_a_class_without_targets_has_those_of_the_default_and_without_any_nothin
     assert none.told() == {}
 
 
-async def test_a_request_counts_in_the_class_of_its_key(tmp_path: Path) -> None:
+async def test_a_request_counts_in_the_class_of_its_key_and_its_job_says_when_it_is_late(tmp_path: Path) -> None:
     keys = Keyring(keys_file(tmp_path, "alice one sla=quick\nbob two"), KeyLimits(), classes=("quick",))
     assert {name: account.sla for name, account in keys.accounts.items()} == {"alice": "quick", "bob": "default"}
     targets = {"default": BOTH, "quick": Sla(ttft_ms=0.001)}
@@ -90,10 +91,17 @@ async def test_a_request_counts_in_the_class_of_its_key(tmp_path: Path) -> None:
                 pass
         CALLER.reset(token)
 
-    async with World(lambda job: [Delta(job=job.id, tokens=(65,), finish="length")], targets=targets) as world:
+    late_after: list[float | None] = []
+
+    def answered(job: Job) -> list[Delta]:
+        late_after.append(job.ttft_ms)
+        return [Delta(job=job.id, tokens=(65,), finish="length")]
+
+    async with World(answered, targets=targets) as world:
         for name in ("alice", "bob", None):
             await asked(name)
         told = world.gateway.attainment.told()
+    assert late_after == pytest.approx([0.001, 500, 500])
     assert (told["quick"]["requests"], told["quick"]["ttft_met"]) == (1, 0)
     assert (told["default"]["requests"], told["default"]["both_met"]) == (2, 2)
     keys.path.write_text("alice one\nbob two sla=quick\n")

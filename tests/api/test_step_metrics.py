@@ -29,6 +29,14 @@ def test_sums_become_counters_and_a_worker_that_starts_again_begins_at_nothing()
     assert value("redline:step_floor_seconds_total", "prompts") == 0.5
 
 
+def test_bounded_steps_are_counted_on() -> None:
+    registry = CollectorRegistry()
+    metrics = StepMetrics(registry)
+    for now, last in ((3, 0), (5, 3), (1, 0)):
+        metrics.bounded(OWN, now, last)
+    assert registry.get_sample_value("redline:bounded_steps_total", {"model_name": "nano", "engine": "0"}) == 6
+
+
 def test_a_machine_that_was_not_measured_has_no_rates() -> None:
     registry = CollectorRegistry()
     metrics, own = StepMetrics(registry), {"model_name": "nano", "engine": "0"}

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from redline.model.k2.cpu import K2
+from redline.tune.chunks import SHARE
+from redline.tune.pairs import Work
 from tests.tiny_model import BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=2, length=300)
@@ -29,6 +31,50 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(model: K2, at_once: Answer, st
     finally:
         engine.runner.close()
     assert engine.planner.load().steps >= -(-len(PROMPT) // step_tokens) + ASKED["max_tokens"] - 1
+
+
+class Uneven:
+    """A forecast by which a step has room for 64, 192, 256 and 128 tokens of prompts beside answers, in turn."""
+
+    known = True
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def took(self, work: Work, ms: float) -> None:
+        self._steps += work.prompt > 0
+
+    def ms(self, work: Work) -> float:
+        return work.prompt / (64, 192, 256, 128)[self._steps % 4]
+
+
+def test_chunks_that_vary_beside_answers_change_nothing(model: K2):
+    beside = [job(f"{number}", prompt(seed=7 + number, length=20), max_tokens=40) for number in range(2)]
+    long = job("long", prompt(seed=3, length=900), max_tokens=4)
+    engine = open_engine(model, step_tokens=512, step_ms=1 / SHARE)
+    engine.planner.foresee(Uneven())
+    try:
+        together = run(engine, beside, [long])
+        assert engine.planner.load().bounded == 5, "900 tokens in 64, 192, 256, 128, 64 and 192"
+    finally:
+        engine.runner.close()
+    for one in (*beside, long):
+        assert together[one.id] == run_alone(model, one), one.id
+
+
+def test_chunks_by_what_the_worker_has_measured_change_nothing_either(model: K2):
+    """No step keeps a tenth of a millisecond, so once steps are known prompts are cut as short as they ever are."""
+    waves = [[job(f"{n}", prompt(seed=20 + n, length=30 + 90 * n), max_tokens=40)] for n in range(5)]
+    engine = open_engine(model, step_tokens=512, step_ms=0.1)
+    try:
+        together = run(engine, *waves, every=10)
+        forecast = engine.planner._beside.forecast
+        assert forecast is not None, "a bound without a forecast"
+        assert forecast.known
+    finally:
+        engine.runner.close()
+    for (one,) in waves:
+        assert together[one.id] == run_alone(model, one), one.id
 
 
 def test_several_prompts_in_one_step_are_each_their_own(model: K2):

@@ -10,11 +10,26 @@ import pytest
 
 from redline.tune.choose import Worth
 from redline.tune.costs import StepCosts
+from redline.tune.pairs import Work
 from redline.wire.step import Shape
 from tests.fakes import A_GRAMMAR, VOCABULARY, World, chain
 
 SHAPES = tuple(Shape(*size) for size in ((8, 1, 512), (2, 1, 128), (4, 3, 512), (8, 2, 256), (1, 8, 512)))
 COSTS = StepCosts(rows=(1, 8), counts=(1, 4, 8), target_ms=((5, 6, 9), (9, 20, 38)), draft_ms=(0.5, 1.5))
+
+
+class AnyForecast:
+    """Whatever it says, answers are what they are."""
+
+    def __init__(self, seed: int) -> None:
+        self.known = False
+        self._seed = seed
+
+    def took(self, work: Work, ms: float) -> None:
+        self.known = True
+
+    def ms(self, work: Work) -> float:
+        return 1.0 + chain(*work, self._seed) % 40
 
 
 def random_tokens(random_: random.Random, count: int) -> tuple[int, ...]:
@@ -36,9 +51,11 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool
         draft_tokens=draft_tokens,
         learned=learned,
         costs=COSTS if measured else None,
-        seconds=(lambda step, _: 1e-3 * (1 + chain(step.number, seed) % 40)) if measured else None,
+        seconds=(lambda step, _: 1e-3 * (1 + chain(step.number, seed) % 40)) if measured or seed % 3 == 1 else None,
         fails=(lambda seed_, position: chain(seed_, position, seed) % 997 == 0) if seed % 5 == 0 else lambda *_: False,
         shapes=SHAPES[: seed % (1 + len(SHAPES))],
+        step_ms=20,
+        forecast=AnyForecast(seed) if seed % 3 == 1 else None,
     )
     roots = [random_tokens(random_, random_.randrange(1, 200)) for _ in range(3)]
     hurry = random_.choice([0.5, 0.7])  # how often a step is planned rather than settled
@@ -96,6 +113,7 @@ def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
     assert sum(world.runner.replays for world in worlds) > 1000
+    assert sum(load.bounded for load in loads) > 10
     assert sum(load.grammar_draft_tokens for load in loads) > 200
     assert all(load.grammar_draft_tokens == load.grammar_accepted_tokens for load in loads)
     if not draft_tokens:

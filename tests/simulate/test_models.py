@@ -11,7 +11,8 @@ from redline.bench.step.predict import Machines
 from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26
 from redline.simulate.models import KIMI_8_H200, worker_model
-from redline.tune.steps import StepFit, Work
+from redline.tune.pairs import Work
+from redline.tune.steps import StepFit
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers

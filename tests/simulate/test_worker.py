@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from redline.simulate.worker import Played, Worker, gap_ms
-from redline.tune.pairs import expanded_of, pairs_of
+from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.tune.roles import WorkerModel
-from redline.tune.steps import StepModel, Work
+from redline.tune.steps import StepModel
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Step
 from tests.fakes import Story, World
@@ -21,9 +21,11 @@ Times = tuple[float, float]  # of a job, seconds: its first token, its last
 Asked = tuple[float, int, int]  # when a job comes, tokens of its prompt and of its answer
 
 
-def played(asked: list[Asked], model: WorkerModel = MODEL) -> tuple[list[Times], Worker]:
-    worker = Worker(0, model, "both", Counter())
-    jobs = [Played(index, at, prompt, output, "") for index, (at, prompt, output) in enumerate(asked)]
+def played(
+    asked: list[Asked], model: WorkerModel = MODEL, ttft_s: float = math.inf, slow_s: float = math.inf
+) -> tuple[list[Times], Worker]:
+    worker = Worker(0, model, "both", Counter(), slow_s)
+    jobs = [Played(index, at, prompt, output, "", ttft_s) for index, (at, prompt, output) in enumerate(asked)]
     ends: dict[int, float] = {}
     coming = 0
     while coming < len(jobs) or worker.wake != math.inf:
@@ -42,10 +44,29 @@ def played(asked: list[Asked], model: WorkerModel = MODEL) -> tuple[list[Times],
     return [(job.first, ends[job.index]) for job in jobs], worker
 
 
-def planned(asked: list[Asked]) -> list[Times]:
+class Known:
+    """A forecast that is right."""
+
+    known = True
+
+    def took(self, work: Work, ms: float) -> None:
+        assert work.rows or work.prompt, f"a step of nothing has taken {ms} ms"
+
+    def ms(self, work: Work) -> float:
+        return STEPS.step_ms(work)
+
+
+def planned(asked: list[Asked], ttft_s: float | None = None, **config: float) -> list[Times]:
     """The same by the product's planner, each step as long as the model says."""
     pages = MODEL.kv_tokens // PAGE_TOKENS
-    world = World(pages=pages, max_model_len=4_000, step_tokens=MODEL.step_tokens, max_running=MODEL.slots, ahead=0)
+    config = {"step_tokens": MODEL.step_tokens, "max_running": MODEL.slots, "ahead": 0, **config}
+    world = World(
+        pages=pages,
+        max_model_len=4_000,
+        seconds=lambda step, _: STEPS.step_ms(work_of(world, step)) / 1e3,
+        forecast=Known(),
+        **config,  # type: ignore[arg-type]
+    )
     stories: list[Story] = []
     firsts: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -54,7 +75,8 @@ def planned(asked: list[Asked]) -> list[Times]:
         while len(stories) < len(asked) and asked[len(stories)][0] <= now:
             _, prompt, output = asked[len(stories)]
             tokens = tuple(7 + (len(stories) * 31 + place) % 50 for place in range(prompt))
-            stories.append(world.submit(tokens, max_tokens=output, salt=str(len(stories))))
+            ttft_ms = None if ttft_s is None else 1e3 * ttft_s
+            stories.append(world.submit(tokens, max_tokens=output, salt=str(len(stories)), ttft_ms=ttft_ms))
         step = world.plan()
         if step is None:
             now = asked[len(stories)][0]
@@ -97,6 +119,36 @@ def test_times_are_those_of_the_products_planner(every_s: float):
     for place, most_off in ((0, 0.05), (1, 0.02)):
         took = [sum(times[place] - at for times, (at, _, _) in zip(all, asked, strict=True)) for all in (ours, theirs)]
         assert took[0] == pytest.approx(took[1], rel=most_off), (place, took)
+
+
+@pytest.mark.parametrize(("every_s", "ttft_s"), [(0.15, None), (0.08, 0.5)])
+def test_steps_that_are_bounded_are_so_as_the_planner_bounds_them(every_s: float, ttft_s: float | None):
+    asked, long = some_jobs(40, every_s, seed=5), {"step_tokens": 512}
+    model = msgspec.structs.replace(MODEL, step_ms=25.0, **long)
+    ours = played(asked, model, math.inf if ttft_s is None else ttft_s)[0]
+    theirs = planned(asked, ttft_s, step_ms=25.0, **long)
+    whole = planned(asked, **long)
+    took = [
+        [sum(times[place] - at for times, (at, _, _) in zip(all, asked, strict=True)) for place in (0, 1)]
+        for all in (ours, theirs, whole)
+    ]
+    assert took[0] == pytest.approx(took[1], rel=0.1), took
+    assert took[1][0] > 1.05 * took[2][0], "the bound delays no first token: it is not reached"
+
+
+def test_gaps_that_are_longer_than_a_bound_are_counted_for_each_answer():
+    """Alone 20 tokens come after steps of 4.3 ms and 1 us for each token of context; a prompt beside them is slow."""
+    asked = [(0.0, 10, 20), (0.03, 100, 1)]
+    jobs, worker = [], Worker(0, MODEL, "both", Counter(), 6e-3)
+    for index, (at, prompt, output) in enumerate(asked):
+        jobs.append(Played(index, at, prompt, output, ""))
+        jobs[-1].computer = jobs[-1].answerer = worker
+        while worker.wake < at:
+            worker.advance()
+        worker.compute(jobs[-1], at)
+    while worker.wake != math.inf:
+        worker.advance()
+    assert [job.slow for job in jobs] == [1, 0]
 
 
 def test_one_job_alone_takes_its_steps():

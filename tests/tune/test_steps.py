@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from redline.bench.runs.step_times import errors, fitted, read
-from redline.tune.pairs import expanded_of, pairs_of
-from redline.tune.steps import LATELY, StepFit, StepModel, Work, on_the_mean
+from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.steps import LATELY, StepFit, StepModel, on_the_mean
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "step-times-cpu.json"
 TRUE = StepModel(

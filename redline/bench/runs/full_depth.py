@@ -1,7 +1,7 @@
 """A model at its full depth over HTTP, without its files: 32 streams of 8,192 tokens in and 2,048 out, as Lambda asks.
 
     python -m redline.bench.runs.full_depth [--shape kimi-k2.6] [--ranks 1 2] [--streams 32] [--input 8192]
-        [--output 2048] [--in-memory N] [--device cuda] [--save FILE]
+        [--output 2048] [--in-memory N] [--step-ms MS] [--device cuda] [--save FILE]
 
 Serves random weights (`engine.random_weights`) of the shape's own config and a tokenizer of as many tokens, by so many
 ranks, and loads it with `redline bench serve`. All layers run; as many of them lie in memory as fit beside the pages of
@@ -80,6 +80,7 @@ def replaced(engine: EngineConfig, layers: int) -> EngineConfig:
         max_running=engine.max_running,
         device=engine.device,
         ranks=engine.ranks,
+        step_ms=engine.step_ms,
         random_weights=layers,
     )
 
@@ -94,7 +95,8 @@ def flags(engine: EngineConfig) -> list[str]:
         "ranks": engine.ranks,
         "set": f"engine.random_weights={engine.random_weights}",
     }
-    return [word for flag, value in said.items() for word in (f"--{flag}", str(value))]
+    bound = [] if engine.step_ms is None else ["--set", f"engine.step_ms={engine.step_ms}"]
+    return [word for flag, value in said.items() for word in (f"--{flag}", str(value))] + bound
 
 
 def load(folder: Path, port: int, streams: int, prompt: int, answer: int, place: Path, seed: int) -> dict[str, Any]:
@@ -153,6 +155,7 @@ def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Pa
         max_running=given.streams,
         device=device.type,
         ranks=ranks,
+        step_ms=given.step_ms,
     )
     engine = replaced(engine, given.in_memory or layers_that_fit(config, engine, device))
     assert engine.random_weights is not None, "it has just been set"
@@ -185,6 +188,7 @@ def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Pa
         "layers": config.num_hidden_layers,
         "layers_in_memory": engine.random_weights,
         "pages": pages,
+        "step_ms": engine.step_ms,
         "start_s": round(start_s, 1),
         **{key: round(found[key], 3) for key in KEPT if key in found},
         "floor": floors(case, given.input, given.output, machine),
@@ -204,6 +208,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--input", type=count, default=8192, help="tokens of a prompt")
     parser.add_argument("--output", type=count, default=2048, help="tokens of an answer")
     parser.add_argument("--in-memory", type=count, default=None, help="layers; absent: as many as fit")
+    parser.add_argument("--step-ms", type=float, default=None, help="that steps beside answers may take; absent: any")
     parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
     parser.add_argument("--save", type=output, default=None)
     return parser

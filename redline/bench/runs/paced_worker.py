@@ -21,8 +21,8 @@ from redline.bench.runs.tiny_tokenizer import RESERVED, words, write_tiny_tokeni
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import k25_config
 from redline.run.runner import Pending
-from redline.tune.pairs import expanded_of, pairs_of
-from redline.tune.steps import StepModel, Work
+from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.steps import StepModel
 from redline.wire.step import Step, StepResult
 from redline.worker.engine import EngineCore
 

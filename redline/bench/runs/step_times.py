@@ -28,8 +28,8 @@ from redline.bench.record import provenance
 from redline.chat.hashing import make_job
 from redline.errors import ConfigError
 from redline.run.runner import Pending
-from redline.tune.pairs import expanded_of, pairs_of
-from redline.tune.steps import StepFit, StepModel, Work
+from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.steps import StepFit, StepModel
 from redline.wire.job import JobId, Sampling
 from redline.wire.step import Recorded, Step, StepResult
 from redline.worker.config import EngineConfig

@@ -33,7 +33,9 @@ def test_a_folder_without_weights_is_the_shape(tmp_path: Path):
 
 def test_all_streams_are_answered_by_three_layers_in_memory(tmp_path: Path):
     saved = tmp_path / "depth.json"
-    words = f"--shape kimi-nano --streams 3 --input 96 --output 12 --in-memory 3 --device cpu --save {saved}"
+    words = (
+        f"--shape kimi-nano --streams 3 --input 96 --output 12 --in-memory 3 --step-ms 500 --device cpu --save {saved}"
+    )
     full_depth.main(words.split())
     record = json.loads(saved.read_text())
     (run,) = record["runs"]
