@@ -14,6 +14,7 @@ import pytest
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.model.k2.write import random_checkpoint
+from tests import forked
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
 
@@ -82,7 +83,7 @@ def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operato
 
 def test_redline_explain_prints_it(two: Server) -> None:
     def explained(id: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
+        return forked.run(
             [sys.executable, "-m", "redline", "explain", id, "--url", address(two)],
             capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "160"},
         )  # fmt: skip

@@ -36,6 +36,7 @@ from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.drawn import Comparison
 from redline.worker.engine import EngineCore
+from tests import forked
 from tests.tiny_model import CPU, Answer, job, kernel_config, run
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -162,7 +163,8 @@ def waves() -> list[list[Job]]:
 
 
 def answers(**changes: object) -> dict[str, Answer]:
-    engine = EngineCore.load(NANO, config(**changes))
+    with forked.all_processes():
+        engine = EngineCore.load(NANO, config(**changes))
     try:
         with torch.inference_mode():
             return run(engine, *waves(), every=4)
