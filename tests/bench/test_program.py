@@ -1,7 +1,6 @@
 """The programs in redline/bench/: heard of while they work, and one line for what somebody can mend."""
 
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from redline.bench import program as program_module
 from redline.bench.program import program
 from redline.errors import ConfigError
+from tests import forked
 
 
 def test_a_program_is_heard_of_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -43,7 +43,7 @@ def test_ctrl_c_is_one_line_and_code_130(capsys: pytest.CaptureFixture[str], mon
 def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp_path: Path):
     flag = "--out" if name == "step_profile" else "--save"
     command = [sys.executable, "-m", f"redline.bench.runs.{name}", flag, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path}: is a folder; name a file in it\n"
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from tests import forked
+
 PASTE, END_PASTE = "\x1b[200~", "\x1b[201~"
 BRACKETS_ON, BRACKETS_OFF = "\x1b[?2004h", "\x1b[?2004l"
 _SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
@@ -101,13 +103,13 @@ def session(
     termios.tcsetattr(slave, termios.TCSANOW, mode)
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
     os.write(master, typed.encode())
-    process = subprocess.Popen(
+    process = forked.Popen(
         [sys.executable, "-m", "redline", *words],
         stdin=slave,
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=forked.be_controlled,
         env={**os.environ, "TERM": "xterm-256color", "REDLINE_HISTORY": "/dev/null", **(environment or {})},
     )
     one = Session(master, slave, process)

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from redline.cli.chat import Client, converse, talk
 from redline.cli.terminal import Terminal
 from redline.errors import ConfigError
+from tests import forked
 from tests.cli.servers import CHUNKS, DONE, MODELS, Answer, Fake, says, server, stream, streams, text
 
 SSE = "text/event-stream"
@@ -90,7 +90,7 @@ def test_a_conversation_remembers_what_was_said_but_not_the_thinking():
 
 def test_a_script_reads_the_answer_alone_and_the_rest_beside_it():
     with server() as (url, asked):
-        ours = subprocess.run(
+        ours = forked.run(
             [sys.executable, "-m", "redline", "chat", "--url", url, "-"],
             input=b"2 + 2?",
             capture_output=True,
@@ -362,7 +362,7 @@ def test_without_a_key_none_is_sent():
         client(url, key="secret").connect(print)
         command = [sys.executable, "-m", "redline", "chat", "--url", url, "hi"]
         environment = {**os.environ, "REDLINE_API_KEY": "from-the-environment"}
-        subprocess.run(command, check=True, capture_output=True, timeout=60, env=environment)
+        forked.run(command, check=True, capture_output=True, timeout=60, env=environment)
     assert headers == [None, "Bearer secret", "Bearer from-the-environment"]
 
 
@@ -375,7 +375,7 @@ def test_no_control_character_of_a_server_reaches_the_terminal():
     call = {"choices": [{"delta": {"tool_calls": [{"function": {"name": evil, "arguments": evil}}]}}]}
     answer = streams(chunk, call, {"choices": [{"delta": {"content": evil + "\nline\tend"}, "finish_reason": "stop"}]})
     with server(answer, says(json.dumps({"data": [{"id": evil}]}))) as (url, _):
-        ours = subprocess.run(
+        ours = forked.run(
             [sys.executable, "-m", "redline", "chat", "--url", url, "hi"], capture_output=True, timeout=60
         )
     shown = ours.stdout.decode() + ours.stderr.decode()
@@ -387,7 +387,7 @@ def test_no_control_character_of_a_server_reaches_the_terminal():
 
 def test_no_control_character_of_an_error_reaches_the_terminal():
     with server(says('{"error": {"message": "\\u001b[2Jno [/bold]"}}', 400)) as (url, _):
-        ours = subprocess.run(
+        ours = forked.run(
             [sys.executable, "-m", "redline", "chat", "--url", url, "hi"], capture_output=True, timeout=60
         )
     assert ours.returncode == 1
@@ -398,7 +398,7 @@ def test_no_control_character_of_an_error_reaches_the_terminal():
 def test_what_is_piped_in_is_one_question(piped: str, code: int):
     with server() as (url, asked):
         command = [sys.executable, "-m", "redline", "chat", "--url", url]
-        done = subprocess.run(command, input=piped, capture_output=True, text=True, timeout=60)
+        done = forked.run(command, input=piped, capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done.stderr
     assert [body["messages"][-1]["content"] for body in asked] == [piped] * (not code)
     assert ("standard input holds no question" in done.stderr) == bool(code)
@@ -407,5 +407,5 @@ def test_what_is_piped_in_is_one_question(piped: str, code: int):
 def test_a_question_of_bytes_that_are_no_text_is_asked_all_the_same():
     with server() as (url, asked):
         command = [sys.executable, "-m", "redline", "chat", "--url", url, b"caf\xe9?"]
-        subprocess.run(command, check=True, capture_output=True, timeout=60, env={**os.environ, "PYTHONUTF8": "1"})
+        forked.run(command, check=True, capture_output=True, timeout=60, env={**os.environ, "PYTHONUTF8": "1"})
     assert asked[0]["messages"][0]["content"] == "caf??"

@@ -45,7 +45,7 @@ def pools(tmp_path_factory: pytest.TempPathFactory, place: Path, links: Detours)
         '[engine.speculation]\ntype = "suffix"\n[[workers]]\nrole = "prefill"\n'
         '[[workers]]\nrole = "decode"\ncount = 2\n'
     )
-    server = Server(folder / "pools.toml", environment={"TMPDIR": str(place)})
+    server = Server(folder / "pools.toml", environment={"TMPDIR": str(place)}, really=True)
     try:
         yield server.until_ready()
     finally:

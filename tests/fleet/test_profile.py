@@ -15,6 +15,7 @@ import pytest
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.model.k2.write import random_checkpoint
+from tests import forked
 from tests.fleet.test_serve import Server, wait_for
 from tests.fleet.test_several import KEY, address, said
 from tests.tiny_model import kernel_config
@@ -41,7 +42,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def profiled(server: Server, seconds: str, *words: str, key: str = KEY) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "redline", "profile", seconds, "--url", address(server), *words],
         capture_output=True, text=True, timeout=120, env={**os.environ, "REDLINE_ADMIN_KEY": key, "COLUMNS": "160"},
     )  # fmt: skip

@@ -32,6 +32,7 @@ from redline.fleet.config import ServeConfig
 from redline.fleet.serve import serve
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
+from tests import forked
 from tests.tiny_model import kernel_config
 
 ROOT = Path(__file__).parents[2]
@@ -52,15 +53,17 @@ class Server:
         *arguments: str | Path,
         environment: dict[str, str] | None = None,
         command: Sequence[str | Path] = (REDLINE, "serve"),
+        really: bool = False,
     ) -> None:
-        self.process = subprocess.Popen(
+        """really: by the interpreter, as its workers then are too; else all are forked (`tests.forked`)."""
+        start = subprocess.Popen if really else forked.Popen
+        self.process = start(
             [*command, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
             env={**os.environ, **(environment or {})},
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored, where the tests run by nohup
         )
         self.said = ""
         self._heard = threading.Event()
@@ -127,15 +130,16 @@ class Server:
 
 
 def group(leader: int) -> set[int]:
-    """The live processes of a process group."""
+    """The live processes of a process group, without what forks them."""
     found: set[int] = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                name, _, rest = (entry / "stat").read_text().partition(" (")[2].rpartition(") ")
+                state, _, its_group = rest.split()[:3]
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it ended while we looked
-            if int(its_group) == leader and state != "Z":
+            if int(its_group) == leader and state != "Z" and name != forked.NURSERY:
                 found.add(int(entry.name))
     return found
 
@@ -188,7 +192,7 @@ def start() -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture(scope="module")
 def nano() -> Iterator[Server]:
-    server = Server(NANO, "--port", "0", "--kv-memory", "200MB")
+    server = Server(NANO, "--port", "0", "--kv-memory", "200MB", really=True)
     try:
         yield server.until_ready()
     finally:
@@ -356,7 +360,7 @@ def test_while_the_model_loads_the_api_answers_and_says_so(tiny: Path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     url, asked = f"http://127.0.0.1:{port}", {"model": "tiny", "prompt": "the", "max_tokens": 3}
-    server = Server(tiny, "--port", str(port))
+    server = Server(tiny, "--port", str(port), really=True)
     try:
         wait_for(lambda: server.workers, START_S, server)
         assert answered(f"{url}/live") == (200, {"status": "live"}, None)
@@ -476,7 +480,7 @@ def test_a_signal_to_the_group_ends_it_cleanly_in_the_middle_of_a_stream(
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
 def test_ctrl_c_while_the_model_loads_ends_it_cleanly(start: Callable[..., Server], tiny: Path, seconds: float):
-    server = start(tiny)
+    server = start(tiny, really=True)
     wait_for(lambda: server.workers, START_S, server)
     time.sleep(seconds)  # the worker imports torch
     os.killpg(server.process.pid, signal.SIGINT)
@@ -502,7 +506,7 @@ def test_ctrl_c_in_the_middle_of_a_stream_and_again_and_again_while_it_ends_inte
 
 
 def test_a_worker_that_is_killed_while_it_loads_is_one_line(start: Callable[..., Server], tiny: Path):
-    server = start(tiny)
+    server = start(tiny, really=True)
     wait_for(lambda: server.workers, START_S, server)
     for worker in server.workers:
         os.kill(worker, signal.SIGKILL)  # as the kernel does where memory runs out
@@ -511,7 +515,7 @@ def test_a_worker_that_is_killed_while_it_loads_is_one_line(start: Callable[...,
 
 
 def test_a_worker_that_is_stopped_while_it_loads_does_not_keep_ctrl_c_waiting(start: Callable[..., Server], tiny: Path):
-    server = start(tiny)
+    server = start(tiny, really=True)
     wait_for(lambda: server.workers, START_S, server)
     for worker in server.workers:
         os.kill(worker, signal.SIGSTOP)

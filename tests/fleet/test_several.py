@@ -21,6 +21,7 @@ from redline.route.index import PageIndex
 from redline.wire.job import PageHash
 from redline.wire.kv_events import BlockStored, decode_batch
 from redline.wire.kv_sockets import Subscriber
+from tests import forked
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
 
@@ -93,7 +94,7 @@ def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operato
 
 
 def explained(server: Server, id: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
+    return forked.run(
         [sys.executable, "-m", "redline", "explain", id, "--url", address(server)],
         capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "400"},
     )  # fmt: skip

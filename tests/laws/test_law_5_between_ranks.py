@@ -23,7 +23,7 @@ from redline.wire.job import Grammar, Job
 from redline.worker import ranks
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore
-from tests import tiers
+from tests import forked, tiers
 from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS
 from tests.laws.test_law_6_ranks_change_nothing import counted
@@ -62,7 +62,8 @@ def engines(folder: Path) -> Iterator[Callable[[str], EngineCore]]:
 
     def engine(name: str) -> EngineCore:
         if name not in made:
-            made[name] = opened(folder, int(name[0]), **below if name.endswith("more") else {})
+            with forked.all_processes():
+                made[name] = opened(folder, int(name[0]), **below if name.endswith("more") else {})
         made[name].planner.forget_idle()
         return made[name]
 

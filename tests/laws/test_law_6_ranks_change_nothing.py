@@ -37,6 +37,7 @@ from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.drawn import Comparison
 from redline.worker.engine import EngineCore
+from tests import forked
 from tests.tiny_model import CPU, Answer, job, kernel_config, run
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -168,7 +169,8 @@ class Said(NamedTuple):
 
 
 def said(jobs: Sequence[Sequence[Job]], **changes: object) -> Said:
-    engine = EngineCore.load(NANO, config(**changes))
+    with forked.all_processes():
+        engine = EngineCore.load(NANO, config(**changes))
     try:
         with torch.inference_mode():
             answers = run(engine, *jobs, every=4)

@@ -17,6 +17,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
 from redline.wire.news import Beat, Failed, Ready
 from redline.worker.config import EngineConfig, WorkerConfig
+from tests import forked
 from tests.tiny_model import kernel_config
 
 BROKEN = """
@@ -88,7 +89,8 @@ def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
     engine = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=1)
     config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas, alone=True)
     with SocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
-        process = subprocess.Popen(
+        start = subprocess.Popen if step == DEVICE else forked.Popen
+        process = start(
             [sys.executable, "-c", BROKEN.format(step=step or "pass", more=more)],
             stdin=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -125,7 +127,7 @@ def test_a_worker_says_why_it_ends_before_it_closes_anything(folder: Path, tmp_p
     slow = "def close(_): print('closing', flush=True); time.sleep(60)\nengine.Runner.close = close"
     program = BROKEN.format(step=DEVICE, more=slow)
     with SocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
-        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = forked.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:
             assert process.stdin is not None
             process.stdin.write(msgspec.json.encode(config) + b"\n")

@@ -4,6 +4,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from redline.worker.config import EngineConfig, RankConfig, Suffix
 from redline.worker.drawn import Account, Comparison
 from redline.worker.engine import EngineCore, load_model
 from redline.worker.ranks import Ranks
+from tests import forked
 from tests.tiny_model import CPU, job, kernel_config, prompt, run
 
 FOLLOWER = """
@@ -36,6 +38,12 @@ from redline.worker import engine, rank
 {changes}
 sys.exit(rank.main())
 """
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked() -> Iterator[None]:
+    with forked.all_processes():
+        yield
 
 
 @pytest.fixture(scope="module")

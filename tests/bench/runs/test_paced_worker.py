@@ -7,7 +7,7 @@ import pytest
 from redline.bench.runs.paced_worker import LAYERS, step_model, work_of, write
 from redline.chat.tokenizer import Tokenizer
 from redline.model.k2.config import K2Config
-from redline.tune.steps import Work
+from redline.tune.pairs import Work
 from redline.wire.step import Row, Step
 
 
