@@ -39,7 +39,6 @@ from redline.bench.serving.target import Target
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bounded-served-nano-cpu.json"
 MODEL_NAME = "kimi-nano"
 WHOLE, BOUNDED = "whole", "bounded"
 SETTLE_S = 2.0  # of streams alone, before the first prompt
@@ -151,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--waves", type=count, default=8, help="of prompts, in a turn")
     parser.add_argument("--slow", type=float, default=2.0, help="times as long as on a core of its own things take")
     parser.add_argument("--rounds", type=count, default=1)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/bounded-served-nano-cpu.json")
     given = parser.parse_args(words)
     loads, turns = list[float](), {kind: {WHOLE: list[Turn](), BOUNDED: list[Turn]()} for kind in KINDS}
     with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-bounded-") as folder, ExitStack() as stack:

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +27,6 @@ from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, mad
 from redline.tune.roles import Roles
 from redline.tune.targets import Targets
 
-RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bounded-steps.json"
 TTFT_S = {"": 1.0, "documents": 10.0, "agents": 3.0}
 RATES = ((CHAT, 3.0), (DOCUMENTS, 0.25), (AGENTS, 0.4))  # sessions' requests a second, at load 1
 LOADS = 0.75, 1.0, 1.25, 1.5
@@ -108,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Plays, with `words` in place of the command line's, and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--save", type=output, default=RESULT)
+    parser.add_argument("--save", type=output, default="runs/bounded-steps.json")
     asked = parser.parse_args(words)
     found = points(asked.seed)
     record = {

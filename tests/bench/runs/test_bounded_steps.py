@@ -1,8 +1,11 @@
 """The programs of bounded steps: one at work on a short trace, and what their stored figures are said to show."""
 
 import json
+from pathlib import Path
 
 from redline.bench.runs import bounded_steps
+
+RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bounded-steps.json"
 
 
 def test_a_bound_keeps_gaps_short_that_whole_chunks_stretch() -> None:
@@ -15,7 +18,7 @@ def test_a_bound_keeps_gaps_short_that_whole_chunks_stretch() -> None:
 
 
 def test_by_tails_prediction_was_best_everywhere_and_by_means_whole_chunks_were() -> None:
-    record = json.loads(bounded_steps.RESULT.read_text())
+    record = json.loads(RESULT.read_text())
     for point in record["points"]:
         tails = {way: each["good_by_tails"] for way, each in point["ways"].items()}
         assert max(tails, key=tails.__getitem__) == "predicted", point
