@@ -7,6 +7,7 @@ host is between the two: parcels lie in it, and a GPU copies them and does the r
 B bytes.
 """
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -221,8 +222,14 @@ def pin(memory_B: Tensor, owner: object = None) -> None:
     """Has the GPU's driver keep memory of the host in its place, so that copies from and to it run by themselves; it
     stays there until the process ends. owner: whatever keeps it alive, beside the tensor. Raises RuntimeError where
     that is refused."""
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(memory_B.data_ptr(), memory_B.numel(), 0))
+    if not memory_B.is_pinned():  # as NIXL does with areas of the host's: the driver refuses to do it twice
+        runtime: Any = torch.cuda.cudart()
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(memory_B.data_ptr(), memory_B.numel(), 0))
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # CUDA tells the next launch of it too: this one, and no step
+            raise
     _pinned.append((memory_B, owner))
 
 

@@ -16,7 +16,7 @@ from redline.wire.handoff import Piece
 from redline.wire.job import PageId
 from redline.wire.ranks import Export, Grow, Scatter
 from redline.worker import rank_memory
-from redline.worker.parcel_memory import HostParcels
+from redline.worker.parcel_memory import HostParcels, pin
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from tests.transport.books import Book
 
@@ -111,3 +111,20 @@ def test_more_than_is_free_is_one_line_and_nothing_is_taken(monkeypatch: pytest.
         memory.grow(100_000)
     assert os.fstat(memory.file).st_size == before
     memory.close()
+
+
+class Pinned:
+    """Memory that a library has pinned already."""
+
+    def is_pinned(self) -> bool:
+        return True
+
+
+def test_memory_that_is_pinned_is_not_pinned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL pins its areas; CUDA calls a second time an error, and tells the next launch of it."""
+
+    def refused() -> None:
+        raise AssertionError("the driver was asked")
+
+    monkeypatch.setattr(torch.cuda, "cudart", refused)
+    pin(cast("torch.Tensor", Pinned()))
