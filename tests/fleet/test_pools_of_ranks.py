@@ -49,15 +49,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def answer(server: Server, how: str, salt: str) -> list[tuple[str, float]]:
     """The tokens of an answer, each with how far the likeliest was ahead of the second there."""
-    given = server.client.chat.completions.create(
-        model="kimi-nano",
-        messages=[{"role": "user", "content": f"{how} {TEXT}"}],
-        max_tokens=24,
-        logprobs=True,
-        top_logprobs=2,
-        extra_body={"cache_salt": salt},
-        **ASKED[how],
-    )
+    with server.client as client:
+        given = client.chat.completions.create(
+            model="kimi-nano",
+            messages=[{"role": "user", "content": f"{how} {TEXT}"}],
+            max_tokens=24,
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"cache_salt": salt},
+            **ASKED[how],
+        )
     (choice,) = given.choices
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
@@ -102,20 +103,15 @@ def followers(worker: int) -> list[int]:
 def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], object]) -> list[int]:
     """The tokens of an answer. do: what happens once so many have come."""
     tokens: list[int] = []
-    given = server.client.completions.create(
-        model="kimi-nano",
-        prompt=TEXT[:200],
-        max_tokens=90,
-        stream=True,
-        extra_body={"ignore_eos": True, "return_token_ids": True, "cache_salt": str(how)},
-        **how,
-    )
     done = False
-    for chunk in given:
-        tokens += chunk.choices[0].model_dump().get("token_ids") or ()
-        if len(tokens) > after and not done:
-            done = True
-            do()
+    extra = {"ignore_eos": True, "return_token_ids": True, "cache_salt": str(how)}
+    asked = {"model": "kimi-nano", "prompt": TEXT[:200], "max_tokens": 90, "stream": True, "extra_body": extra}
+    with server.client as client, client.completions.create(**asked, **how) as given:
+        for chunk in given:
+            tokens += chunk.choices[0].model_dump().get("token_ids") or ()
+            if len(tokens) > after and not done:
+                done = True
+                do()
     return tokens
 
 
