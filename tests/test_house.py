@@ -4,6 +4,7 @@ A list that is frozen here is a visible decision: whoever adds a flag or a key a
 """
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -332,7 +333,7 @@ def test_the_package_imports_every_run_time_part_and_nothing_else():
     known = {module for module in RUN_TIME.values() if module is not None}
     found: set[str] = set()
     for path in set((ROOT / "redline").rglob("*.py")) - set(TRITON.glob("*.py")):
-        found |= {module.partition(".")[0] for module in imports(ast.parse(path.read_text()))}
+        found |= {module.partition(".")[0] for module in imported(path)}
     assert found - set(sys.stdlib_module_names) - {"redline"} - EXTRAS == known
 
 
@@ -372,7 +373,7 @@ def test_the_emulator_is_the_tests_own():
             taken_out = tools["exclude-package-data"]
             assert all(any(fnmatch(f"{path}/{file.name}", p) for p in taken_out[name]) for path, name in above)
     shipped = set((ROOT / "redline").rglob("*.py")) - set((ROOT / "redline/kernels/emulator").rglob("*.py"))
-    assert not [path for path in shipped if "kernels.emulator" in "".join(imports(ast.parse(path.read_text())))]
+    assert not [path for path in shipped if "kernels.emulator" in "".join(imported(path))]
 
 
 # -------------------------------------------------------------------------------------------------------- security
@@ -392,6 +393,12 @@ def imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
             yield node.module
+
+
+@functools.cache
+def imported(path: Path) -> tuple[str, ...]:
+    """All modules that a program imports, wherever it does."""
+    return tuple(imports(ast.parse(path.read_text())))
 
 
 def offences(source: str, forbidden_calls: set[str]) -> list[str]:
@@ -430,7 +437,7 @@ def test_the_search_for_offences_finds_them(source: str):
 def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
     """The import laws are import-linter's; this also sees imports within functions."""
     for path in (ROOT / "redline" / room).rglob("*.py"):
-        assert not {"torch", "triton"} & {name.partition(".")[0] for name in imports(ast.parse(path.read_text()))}
+        assert not {"torch", "triton"} & {name.partition(".")[0] for name in imported(path)}
 
 
 def test_the_import_laws_name_every_room():

@@ -3,13 +3,11 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import msgspec
 import pytest
-from anthropic import AsyncAnthropic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +19,9 @@ from redline.errors import RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
+
+if TYPE_CHECKING:
+    from anthropic import AsyncAnthropic
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -38,7 +39,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-def client_of(world: World) -> AsyncAnthropic:
+def client_of(world: World) -> "AsyncAnthropic":
+    from anthropic import AsyncAnthropic  # 3 s, of each process that collects this file
+
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(world.app), base_url="http://redline")
     return AsyncAnthropic(base_url="http://redline", api_key="none", http_client=http, max_retries=0)
 
@@ -280,16 +283,18 @@ async def test_an_overloaded_server_says_529_and_a_failed_job_says_so_in_the_str
         asyncio.get_running_loop().call_later(0.05, world.engine.gate.set)
         yield Delta(job=job.id, finish="error", error="no", fault="failed")
 
+    from anthropic import APIStatusError
+
     async with World(fails) as world:
         stream = await events(world)
         assert [name for name, _ in stream][-1] == "error"
         assert stream[-1][1]["error"]["type"] == "api_error"
         async with client_of(world) as client:
-            with pytest.raises(anthropic.APIStatusError):
+            with pytest.raises(APIStatusError):
                 async with client.messages.stream(model=MODEL, messages=HELLO, max_tokens=9) as streaming:
                     await streaming.get_final_message()
         world.gateway.lose(world.link, "gone")
-        with pytest.raises(anthropic.APIStatusError) as refused:
+        with pytest.raises(APIStatusError) as refused:
             await ask(world)
     assert refused.value.status_code == 529
     assert refused.value.response.json()["error"]["type"] == "overloaded_error"

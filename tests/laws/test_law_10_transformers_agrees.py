@@ -6,12 +6,11 @@ tokens one by one, which go through the absorbed form of attention.
 
 import itertools
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3ForCausalLM
 
 from redline.bench.peers.oracle import logits, transformers_model
 from redline.model.k2.config import K2Config, Yarn
@@ -23,6 +22,9 @@ from redline.run.runner import Runner
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row
 from tests.tiny_model import kernel_config, load_folder, prompt
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV3ForCausalLM
 
 LIMIT = 1e-3
 PROMPT = 150  # then 20 tokens that count as generated
@@ -127,7 +129,7 @@ def compare(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-def set_low_rank_eps(model: DeepseekV3ForCausalLM, eps: float) -> None:
+def set_low_rank_eps(model: "DeepseekV3ForCausalLM", eps: float) -> None:
     for layer in model.model.layers:
         layer.self_attn.q_a_layernorm.variance_epsilon = eps
         layer.self_attn.kv_a_layernorm.variance_epsilon = eps
