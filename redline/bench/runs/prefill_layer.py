@@ -161,7 +161,7 @@ class Layer:
         weights, ids = scores.gather(1, ids), ids.to(torch.int32)
 
         ranks, group = self.group.ranks, self.group
-        divided = ranks > 1 and x.shape[0] >= streams.DIVIDED
+        divided = ranks > 1 and x.shape[0] >= streams.DIVIDED * ranks
         own = -(-x.shape[0] // ranks) if divided else x.shape[0]
 
         def rows() -> None:

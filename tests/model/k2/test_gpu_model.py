@@ -154,7 +154,7 @@ def test_ranks_that_divide_rows_are_the_model(
 
     What is done to single rows is left to the references, since Triton's interpreter takes its time for each.
     """
-    monkeypatch.setattr(streams, "DIVIDED", divided)
+    monkeypatch.setattr(streams, "DIVIDED", divided // ranks)
     monkeypatch.setattr(streams, "PART_ROWS", 16)
     for module, kernel in ((streams, norm_rows), (block, split_a), (block, rotate_heads), (block, swiglu)):
         monkeypatch.setattr(module, kernel.op.name, kernel.op)

@@ -1,8 +1,9 @@
 """The residual stream of a prompt's step, whose rows ranks divide among themselves.     T rows, D hidden, W any width.
 
-Ranks add up what each has computed of a sublayer. From DIVIDED rows on a rank is given the sums of its own rows alone:
-it adds them to its residual, norms them, and all gather what each has made of its rows. Fewer rows are whole on every
-rank. Rows that are divided come in parts, one of which is on its way while the other is computed.
+Ranks add up what each has computed of a sublayer. Of steps of many rows a rank is given the sums of its own rows alone:
+it adds them to its residual, norms them, and all gather what each has made of its rows. Of fewer than DIVIDED for each
+rank all are whole on every rank. Rows that are divided come in parts, one of which is on its way while the other is
+computed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -15,8 +16,12 @@ from torch import Tensor
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 
-DIVIDED = 1024  # rows of a step from which ranks divide them; as many as a part has, not measured
-PARTS, PART_ROWS = 2, 1024  # that rows come in, and at least so many rows of each
+# Rows of a step, for each rank, from which ranks divide them. Measured at Kimi's sizes (prefill-two-h100.json,
+# prefill-four-h100.json), milliseconds of a layer with rows divided in one part, in two, and with rows whole: two H100
+# and 2,048 rows 4.1, 4.7, 4.3, 8,192 rows 12.9, 13.0, 13.7; four and 2,048 rows 3.7, 4.9, 3.5, 4,096 rows 4.6, 4.6, 5.0,
+# 8,192 rows 8.4, 8.2, 9.3.
+DIVIDED = 1024
+PARTS, PART_ROWS = 2, 4096  # that rows come in, and at least so many rows of each
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class PromptStream:
     @staticmethod
     def begin(tokens: int, residual: Callable[[slice], Tensor], group: Group = ALONE) -> "PromptStream":
         """residual: float32 [rows, D] of rows of the step, in memory that is the stream's from then on."""
-        if group.ranks == 1 or tokens < DIVIDED:
+        if group.ranks == 1 or tokens < DIVIDED * group.ranks:
             rows = slice(0, tokens)
             return PromptStream(tokens, False, (Part(rows, tokens, residual(rows)),), group)
         ranks, count = group.ranks, min(PARTS, max(1, tokens // PART_ROWS))
