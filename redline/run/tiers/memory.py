@@ -19,7 +19,7 @@ from redline.wire.job import PageHash
 Memory = Callable[[int], Tensor]
 """Gives so many bytes of the host, uint8."""
 
-SLAB_BYTES = 64 << 20  # at least one slot; pinning takes some 25 ms for so much
+SLAB_BYTES = 64 << 20  # at least one slot; pinning takes tens of milliseconds for so much
 AHEAD_BYTES = 1 << 30  # of pinned memory, made before it is needed: Kimi's pages of a prompt of 8,192 tokens are 0.6 GB
 
 _log = logging.getLogger(__name__)

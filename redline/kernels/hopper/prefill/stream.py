@@ -18,8 +18,8 @@ from redline.kernels.hopper.prefill.rowwise import norm_rows
 
 # Rows of a step, for each rank, from which ranks divide them. Measured at Kimi's sizes (prefill-two-h100.json,
 # prefill-four-h100.json), milliseconds of a layer with rows divided in one part, in two, and with rows whole: two H100
-# and 2,048 rows 4.1, 4.7, 4.3, 8,192 rows 12.9, 13.0, 13.7; four and 2,048 rows 3.7, 4.9, 3.5, 4,096 rows 4.6, 4.6, 5.0,
-# 8,192 rows 8.4, 8.2, 9.3.
+# and 2,048 rows 4.1, 4.7, 4.3, 8,192 rows 12.9, 13.0, 13.7; four and 2,048 rows 3.7, 4.9, 3.5, 4,096 rows 4.6, 4.6
+# and 5.0, 8,192 rows 8.4, 8.2, 9.3.
 DIVIDED = 1024
 PARTS, PART_ROWS = 2, 4096  # that rows come in, and at least so many rows of each
 
