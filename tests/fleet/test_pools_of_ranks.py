@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f'[engine.speculation]\ntype = "learned"\ndrafter = "{MODELS / "kimi-nano-eagle3"}"\nadaptive = false\n'
         '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\nengine = { ranks = 2 }\n'
     )
-    server = Server(folder / "pools.toml")
+    server = Server(folder / "pools.toml", really=True)
     try:
         wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, 180, server)
         yield server.until_ready()

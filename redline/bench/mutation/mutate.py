@@ -418,8 +418,9 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
         cache = folder / "cache"
         cache.mkdir()
         if native.cache_folder().exists():
-            # What mutants build dies with the copy. Names that end in a number are others' that are still being built.
-            unfinished = shutil.ignore_patterns("*.[0-9]*")
+            # What mutants build dies with the copy. Names that end in a number are others' that are still being built,
+            # and locks are theirs.
+            unfinished = shutil.ignore_patterns("*.[0-9]*", "*.lock")
             shutil.copytree(native.cache_folder(), cache / "redline", ignore=unfinished)
         trees: list[Tree] = []
         for number in range(asked.workers):

@@ -164,12 +164,13 @@ class Checkpoint:
         part, parts: of every tensor this process sees to such a part, where others read all of it beside this one.
         """
         needed = (stored for weight in weights(self.config) for stored in self.parts(weight))
-        self._ahead = Ahead(((stored.file, stored.start, stored.stop) for stored in needed), part, parts)
+        self._ahead = ahead = Ahead(((stored.file, stored.start, stored.stop) for stored in needed), part, parts)
         try:
             yield
         finally:
-            self._ahead.close()
-            self._ahead = None
+            ahead.close()
+            if self._ahead is ahead:  # ranks that are threads, as in tests, read one checkpoint at the same time
+                self._ahead = None
 
     def parts(self, weight: Weight) -> list["Stored"]:
         """What stands in the files for a weight that the model needs; codes first where it is quantised.
@@ -217,8 +218,8 @@ class Checkpoint:
         if raw.data_ptr() % dtype.itemsize:  # the format allows it; kernels do not
             raw = raw.clone()
         self.progress(raw.nbytes)
-        if self._ahead is not None:
-            self._ahead.handed_out(raw.nbytes)
+        if (ahead := self._ahead) is not None:
+            ahead.handed_out(raw.nbytes)
         return raw.view(dtype).view(stored.shape)
 
 
