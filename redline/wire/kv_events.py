@@ -77,11 +77,14 @@ def encode_batch(batch: KvBatch) -> bytes:
 
 def decode_batch(data: bytes) -> KvBatch:
     """The batch in `data`; events of other names are left out. Raises msgspec.ValidationError, which names the place,
-    where it is no batch, and msgspec.DecodeError where it is no msgpack, or is nested too deeply."""
+    where it is no batch, and msgspec.DecodeError where it is no msgpack, is nested too deeply or has
+    texts that are none."""
     try:
         parts = msgspec.msgpack.decode(data, type=list[Any])
     except RecursionError:
         raise msgspec.DecodeError("a batch of events is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"a text is no UTF-8: {error}") from None
     if len(parts) < 2:
         raise msgspec.ValidationError(f"a batch of events has a time and events; got {len(parts)} parts")
     at, events = msgspec.convert(parts[0], float), msgspec.convert(parts[1], list[Any])

@@ -147,7 +147,8 @@ def test_blocks_of_which_no_pages_can_be_made_are_refused_in_one_line(size: int)
              batch({**stored(0, 1, 64), "token_ids": [1, 2]}), batch(["BlockStored", [1], None, ["x"] * 64, 64]),
              batch({**stored(0, 1, 64), "token_ids": [-1] * 64}),
              batch({**stored(0, 1, 64), "token_ids": [1 << 32] * 64}), batch([["BlockStored"], 1]),
-             batch({"type": []}), batch({"block_hashes": [1]}), b"\x91" * 100_000],
+             batch({"type": []}), batch({"block_hashes": [1]}), b"\x91" * 100_000,
+             batch({"type": "x"}).replace(b"x", b"\xff")],
 )  # fmt: skip
 def test_bytes_that_are_no_batch_change_nothing(data: bytes) -> None:
     blocks = Blocks("vllm-0", named)
