@@ -50,7 +50,7 @@ def worker_model(asked: str) -> WorkerModel:
         model = msgspec.json.decode(path.read_bytes(), type=WorkerModel)
     except OSError:
         raise ConfigError(f"--worker {asked}: no file, and no worker that is known: {', '.join(MODELS)}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--worker {asked}: is no worker: {error}") from None
     for name in ("step_tokens", "slots", "kv_tokens"):
         if getattr(model, name) < 1:
