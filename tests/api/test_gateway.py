@@ -449,6 +449,29 @@ async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_m
             generation.close()
 
 
+async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_that_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lost = Preempted(by=JobId("-"), running=2, pages=9, lost_tokens=3, again_tokens=3, short_pages=1)
+    again = Resumed(again_tokens=1, waited_s=0.1, paused_s=0.2)
+    caplog.set_level("INFO", "redline.api")
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        answers, _ = Heard(gateway, "d", "decode"), Heard(gateway, "p", "prefill")
+        gateway.links.pace.stepped(1, 0.01, 1)
+        begun = [await gateway.begin(text_ask("the end " * 40)) for _ in range(2)]
+        beside, computed = (generation.lanes[0] for generation in begun)
+        gateway.deliver(answers.link, Delta(job=beside.job.id, tokens=(65,)))
+        gateway.deliver(answers.link, Delta(job=computed.job.id, tokens=(65,), noted=(lost, again)))
+        (paused,) = computed.story.told()["paused"]
+        assert (paused["worker"], paused["wait_expected_s"], paused["paused_s"]) == ("p", 0.0, 0.2)
+        assert f"job {computed.id} is pre-empted on p after 0 tokens" in caplog.text
+        assert not computed.waits
+        for generation in begun:
+            generation.close()
+
+
 async def test_a_worker_that_says_that_it_ends_gets_none_of_its_jobs_back() -> None:
     async with World(resuming, resume_s=5.0) as world:
         gateway = world.gateway
