@@ -15,18 +15,16 @@ class Events:
         self.recorded = 0
         self.waited: list[int] = []
 
-    def __call__(self) -> "Event":
-        return Event(self)
+    def __call__(self, device: torch.device) -> "Event":
+        assert device == CPU, "another device than has the copies"
+        self.recorded += 1
+        return Event(self, self.recorded - 1)
 
 
 class Event:
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, number: int) -> None:
         self._events = events
-        self._number = 0
-
-    def record(self) -> None:
-        self._number = self._events.recorded
-        self._events.recorded += 1
+        self._number = number
 
     def synchronize(self) -> None:
         self._events.waited.append(self._number)
