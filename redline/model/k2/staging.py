@@ -72,8 +72,13 @@ class Staging:
 
     def _room(self, size: int) -> int:
         """Where so many bytes have room in the ring. It waits for what lies there to have come."""
-        start = self._next if self._next + size <= self._ring.numel() else 0
-        while any(first < start + size and start < last for first, last, _ in self._under_way):
-            self._under_way.popleft()[2].synchronize()
+        start, under_way = self._next, self._under_way
+        if start + size > self._ring.numel():
+            while under_way and under_way[0][0] >= start:  # of the turn before this one: nothing comes there any more
+                under_way.popleft()[2].synchronize()
+            start = 0
+        # Places are taken in turn, so it is the oldest that are in the way.
+        while under_way and under_way[0][0] < start + size and start < under_way[0][1]:
+            under_way.popleft()[2].synchronize()
         self._next = -(-(start + size) // 256) * 256  # where every format may begin
         return start
