@@ -98,7 +98,9 @@ def test_a_gpu_that_does_not_copy_ends_its_rank(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match=r"has not ended a copy from rank 0's in 0\.05 s"):
         other.scatter(command)
     assert memory.taken(1) == 0
-    with pytest.raises(ConfigError, match=r"engine\.ranks: .*of the GPU's memory for pages .*out of memory"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.ranks: .* of rank 0's GPU .*out of memory\); a smaller engine\.kv_memory"
+    ):
         memory.export(book.gpu(), 1 << 41)
     memory.close()
 
