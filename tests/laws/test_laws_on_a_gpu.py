@@ -183,6 +183,35 @@ def test_law_5_where_does_not_matter(
     same(long, given, alone, kv_dtype, CUT)
 
 
+def test_law_5_layers_leave_while_the_next_are_computed(
+    asked: list[tuple[int, ...]], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts of thousands of tokens, whose layers are gathered beside the step that computes the next ones."""
+    text = tuple(itertools.chain(*asked)) * 40
+    long = [(*asked[n][:80], *text[: 3000 + 1100 * n]) for n in range(4)]
+    with opened(kv_dtype=kv_dtype) as engine:
+        alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
+    drafts = Learned(drafter=str(DRAFTER), adaptive=False)
+    config = EngineConfig(max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=drafts, kv_dtype=kv_dtype)
+    monkeypatch.setattr(PinnedParcels, "sizes", PinnedParcels.sizes._replace(parcel=1 << 20))
+    engines, transport = [EngineCore.load(NANO, config) for _ in range(2)], MemoryTransport()
+    both = Pair(*engines, carriers=lambda: [Carrier("memory", transport, PinnedParcels(GPU))])
+    departs, early = both.computes.exchange.depart, 0
+
+    def counted(layers: int) -> None:
+        nonlocal early
+        departs(layers)
+        early += any(out.leaving is not None for out in both.computes.exchange._out.values())
+
+    monkeypatch.setattr(both.computes.exchange, "depart", counted)
+    try:
+        given = handed_over(both, long, stop_ids)
+        assert early, "no layer has left before its step's end"
+    finally:
+        both.close()
+    same(long, given, alone, kv_dtype, CUT)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("computes", "answers"), [(1, 2), (2, 1)])
 def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int, ...]]):
