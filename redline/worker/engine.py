@@ -68,7 +68,6 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torc
 # Positions of a step where nothing is said: the most of these that leave enough memory for pages. A prompt's chunk
 # reads nearly all experts: of 8,192 tokens one chunk takes two thirds of the time of four.
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
-BESIDE_TOKENS = 2048  # likewise beside answers, which wait for the step
 LOCK_S = 5.0  # for a worker that ends to let go of the disk's folder
 _log = logging.getLogger(__name__)
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
@@ -580,7 +579,6 @@ def plan_of(config: EngineConfig, device: torch.device, step_tokens: int | None 
     given = config.step_tokens
     return PlanConfig(
         step_tokens=given if given is not None else step_tokens or min(STEP_TOKENS[device.type]),
-        beside_tokens=max(BESIDE_TOKENS, config.max_running) if given is None else None,
         step_ms=config.step_ms,
         max_running=config.max_running,
         admit_together=config.admit_together,
