@@ -143,10 +143,9 @@ class EngineCore:
         """Load a checkpoint's folder, and a drafter's where the config names one, onto a device, and start other ranks.
 
         device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. lost: as
-        `Ranks` has it. aside: bytes of the device that are for others. alone: whether nobody else is to have a GPU's
-        memory (`run.fit`). Raises CheckpointError for files that cannot be
-        read, ConfigError for what the config asks and cannot be had, such as more memory than is free, RankLost where
-        another rank could not load.
+        `Ranks` has it. aside: bytes of each rank's device that are for others. alone: whether nobody else is to have a
+        GPU's memory (`run.fit`). Raises CheckpointError for files that cannot be read, ConfigError for what the config
+        asks and cannot be had, such as more memory than is free, RankLost where another rank could not load.
         """
         device = device or pick_device(config.device)
         if config.ranks == 1:
@@ -154,7 +153,7 @@ class EngineCore:
         model = K2Config.from_folder(Path(folder))
         check_ranks(model, config.ranks, device)
         with ExitStack() as started:
-            ranks = Ranks(str(folder), config, device, model, lost, alone=alone)
+            ranks = Ranks(str(folder), config, device, model, lost, alone=alone, aside=aside)
             started.callback(ranks.close)
             loaded = load_model(folder, config, ranks.device, ranks.group, progress, aside, alone)
             engine = cls(loaded, config, ranks)
@@ -436,9 +435,10 @@ def load_model(
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
-    # The CPU's kernels have threads of their own; torch does small things beside them.
-    alone = device.type == "cpu" and native.library() is not None
-    torch.set_num_threads(1 if alone else max(1, native.threads() // group.ranks))
+    # The CPU's kernels have threads of their own; torch does small things beside them. For a GPU it reads the files,
+    # and so do the other ranks.
+    has_threads = device.type == "cpu" and native.library() is not None
+    torch.set_num_threads(1 if has_threads else max(1, native.threads() // group.ranks))
     if checkpoint is None:
         assert config.random_weights is not None, "there is nothing to read"
         # Prompts' tokens, and what every running job decodes: no step has more.
