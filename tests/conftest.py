@@ -1,7 +1,7 @@
 """Where there is no GPU, Triton's kernels run in its interpreter, whose bf16 has to be mended first.
 
 And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit. Tests run
-in half as many processes again as there are cores, since those of servers wait more than they compute; these processes are forks.
+in half as many processes again as there are cores, since those of servers wait more than they compute. They are forks.
 """
 
 import gc

@@ -5,8 +5,8 @@ process that they ask has no thread and has done nothing but import. Where one t
 workers, a worker its ranks), `subprocess.Popen` is this one there too. A fork that leads a session keeps such a process
 beside itself, whose forks are of its session and process group; /proc calls it NURSERY, and it ends with its leader.
 
-Where tests run side by side, the processes that run them are forks too (`testers`): of one that has collected the tests,
-so all that they import is imported once.
+Where tests run side by side, the processes that run them are forks too (`testers`): of one that has collected them all, so
+what they import is imported once.
 
 It is not a start of the interpreter: what libraries read of the environment while they are imported was read before,
 the parent of each is a nursery, and the end is `os._exit` once exit functions have run. So some tests of each kind of
@@ -45,7 +45,7 @@ REDLINE = str(Path(sys.executable).with_name("redline"))
 NURSERY = "nursery"
 MOST_BYTES, MOST_FILES = 1 << 17, 64  # of one start: what it is told, and its descriptors
 HIGH = 500  # descriptors from here on are free, while those below find their numbers
-# Those of which most of the processes that run tests run something, each with all that it imports, wherever a test does.
+# Where one test imports these, most of the processes that run tests would, each for itself.
 LIBRARIES = (
     "anthropic",
     "openai",
@@ -164,7 +164,7 @@ def words_of(command: Any) -> list[str] | None:
 
 @contextmanager
 def testers(arguments: Sequence[str]) -> Iterator[None]:
-    """The processes that pytest-xdist starts here are forks of one that has collected the tests. arguments: pytest's."""
+    """What pytest-xdist starts here are forks of a process that has collected the tests. arguments: pytest's own."""
     global _address
     program = "import sys; from tests import forked; forked.collected(int(sys.argv[1]), sys.argv[2:])"
     _address = _start_nursery(program, *arguments)
