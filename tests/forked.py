@@ -4,9 +4,10 @@
 process that they ask has no thread and has done nothing but import. Where one that it forks starts others (a server its
 workers, a worker its ranks), `subprocess.Popen` is this one there too. A fork that leads a session keeps such a process
 beside itself, whose forks are of its session and process group; /proc calls it NURSERY, and it ends with its leader.
+A fork that runs a module has the module's last name there.
 
-Where tests run side by side, the processes that run them are forks too (`testers`): of one that has collected them all, so
-what they import is imported once.
+Where tests run side by side, the processes that run them are forks too (`testers`): of one that has collected them all,
+so what they import is imported once.
 
 It is not a start of the interpreter: what libraries read of the environment while they are imported was read before,
 the parent of each is a nursery, and the end is `os._exit` once exit functions have run. So some tests of each kind of
@@ -182,8 +183,13 @@ class Tester(Popen):
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the interpreter, or a library, reads once of an environment, which a nursery has done."""
-    return {name: value for name, value in environment.items() if re.match("PYTHON|LC_|LANG|OMP_|MKL_|TRITON_", name)}
+    """What the interpreter, or a library, reads once of an environment, which a nursery has done.
+
+    It has this folder's modules whatever the path says, and a fork's streams are made anew.
+    """
+    read = {name: value for name, value in environment.items() if re.match("PYTHON|LC_|LANG|OMP_|MKL_|TRITON_", name)}
+    read.pop("PYTHONUNBUFFERED", None)
+    return {name: value for name, value in read.items() if (name, value) != ("PYTHONPATH", str(ROOT))}
 
 
 def nursery() -> bytes:
@@ -368,13 +374,14 @@ def _call_me(name: str) -> None:
 
 def _run(start: Start) -> NoReturn:
     """The process that was asked for, to its end."""
-    _call_me("python")
+    module = start.words[1] if start.words[0] == "-m" else "python"
+    _call_me(module.rpartition(".")[2])
     random.seed()  # not all as their nursery would go on
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         nurserys = getattr(sys, name)  # which knows what its descriptor was
         how = {"encoding": nurserys.encoding, "errors": nurserys.errors, "closefd": False}
         stream = open(number, mode, **how)  # noqa: SIM115
-        if name == "stderr":
+        if name == "stderr" or os.environ.get("PYTHONUNBUFFERED"):
             stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
