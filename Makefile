@@ -11,8 +11,6 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 # What their build imports, as pyproject.toml has it; and setuptools, with which an editable installation is built.
 FIRST = $(shell sed -n -E 's/^  ("(torch|numpy|setuptools)[<>=][^"]*").*/\1/p' pyproject.toml)
-# The libraries of which most of the tests' processes run something, each with all that it imports.
-LIBRARIES = anthropic, openai, torch._dynamo, torch.distributed.tensor, transformers.models.deepseek_v3.modeling_deepseek_v3
 
 .DEFAULT_GOAL = help
 .PHONY: help serve test test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
@@ -46,8 +44,8 @@ check: .venv/.test
 	.venv/bin/lint-imports
 
 # One thread each: the tests themselves run side by side, neighbours in one process, which then loads and builds once.
-# They start processes, for which bytecode is kept, whatever the shell says of it.
-tests: .venv/.bytecode
+# They start processes, for which the bytecode of what the first one imports is kept, whatever the shell says of it.
+tests: .venv/.test
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-train: .venv/.train
@@ -93,19 +91,14 @@ clean:
 	@echo "building the CPU kernels for this machine" && $(KERNELS)
 	@touch $@
 
-# pip keeps one core busy: once torch is there, the kernels are built beside it.
+# pip keeps one core busy: once torch is there, the kernels are built beside it. Bytecode of all that is installed would take
+# a minute of one core, most of it for what no test imports.
 .venv/.test: pyproject.toml | .venv/bin/pip
 	@echo "installing Redline, what it needs to run, and its tests' tools (minutes, once)"
 	@$(PIP) --no-compile $(FIRST)
 	@echo "building the CPU kernels for this machine"
 	@PYTHONDONTWRITEBYTECODE= $(KERNELS) & $(PIP) --no-compile --no-build-isolation --editable '.[test]' && wait $$!
 	@touch .venv/.runtime $@
-
-# Bytecode of all that is installed takes a minute of one core, most of it for what no test imports. What the tests'
-# processes import is written beside the checks, so that they do not each write it.
-.venv/.bytecode: .venv/.test
-	@PYTHONDONTWRITEBYTECODE= .venv/bin/python -c 'import $(LIBRARIES)'
-	@touch $@
 
 # DeepSpeed's build looks for the torch that is here.
 .venv/.train: pyproject.toml | .venv/.test

@@ -1,19 +1,21 @@
 """Where there is no GPU, Triton's kernels run in its interpreter, whose bf16 has to be mended first.
 
 And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit. Tests run
-in half as many processes again as there are cores, since those of servers wait more than they compute.
+in half as many processes again as there are cores, since those of servers wait more than they compute. They are forks.
 """
 
 import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from redline.limits import processors
+from tests import forked
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +31,15 @@ if not torch.cuda.is_available():
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` means."""
     return processors() * 3 // 2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """pytest-xdist starts the processes that run tests here."""
+    if sys.platform == "linux" and getattr(session.config.option, "tx", None):
+        with forked.testers(session.config.invocation_params.args):
+            return (yield)
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

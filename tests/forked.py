@@ -4,6 +4,10 @@
 process that they ask has no thread and has done nothing but import. Where one that it forks starts others (a server its
 workers, a worker its ranks), `subprocess.Popen` is this one there too. A fork that leads a session keeps such a process
 beside itself, whose forks are of its session and process group; /proc calls it NURSERY, and it ends with its leader.
+A fork that runs a module has the module's last name there.
+
+Where tests run side by side, the processes that run them are forks too (`testers`): of one that has collected them all,
+so what they import is imported once.
 
 It is not a start of the interpreter: what libraries read of the environment while they are imported was read before,
 the parent of each is a nursery, and the end is `os._exit` once exit functions have run. So some tests of each kind of
@@ -14,8 +18,10 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import importlib
 import json
 import os
+import random
 import re
 import runpy
 import selectors
@@ -28,16 +34,26 @@ import threading
 import traceback
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 REDLINE = str(Path(sys.executable).with_name("redline"))
 NURSERY = "nursery"
 MOST_BYTES, MOST_FILES = 1 << 17, 64  # of one start: what it is told, and its descriptors
 HIGH = 500  # descriptors from here on are free, while those below find their numbers
+# Where one test imports these, most of the processes that run tests would, each for itself.
+LIBRARIES = (
+    "anthropic",
+    "openai",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+)
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of prctl(2)
 
@@ -147,29 +163,56 @@ def words_of(command: Any) -> list[str] | None:
     return words if words[0] == REDLINE else None
 
 
+@contextmanager
+def testers(arguments: Sequence[str]) -> Iterator[None]:
+    """What pytest-xdist starts here are forks of a process that has collected the tests. arguments: pytest's own."""
+    global _address
+    program = "import sys; from tests import forked; forked.collected(int(sys.argv[1]), sys.argv[2:])"
+    _address = _start_nursery(program, *arguments)
+    with mock.patch.object(subprocess, "Popen", Tester):
+        yield
+
+
+class Tester(Popen):
+    """A process that runs tests. Its command, `-u -c PROGRAM`, makes it hear what pytest-xdist wants."""
+
+    def __init__(self, command: Sequence[str], **how: Any) -> None:
+        interpreter, unbuffered, *words = command  # the pipes by which it hears are not the interpreter's streams
+        assert unbuffered == "-u", command
+        super().__init__([interpreter, *words], **how)
+
+
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the interpreter, or a library, reads once of an environment, which a nursery has done."""
-    return {name: value for name, value in environment.items() if re.match("PYTHON|LC_|LANG|OMP_|MKL_|TRITON_", name)}
+    """What the interpreter, or a library, reads once of an environment, which a nursery has done.
+
+    It has this folder's modules whatever the path says, and a fork's streams are made anew.
+    """
+    read = {name: value for name, value in environment.items() if re.match("PYTHON|LC_|LANG|OMP_|MKL_|TRITON_", name)}
+    read.pop("PYTHONUNBUFFERED", None)
+    return {name: value for name, value in read.items() if (name, value) != ("PYTHONPATH", str(ROOT))}
 
 
 def nursery() -> bytes:
     """The address of the process that is asked for forks; the first call of a session of tests starts it."""
     global _address
     if _address is None:
-        with _listener() as listener:
-            command = [sys.executable, "-c", "import sys; from tests import forked; forked.first(int(sys.argv[1]))"]
-            first = _start(
-                [*command, str(listener.fileno())], cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()]
-            )
-            _address = listener.getsockname()
-        atexit.register(_end, first)
+        _address = _start_nursery("import sys; from tests import forked; forked.first(int(sys.argv[1]))")
     return _address
 
 
-def _end(first: "subprocess.Popen[bytes]") -> None:
-    assert first.stdin is not None
-    first.stdin.close()
-    first.wait()
+def _start_nursery(program: str, *arguments: str) -> bytes:
+    """Its address; it ends with this process. program: is told the number of the socket that it reads."""
+    with _listener() as listener:
+        command = [sys.executable, "-c", program, str(listener.fileno()), *arguments]
+        started = _start(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+        atexit.register(_end, started)
+        return listener.getsockname()
+
+
+def _end(started: "subprocess.Popen[bytes]") -> None:
+    assert started.stdin is not None
+    started.stdin.close()
+    started.wait()
 
 
 # ------------------------------------------------------------------------------------------------------- a nursery
@@ -177,6 +220,34 @@ def _end(first: "subprocess.Popen[bytes]") -> None:
 
 def first(number: int) -> None:
     """The nursery of a session of tests, which ends with its standard input. number: of the socket that it reads."""
+    _import()
+    _serve(socket.socket(fileno=number))
+
+
+def collected(number: int, arguments: Sequence[str]) -> None:
+    """The nursery of the processes that run tests, and beside it, begun before it knows of tests, that of all others.
+
+    number: of the socket that it reads; arguments: what pytest was called with.
+    """
+    _import()
+    listener, others = socket.socket(fileno=number), _listener()
+    if os.fork() == 0:
+        listener.close()
+        _serve(others)
+        return
+    address = others.getsockname()
+    others.close()
+    for each in LIBRARIES:
+        importlib.import_module(each)
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        pytest.main(
+            [*arguments, "-n0", "--collect-only", "-qq"]
+        )  # what cannot be collected is said by those that run it
+    _serve(listener, address)
+
+
+def _import() -> None:
+    """What the programs of Redline import."""
     gc.disable()  # nothing of what is imported goes
     import redline.cli.doctor
     import redline.fleet.agent
@@ -187,10 +258,20 @@ def first(number: int) -> None:
 
     gc.freeze()
     gc.enable()
+
+
+def _serve(listener: socket.socket, others: bytes | None = None) -> None:
+    """Forks until standard input is at its end. others: the nursery of what these forks start, if they run tests."""
+    global _address
     assert len(os.listdir("/proc/self/task")) == 1, "a fork has one thread, whatever the others held"
-    start = _forks(socket.socket(fileno=number), end=0)
-    if start is not None:
-        _run(_lead(start) if start.leads else start)
+    start = _forks(listener, end=0)
+    if start is not None and others is not None:
+        _address = others
+        _run(start)
+    elif start is not None:
+        start = _lead(start) if start.leads else start
+        subprocess.Popen = Popen
+        _run(start)
 
 
 def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
@@ -212,6 +293,9 @@ def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
             if key.fileobj is listener:
                 asker, _ = listener.accept()
                 told, files, _, _ = socket.recv_fds(asker, MOST_BYTES, MOST_FILES)
+                if not told:  # who asked has ended
+                    asker.close()
+                    continue
                 start = Start(*json.loads(told))
                 pid = os.fork()
                 if pid == 0:
@@ -290,13 +374,14 @@ def _call_me(name: str) -> None:
 
 def _run(start: Start) -> NoReturn:
     """The process that was asked for, to its end."""
-    _call_me("python")
-    subprocess.Popen = Popen
+    module = start.words[1] if start.words[0] == "-m" else "python"
+    _call_me(module.rpartition(".")[2])
+    random.seed()  # not all as their nursery would go on
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         nurserys = getattr(sys, name)  # which knows what its descriptor was
         how = {"encoding": nurserys.encoding, "errors": nurserys.errors, "closefd": False}
         stream = open(number, mode, **how)  # noqa: SIM115
-        if name == "stderr":
+        if name == "stderr" or os.environ.get("PYTHONUNBUFFERED"):
             stream.reconfigure(line_buffering=True)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)

@@ -19,6 +19,7 @@ from redline.bench.attack.random_requests import draw, requests
 from redline.bench.attack.raw_http import Reply
 from redline.bench.attack.watch import Chunk, Knock, Notes, joined, read
 from redline.wire.job import PAGE_TOKENS
+from tests import forked
 from tests.api import world
 from tests.api.fake_engine import say
 
@@ -164,7 +165,8 @@ def test_a_small_run_against_a_real_server(
     }
     words = [f"--{name}={value}" for name, value in sizes.items()]
     only = [f"--only={name}" for name in ("tiny_penalty", "foreign_pages")]
-    assert bystander.main([str(ROOT / "models" / "kimi-nano"), *words, *only]) == 0
+    with forked.all_processes():
+        assert bystander.main([str(ROOT / "models" / "kimi-nano"), *words, *only]) == 0
     record = json.loads(saved.read_text())
     phases = {phase["name"]: phase for phase in record["phases"]}
     assert {"control", "polite", "tiny_penalty", "foreign_pages", "random"} <= set(phases)

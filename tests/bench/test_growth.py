@@ -28,7 +28,7 @@ def test_bytes_in_use_are_the_allocators_own_account():
 def test_what_answered_requests_leave_behind_is_little(tmp_path: Path):
     """An object that stayed with each request would make 125 here; texts and verdicts that are kept make 60."""
     saved = tmp_path / "growth.json"
-    words = ["--requests=300", "--jobs=24", "--kv-memory=40000000", "--known-bytes=4000000", f"--save={saved}"]
+    words = ["--requests=300", "--jobs=12", "--kv-memory=40000000", "--known-bytes=4000000", f"--save={saved}"]
     assert growth.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
     told = json.loads(saved.read_text())
     assert set(told["counts"]) == {"api", "api, few texts known", "api, texts full", "engine"}

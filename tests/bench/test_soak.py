@@ -14,6 +14,7 @@ import pytest
 from redline.bench.attack import soak
 from redline.bench.attack.bystander import Sample
 from redline.bench.runs.trees import END_S
+from tests import forked
 
 START_S = 120.0  # seconds, on a busy machine
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,8 @@ def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.Captu
         "save": saved,
     }
     words = [f"--{name}={value}" for name, value in sizes.items()]
-    assert soak.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
+    with forked.all_processes():
+        assert soak.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
     told = json.loads(saved.read_text())
     assert told["at_rest"] == record()["at_rest"]
     assert told["soak"]["sent"] > 0

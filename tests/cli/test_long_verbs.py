@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
 from redline.worker.engine import Engine, EngineCore
+from tests import forked
 from tests.tiny_model import kernel_config
 
 QUESTION = {"kind": "add", "messages": [{"role": "user", "content": "1 + 1?"}], "check": {"number": 2}}
@@ -156,7 +156,7 @@ def test_ctrl_c_is_one_line_and_code_130(tiny: Path, monkeypatch: pytest.MonkeyP
 def test_a_long_verb_is_heard_of_while_it_works(tiny: Path):
     """The real command, without a terminal; only the ten seconds are shorter."""
     program = "import redline.progress as p; p.EVERY_S = 0.02; from redline.cli import main; main()"
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", program, "eval", str(tiny)],
         capture_output=True,
         text=True,

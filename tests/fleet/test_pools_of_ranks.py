@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fleet.test_pools import KEY, all_ready, free, workers
-from tests.fleet.test_serve import Server, wait_for
+from tests.fleet.test_serve import Server, group, wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         f'[engine.speculation]\ntype = "learned"\ndrafter = "{MODELS / "kimi-nano-eagle3"}"\nadaptive = false\n'
         '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\nengine = { ranks = 2 }\n'
     )
-    server = Server(folder / "pools.toml", really=True)
+    server = Server(folder / "pools.toml")
     try:
         wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, 180, server)
         yield server.until_ready()
@@ -93,11 +93,9 @@ def test_answers_are_those_of_the_worker_that_answers_by_itself(server: Server) 
         assert not apart or tokens[apart[0]][1] <= 1e-3, f"{how}: {handed[how]} for {tokens}"
 
 
-def followers(worker: int) -> list[int]:
-    """The processes of the ranks that a worker has started."""
-    children = [Path(f"/proc/{worker}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{worker}/task")]
-    found = [int(child) for line in children for child in line.split()]
-    return [child for child in found if b"redline.worker.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+def followers(server: Server) -> list[int]:
+    """The processes of the ranks that its workers have started."""
+    return [pid for pid in group(server.process.pid) if Path(f"/proc/{pid}/comm").read_text() == "rank\n"]
 
 
 def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], object]) -> list[int]:
@@ -122,10 +120,10 @@ def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], ser
     undisturbed = streamed(server, how, 20, lambda: None)
     assert len(undisturbed) == 90
     worker = workers(server)["decode"]["pid"]
-    (rank,) = followers(worker)
+    (rank,) = followers(server)
     assert streamed(server, how, 20, lambda: os.kill(rank, signal.SIGKILL)) == undisturbed
     wait_for(lambda: all_ready(server) and workers(server)["decode"]["pid"] != worker, 60, server)
-    assert followers(workers(server)["decode"]["pid"])
+    assert [pid != rank for pid in followers(server)] == [True]
     assert "rank 1 is lost" in server.said
     assert "it is started again" in server.said
 

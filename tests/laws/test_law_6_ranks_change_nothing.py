@@ -314,7 +314,10 @@ def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
 def test_a_step_that_fails_on_a_rank_ends_all(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has left out sums that the others wait for; with one rank the jobs of that step alone would end."""
     monkeypatch.setattr(worker_ranks, "END_S", 0.5)
-    engine = EngineCore.load(NANO, config(ranks=2))
+    with forked.all_processes():
+        engine = EngineCore.load(NANO, config(ranks=2))
+    assert isinstance(engine.runner, worker_ranks.LeadingRunner)
+    (other,) = engine.runner._ranks._processes
 
     def failing(*_: object) -> None:
         raise error
@@ -325,7 +328,7 @@ def test_a_step_that_fails_on_a_rank_ends_all(error: Exception, monkeypatch: pyt
             run(engine, [long_job()])
     finally:
         engine.runner.close()
-    assert not followers()
+    assert other.returncode is not None, "no rank is left behind"
 
 
 def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
@@ -350,15 +353,17 @@ def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.Mo
     """Rank 1 finds another checkpoint than rank 0: its shards have gone meanwhile."""
     folder = tmp_path / "model"
     random_checkpoint(folder, eight_heads())
-    start = worker_ranks.Ranks._start
+    start, started = worker_ranks.Ranks._start, list[worker_ranks.Ranks]()
 
     def away(self: worker_ranks.Ranks, told: worker_ranks.RankConfig) -> None:
+        started.append(self)
         start(self, worker_ranks.msgspec.structs.replace(told, weights=str(tmp_path / "gone")))
 
     monkeypatch.setattr(worker_ranks.Ranks, "_start", away)
-    with pytest.raises(WorkerLost, match=r"rank 1 is lost while it was loading: .*gone"):
+    lost = pytest.raises(WorkerLost, match=r"rank 1 is lost while it was loading: .*gone")
+    with forked.all_processes(), lost:
         EngineCore.load(folder, config(ranks=2, max_model_len=128))
-    assert not followers()
+    assert [process.returncode is not None for ranks in started for process in ranks._processes] == [True]
 
 
 def test_ranks_end_with_rank_0_however_it_ends() -> None:

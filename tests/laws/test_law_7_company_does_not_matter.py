@@ -3,8 +3,6 @@ however often it is pre-empted."""
 
 import functools
 import hashlib
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from redline.kernels.cpu import native
 from redline.limits import processors
 from redline.wire.job import Job
+from tests import forked
 from tests.tiny_model import BOTH, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 
 KINDS = {
@@ -140,6 +139,9 @@ def test_another_seed_is_another_answer():
 
 
 OTHERWISE = """
+import os, sys, torch
+os.environ["OMP_NUM_THREADS"] = sys.argv[1]
+torch.set_num_threads(int(sys.argv[1]))
 from redline.kernels.cpu import native
 from tests.laws.test_law_7_company_does_not_matter import digest, mixed
 from tests.tiny_model import run_alone, tiny_model
@@ -152,11 +154,8 @@ print(native.threads(), digest([run_alone(tiny_model(), one) for one in mixed(6)
 def test_one_thread_computes_what_many_do():
     """Whichever of the two this process has, its child has the other."""
     assert native.library() is not None
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    environment |= {"OMP_NUM_THREADS": "1"} if native.threads() > 1 else {}
-    child = subprocess.run(
-        [sys.executable, "-c", OTHERWISE], env=environment, capture_output=True, text=True, check=True
-    )
+    most = 1 if native.threads() > 1 else processors()
+    child = forked.run([sys.executable, "-c", OTHERWISE, str(most)], capture_output=True, text=True, check=True)
     threads, text = child.stdout.split()
     assert sorted((int(threads) > 1, native.threads() > 1)) == [False, True]
     assert text == digest([run_alone(tiny_model(), one) for one in mixed(6)])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from redline.bench.runs import where, worth
+from tests import forked
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 
@@ -31,5 +32,6 @@ def test_pictures_are_drawn_of_stored_results(tmp_path: Path):
 def test_a_verb_that_fails_gives_its_code_and_no_picture(program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     wrong = [str(tmp_path)] if program is worth else ["--shape", "nobody"]
     monkeypatch.setattr("sys.argv", ["program", *wrong, "--out", str(tmp_path / "out.json")])
-    assert program.main() == 1
+    with forked.all_processes():
+        assert program.main() == 1
     assert not (tmp_path / "out.png").exists()

@@ -11,6 +11,7 @@ from redline.bench.runs.tiny_tokenizer import RESERVED, words, write_tiny_tokeni
 from redline.chat.tokenizer import Tokenizer
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
+from tests import forked
 
 
 def test_text_of_whole_words_has_as_many_tokens_as_words(tmp_path: Path):
@@ -36,7 +37,8 @@ def test_all_streams_are_answered_by_three_layers_in_memory(tmp_path: Path):
     words = (
         f"--shape kimi-nano --streams 3 --input 96 --output 12 --in-memory 3 --step-ms 500 --device cpu --save {saved}"
     )
-    full_depth.main(words.split())
+    with forked.all_processes():
+        full_depth.main(words.split())
     record = json.loads(saved.read_text())
     (run,) = record["runs"]
     assert (run["layers"], run["layers_in_memory"], run["completed"], run["failed"]) == (8, 3, 3, 0)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.draft.train.captured import target_folder
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ def test_two_ranks_learn_what_one_process_learns_and_go_on_where_they_stopped(tm
     kinds = ["one process", "data parallel", "fully sharded"]
     command = [sys.executable, "-m", "tests.draft.train.ranks", str(target), str(tmp_path), *kinds]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    ran = forked.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr
     for kind in kinds[1:]:
         assert_same(tmp_path / kind, tmp_path / kinds[0])

@@ -40,7 +40,7 @@ def emulated(*args: object) -> Tensor:
         return grouped_experts.run(grouped_experts.op.args(*args))  # pyright: ignore[reportOptionalCall, reportArgumentType]
 
 
-@pytest.mark.parametrize("case", filter(small, sort_pairs.op.cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*filter(small, sort_pairs.op.cases())], ids=lambda case: case.name)
 def test_pairs_are_sorted_as_the_reference_does(case: Case, g: torch.Generator):
     args = case.make(g)
     wanted = sort_pairs.op.reference(sort_pairs.op.args(*args))
@@ -55,7 +55,7 @@ def test_pairs_are_sorted_as_the_reference_does(case: Case, g: torch.Generator):
     assert torch.equal(given.columns[:rows][real], wanted.columns[:rows][real])
 
 
-@pytest.mark.parametrize("case", filter(small, grouped_experts.op.cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*filter(small, grouped_experts.op.cases())], ids=lambda case: case.name)
 def test_experts_multiply_as_the_reference_does(case: Case, g: torch.Generator):
     args = case.make(g)
     assert close(emulated(*args), grouped_experts.op.reference(grouped_experts.op.args(*args)), args[3].kind)

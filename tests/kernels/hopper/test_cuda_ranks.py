@@ -1,7 +1,6 @@
 """Kernels of several ranks: on the CPU, thread by thread, in a process for each rank, each at its own pace."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.ranks import ATTENTION, UNSENT
+from tests import forked
 from tests.kernels.hopper import ranks_program
 
 HERE = Path(__file__).parent
@@ -28,7 +28,7 @@ def say(file: Path, ranks: int, what: str) -> list[str]:
     """What the ranks of the program print, a line for each."""
     command = [sys.executable, "-m", "tests.kernels.hopper.ranks_program", str(file), str(ranks), what]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

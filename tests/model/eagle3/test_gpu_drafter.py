@@ -14,8 +14,9 @@ from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper import linear as products
+from redline.kernels.hopper.decode import grouped
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.linear import STREAMED
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.kernel import fallbacks, references
@@ -108,6 +109,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+        monkeypatch.setattr(grouped, "_PROGRAMS", 16)
 
 
 @pytest.mark.parametrize(
@@ -240,16 +242,20 @@ def test_rows_take_what_those_before_them_fed_back(drafters: Pair):
 
 @pytest.mark.parametrize("drafters", ["3.1", "Llama"], indirect=True)
 def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
     def product(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        asked.append(len(x))
         return (x.float() @ weight.float()).to(out_dtype)
 
+    most = products.STREAMED
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch, "mm", product)  # a CPU's gives its inputs' type alone
-    work, positions = Work(drafters.ours.config.kv_width), [range(127), range(STREAMED - 126)]
-    rows = DraftRows(
-        [0] * 127 + [1] * len(positions[1]), [t for each in positions for t in each], [STREAMED, 126, 9, 0, 127]
-    )
-    features = work.bf16(STREAMED + 1, 3 * HIDDEN)
+        most = 72
+        monkeypatch.setattr(products, "STREAMED", most)
+    work, positions = Work(drafters.ours.config.kv_width), [range(66), range(most - 65)]
+    rows = DraftRows([0] * 66 + [1] * len(positions[1]), [t for each in positions for t in each], [most, 65, 9, 0, 66])
+    features = work.bf16(most + 1, 3 * HIDDEN)
     with kernels():
         ours = drafters.ours.fuse(features.to(DEVICE))
     with meaning():
@@ -258,6 +264,7 @@ def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytes
     for a, b in zip(*work.read(drafters, rows, (ours, ours.cpu())), strict=True):
         assert_near(a, b)
     work.assert_written(rows)
+    assert DEVICE.type == "cuda" or set(asked) == {most + 1}
 
 
 @pytest.mark.parametrize("sources", [None, [4], [2, 0, 5]], ids=repr)

@@ -1,7 +1,6 @@
 """A drafter that several ranks divide is the drafter, to rounding: kernels emulated, a process for each rank."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.shard import body_ranks, head_ranks, left_out
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
+from tests import forked
 from tests.model.eagle3.ranks_program import CONFIGS, FEW, PASSES, TARGET, TWO, Ranks, Result, computed, served
 
 LIMIT = 1e-2  # of a row's length
@@ -70,7 +70,7 @@ def computed_by_ranks(folder: Path, states: Mapping[str, State]) -> list[dict[An
     files = [inboxes(folder / f"inboxes-{ranks}", ranks) for ranks in (2, 4)]
     command = [sys.executable, "-m", "tests.model.eagle3.ranks_program", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     for file in files:
         left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +31,7 @@ from redline.model.k2.write import (
     write_checkpoint,
 )
 from redline.ops.formats import Int4, Nvfp4, quantize_nvfp4
+from tests import forked
 
 Format = Literal["int4", "nvfp4", "bf16", "fp8"]
 PROJECTIONS = ("gate", "up", "down")
@@ -362,7 +362,7 @@ print(sum(read), largest, (peak - before) * 1024)
 
 
 def test_reading_1_gb_takes_the_memory_of_one_tensor(big_checkpoint: Path):
-    child = subprocess.run(
+    child = forked.run(
         [sys.executable, "-c", READ_EVERYTHING, str(big_checkpoint)], capture_output=True, text=True, check=True
     )
     read, largest, grown = map(int, child.stdout.split())

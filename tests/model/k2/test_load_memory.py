@@ -1,10 +1,11 @@
 """Loading takes the memory of the model, of one tensor, and little else: nothing is held twice."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import forked
 
 LOAD = """
 import sys
@@ -48,7 +49,7 @@ print(checkpoint.bytes, sum(read), max(read), anonymous() - before, peak - befor
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (1, 2)])
 def test_loading_1_gb_takes_a_ranks_part_and_one_tensor(rank: int, ranks: int, big_checkpoint: Path):
-    child = subprocess.run(
+    child = forked.run(
         [sys.executable, "-c", LOAD, str(big_checkpoint), str(rank), str(ranks)],
         capture_output=True,
         text=True,

@@ -145,8 +145,8 @@ def chances(step: Callable[[float, float], float]) -> float:
 
 @torch.inference_mode()
 def test_many_rows_are_distributed_as_without_a_drafter_and_accept_more_than_one_by_one():
-    """Twice as many as show each of the mistakes below."""
-    draws = 30_000
+    """Half as many again as show each of the mistakes below."""
+    draws = 15_000
     counts, accepted = np.zeros([V] * 3), 0
     rest = np.random.default_rng(0).random((draws, 2)).tolist()
     for seed in range(draws):
@@ -178,7 +178,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @torch.inference_mode()
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 def test_every_option_keeps_its_distribution(options: dict[str, Any]):
-    counts = counted(1_500, 3, **options)
+    counts = counted(1_000, 3, **options)
     wanted = {name: value for name, value in options.items() if name != "certain"}
     assert deviation(counts, expected(asked(**wanted), 3)) < 4
 
@@ -194,14 +194,14 @@ def numbers_by_place(seed: int, stream: int, position: int) -> float:
 
 def test_the_chi_square_sees_a_residual_that_forgets_its_prefix(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "residual", unscaled)
-    assert deviation(counted(5_000, 3), expected(asked(), 3)) > 8
+    assert deviation(counted(1_000, 3), expected(asked(), 3)) > 30
 
 
 @torch.inference_mode()
 def test_the_chi_square_sees_numbers_that_are_used_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "uniform_of", numbers_by_place)
     monkeypatch.setitem(globals(), "uniform_of", numbers_by_place)
-    assert deviation(counted(15_000, 3), expected(asked(), 3)) > 6
+    assert deviation(counted(10_000, 3), expected(asked(), 3)) > 5
 
 
 def test_the_chi_square_sees_drafts_that_come_from_elsewhere(monkeypatch: pytest.MonkeyPatch):
@@ -209,7 +209,7 @@ def test_the_chi_square_sees_drafts_that_come_from_elsewhere(monkeypatch: pytest
     for before in prefixes(2):
         ladder(before, 1.0)
     monkeypatch.setitem(globals(), "drafter_rows", lambda *of: honest(*of).roll(1, -1))
-    assert deviation(counted(5_000, 3), expected(asked(), 3)) > 8
+    assert deviation(counted(1_000, 3), expected(asked(), 3)) > 30
 
 
 def test_a_drafter_draws_from_the_distribution_that_it_reports():

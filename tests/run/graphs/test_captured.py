@@ -22,8 +22,11 @@ from redline.errors import WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import Alone
+from redline.kernels.hopper.decode import grouped
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
+from redline.kernels.hopper.triton import dense as streamed
+from redline.kernels.hopper.triton import linear
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
 from redline.model.eagle3.hopper import GpuServed
@@ -485,7 +488,13 @@ class GpuServedBesideACpu(GpuServed):
 def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_drafts(
     captured: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its kernels, thread by thread on the CPU; a part of the vocabulary, its head in 8 bits."""
+    """Its kernels, thread by thread on the CPU; a part of the vocabulary, its head in 8 bits.
+
+    Of few programs, since Triton's interpreter takes as long for a small one as for a large one.
+    """
+    monkeypatch.setattr(grouped, "_PROGRAMS", 12)
+    for products in (linear, streamed):
+        monkeypatch.setattr(products, "block_rows", lambda outputs: 256)
     model = tiny_model()
     config = Eagle3Config.for_target(model.config, architecture="llama", num_key_value_heads=2, draft_vocab_size=96)
     torch.manual_seed(4)
