@@ -122,6 +122,7 @@ class Tiers:
 
     def took(self, step: Step, seconds: float) -> None:
         """As `Below.took`."""
+        self.store.parts.took("step", seconds)
         rows = [(row.start, row.count) for row in step.rows if row.start is not None]
         if not rows:
             return
@@ -233,7 +234,8 @@ class Tiers:
             self._go_on(id)
             return
         ahead_s = self._ahead()
-        fetch = self._planner.fetch(id, choice.pages)
+        with self.store.parts.of("room"):
+            fetch = self._planner.fetch(id, choice.pages)
         if fetch is None:
             self.store.let_go(reading)
             return

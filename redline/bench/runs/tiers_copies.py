@@ -6,8 +6,11 @@
 Of each number of pages, in turns: `read`, from the host's memory to their places in the pool, verified, as a job waits
 for it (`run/tiers/store.py`); `save`, out of the pool before they are overwritten, as the loop waits for it; `in` and
 `out`, one copy of the same bytes between pinned memory and one piece of the GPU's, which is the floor. Medians, and the
-best. `seal_bytes_per_s` is what one thread of the host adds up of a checksum: it bounds how fast what was saved can go
-on to a disk, and no reading. No weights are needed. A minute on a GPU, at most.
+best. `parts` says what a thread of the host did meanwhile: of `read` the store's, of `save` who called it and then the
+store's. `device` takes the work apart: each of gathering pages, copying them, placing and adding them up by itself, in
+milliseconds of the host to launch it and of the device to do it. `pinning` is what new memory costs
+(`tiers_pinning.py`). `seal_bytes_per_s` is what one thread of the host adds up of a checksum: it bounds how fast what
+was saved can go on to a disk, and no reading. No weights are needed. A minute on a GPU, at most.
 """
 
 import argparse
@@ -25,13 +28,17 @@ import torch
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
+from redline.bench.runs.tiers_pinning import pinned
 from redline.errors import RedlineError
+from redline.kernels.by_chip import checksum
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.shapes import shape
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
+from redline.run.tiers.memory import SLAB_BYTES
 from redline.run.tiers.pages import WholePages, seal
+from redline.run.tiers.parts import Span, told
 from redline.run.tiers.store import Saved, Store
 from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 from redline.worker.engine import pick_device
@@ -65,6 +72,7 @@ class Copies:
         self.pages = WholePages(kv)
         self._bytes_LPTB = kv.planes.view(torch.uint8)
         self.store = Store(self.pages, 2 * most * self.pages.size)
+        self._spans = self.store.parts.kept = list[Span]()
         self._names = itertools.count(1)
         self._kept = [Saved(self._name(), PageId(page), True, False) for page in range(most)]
         self._save(self._kept)
@@ -103,6 +111,41 @@ class Copies:
         self._wait()
         return time.perf_counter() - began
 
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of each part since the last call."""
+        spans = tuple(self._spans)
+        self._spans.clear()
+        return {part: one["ms"] for part, one in told(spans, 0.0, time.perf_counter()).items()}
+
+    def device_parts(self, pages: int) -> dict[str, tuple[float, float]]:
+        """Of each piece of the work by itself: milliseconds until the host had launched it, and of the device."""
+        size, name = self.pages.size, self._name()
+        host_PB, here_PB = (one[: pages * size].view(pages, size) for one in (self._host, self._piece))
+        first = PageId(2 * self.most)
+        pieces: dict[str, Callable[[int], object]] = {
+            "gather": lambda at: self.pages.take(PageId(first + at), here_PB[at]),
+            "copy out": lambda at: host_PB[at].copy_(here_PB[at], non_blocking=True),
+            "copy in": lambda at: here_PB[at].copy_(host_PB[at], non_blocking=True),
+            "checksum": lambda at: checksum(here_PB[at], 1),
+            "place and add up": lambda at: self.pages.put(PageId(first + at), here_PB[at], name, 0),
+        }
+        return {piece: self._timed(launch, pages) for piece, launch in pieces.items()}
+
+    def _timed(self, launch: Callable[[int], object], pages: int) -> tuple[float, float]:
+        self._wait()
+        gpu, began = self.device.type == "cuda", time.perf_counter()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
+        for event in events[:1]:
+            event.record()
+        for at in range(pages):
+            launch(at)
+        for event in events[1:]:
+            event.record()
+        launched_ms = 1e3 * (time.perf_counter() - began)
+        self._wait()
+        took_ms = events[0].elapsed_time(events[1]) if gpu else launched_ms
+        return launched_ms, took_ms
+
     def seal_bytes_per_s(self) -> float:
         """Bytes of a page that a thread of the host adds up in a second, at best."""
         page = self._host[: self.pages.size]
@@ -140,11 +183,20 @@ def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[s
             "out": partial(copies.copy, pages, inwards=False),
         }
         took = {name: list[float]() for name in ways}
+        parts = {name: list[dict[str, float]]() for name in ("read", "save")}
+        device = list[dict[str, tuple[float, float]]]()
         for turn in range(WARM + repeats):
             for name, way in ways.items():
+                copies.parts()
                 seconds = way()
                 if turn >= WARM:
                     took[name].append(seconds)
+                    if name in parts:
+                        parts[name].append(copies.parts())
+            if turn >= WARM:
+                device.append(copies.device_parts(pages))
+            else:
+                copies.device_parts(pages)
             if time.monotonic() > until and turn >= WARM:
                 break
         size = pages * copies.pages.size
@@ -158,11 +210,25 @@ def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[s
             }
         for name, floor in (("read", "in"), ("save", "out")):
             one[name]["of_floor"] = round(one[name]["ms"] / one[floor]["ms"], 2)
+            one[name]["parts"] = _middle(parts[name])
+        one["device"] = {
+            piece: {
+                "launched_ms": round(statistics.median(each[piece][0] for each in device), 4),
+                "ms": round(statistics.median(each[piece][1] for each in device), 4),
+            }
+            for piece in device[0]
+        }
         found.append(one)
         print(json.dumps(one), flush=True)
         if time.monotonic() > until:
             break
     return found
+
+
+def _middle(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Medians; a part that one has not took it nothing."""
+    names = sorted({name for each in parts for name in each})
+    return {name: round(statistics.median(each.get(name, 0.0) for each in parts), 4) for name in names}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -171,6 +237,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="kimi-k2.6", help="a model's sizes by name, as `redline bench decode` has")
     parser.add_argument("--pages", type=count, nargs="+", default=[1, 8, 64, 128])
     parser.add_argument("--repeats", type=count, default=7)
+    parser.add_argument(
+        "--slab", type=count, default=SLAB_BYTES, help="bytes of the memory that is pinned for `pinning`"
+    )
     parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
     parser.add_argument("--save", type=output, default=None)
     return parser
@@ -191,6 +260,8 @@ def main(said: Sequence[str] | None = None) -> None:
             "page_bytes": copies.pages.size,
             "seal_bytes_per_s": round(copies.seal_bytes_per_s()),
             "runs": measured(copies, given.pages, given.repeats),
+            "slab_bytes": given.slab,
+            "pinning": pinned(device, given.slab),
         }
     finally:
         copies.store.close()

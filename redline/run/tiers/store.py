@@ -27,6 +27,7 @@ from torch import Tensor
 from redline.run.tiers.disk import DiskPages, Place
 from redline.run.tiers.memory import Entry, HostPages
 from redline.run.tiers.pages import WholePages, seal
+from redline.run.tiers.parts import Parts
 from redline.wire.job import PageHash, PageId
 
 Tier = Literal["host", "disk"]
@@ -116,6 +117,7 @@ class Store:
     """Pages of one engine.
 
     busy: whether steps run, which readings make room for. page_s: seconds for a page of each tier, as a first guess.
+    parts: what its time goes to.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Store:
         The disk is the store's from now on: its thread reads the index first. others: where several ranks share the
         model; pages are saved from this one's alone, since they are the same on all."""
         self.busy = False
+        self.parts = Parts()
         self.share = share
         self.counts: Counter[tuple[Tier, str]] = Counter()
         self.disk = disk
@@ -178,7 +181,7 @@ class Store:
         """Keeps pages that nobody writes to; they may be overwritten once this returns. Those that are kept already,
         and no better now, are only marked as used. Where there is no room for one, it is lost, and counted."""
         new: list[tuple[Saved, int]] = []
-        with self._lock:
+        with self.parts.of("save: room"), self._lock:
             for one in pages:
                 flags = _flags(one.exact, one.drafted)
                 entry = self._host.find(one.hash)
@@ -197,12 +200,13 @@ class Store:
                 new.append((one, slot))
         if not new:
             return
-        with self._copying():
+        with self.parts.of("save: launch"), self._copying():
             for one, slot in new:
                 self._pages.take(one.page, self._host.slots.bytes_of(slot))
-        self._copied()
+        with self.parts.of("save: wait"):
+            self._copied()
         sealing: list[tuple[PageHash, Entry]] = []
-        with self._lock:
+        with self.parts.of("save: books"), self._lock:
             for one, slot in new:
                 entry = self._host.put(one.hash, slot, _flags(one.exact, one.drafted))
                 sealing.append((one.hash, entry))
@@ -344,7 +348,8 @@ class Store:
 
     def _make_room(self) -> None:
         """Makes a slab of memory before it is needed: pinning is waited for by nobody, but who needs it meanwhile."""
-        slab = self._host.slots.slab()
+        with self.parts.of("thread: pin"):
+            slab = self._host.slots.slab()
         with self._lock:
             self._host.slots.add(slab)
 
@@ -358,9 +363,10 @@ class Store:
             self._rest(error)
 
     def _seal(self, new: Sequence[tuple[PageHash, Entry]]) -> None:
-        for hash, entry in new:
-            # Memory may have given it up: then the number is nobody's.
-            entry.checksum = seal(self._host.slots.bytes_of(entry.slot), hash, entry.flags)
+        with self.parts.of("thread: seal"):
+            for hash, entry in new:
+                # Memory may have given it up: then the number is nobody's.
+                entry.checksum = seal(self._host.slots.bytes_of(entry.slot), hash, entry.flags)
         self._write_ahead()
 
     def _write_ahead(self) -> None:
@@ -386,7 +392,8 @@ class Store:
         try:
             if self.disk is not None and self._clock() >= self._rests_until:
                 page = self._host.slots.bytes_of(entry.slot).numpy().data
-                self.disk.write(hash, page, entry.checksum, entry.flags)
+                with self.parts.of("thread: write"):
+                    self.disk.write(hash, page, entry.checksum, entry.flags)
                 self.counts["disk", "stored"] += 1
                 with self._lock:
                     self._host.written(hash)
@@ -420,10 +427,11 @@ class Store:
                 if reading.cancelled or self._clock() >= reading.until or self._ended:
                     break
                 began, busy = self._clock(), self.busy
-                one = self._fetch(reading, hash, self._scratch[at % self._together])
+                with self.parts.of("read: fetch"):
+                    one = self._fetch(reading, hash, self._scratch[at % self._together])
                 if one is None:
                     break
-                with self._copying():
+                with self.parts.of("read: launch"), self._copying():
                     put.append(_Put(one, self._pages.put(reading.pages[at], one.bytes_B, hash, one.flags)))
                 if len(put) == self._together:
                     kept += self._there(reading, len(kept), put)
@@ -489,7 +497,8 @@ class Store:
 
     def _there(self, reading: Reading, first: int, put: Sequence[_Put]) -> list[Found]:
         """As `_good`, of the reading's pages from `first` on; and the other ranks have them too. Raises RankLost."""
-        good = self._good(put)
+        with self.parts.of("read: wait"):
+            good = self._good(put)
         if self._others is not None:
             pages = reading.pages[first : first + len(good)]
             told = [self._others.put(page, one.page.bytes_B) for page, one in zip(pages, put, strict=False)]
