@@ -67,6 +67,7 @@ WARM = (
     100,
 )  # tokens of prompts that do not count, each asked again with MORE: what they take is learnt
 TIERS = "host", "disk"
+SETTLE_S = 120.0  # for memory to be made
 NONE = {"ms": 0.0}  # of a part that was not met
 
 
@@ -160,6 +161,13 @@ class Talks:
         )
         return asked, tuple(token for delta in deltas for token in delta.tokens)
 
+    def settle(self) -> float:
+        """Seconds until all memory is there that is made while nothing else is to be done. Raises RedlineError."""
+        began = time.perf_counter()
+        if not self._tiers.store.settle(SETTLE_S):
+            raise RedlineError(f"memory of the host was not made in {SETTLE_S:g} s")
+        return time.perf_counter() - began
+
     def warm(self, draw: random.Random, size: int) -> None:
         """As a worker that has served some prompts. size: of the vocabulary. Raises RedlineError."""
         for length in WARM:
@@ -191,12 +199,15 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     turns = [(at, back) for number in range(len(prompts) + lag) for at, back in ((number, False), (number - lag, True))]
     turns = [(at, back) for at, back in turns if 0 <= at < len(prompts)]
 
+    made_s = list[float]()  # until the host's memory was there, once the engine had nothing to do
+
     def opened(turns: Sequence[tuple[int, bool]]) -> tuple[float, list[Asked], dict[int, tuple[int, ...]]]:
         """Seconds until the engine was open; what was asked; the answers of those that return."""
         began, asked, answers = time.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
         with Engine.open(folder, EngineConfig(**config)) as engine:
             opened_s, talks = time.perf_counter() - began, Talks(engine)
             talks.warm(draw, size)
+            made_s.append(talks.settle())
             for at, back in turns:
                 one, answer = talks.ask(prompts[at] + more[at] if back else prompts[at])
                 asked.append(one)
@@ -220,6 +231,7 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
         "conversations": series.conversations,
         "longest_bytes": longest * of_token,
         "opened_again_s": round(opened_s, 2),
+        "memory_made_s": [round(seconds, 2) for seconds in made_s],
         "other_answers_from_disk": parted,
         **told(asked),
         "prompts": [{key: _short(value) for key, value in one._asdict().items()} for one in asked],

@@ -36,7 +36,7 @@ class Slab(NamedTuple):
 
 
 def asked(size: int, gpu: bool) -> Slab:
-    """As `run.tiers.memory` made it until now."""
+    """As torch makes it."""
     began = time.perf_counter()
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
     return Slab(memory, lambda: None, time.perf_counter() - began if gpu else 0.0)
