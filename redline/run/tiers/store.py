@@ -149,7 +149,8 @@ class Store:
         self._out, self._in = (torch.cuda.Stream(pages.device, priority=-1) if gpu else None for _ in range(2))
         self._gathered: torch.cuda.Event | None = None  # all pages that were saved so far
         self._together = pages.together if others is None else TOGETHER
-        self._under_way = 2 if gpu and others is None else 1  # times so many pages, that are put and not looked at yet
+        # Times so many pages, that are put and not looked at yet.
+        self._under_way = 2 if pages.together > 1 and others is None else 1
         self._lock = threading.Condition()  # of all that follows
         self._on_disk: Mapping[PageHash, Place] = {} if disk is None else disk.places
         self._held: dict[Reading, list[Entry]] = {}  # by readings that have not ended
