@@ -120,9 +120,7 @@ class EngineCore:
             time.monotonic,
         )
         if plan.step_ms is not None:
-            shape = model.config
-            experts = (shape.n_routed_experts, shape.num_experts_per_tok) if shape.moe_layers else (0, 0)
-            self.planner.foresee(StepForecast(*experts))
+            self.planner.foresee(StepForecast(*_experts(model.config)))
         self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
@@ -516,7 +514,12 @@ def tiers_of(
             _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
     others = None if ranks is None else RankPages(ranks, kv)
     store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type], others=others)
-    return Tiers(planner, store, step_tokens=step_tokens)
+    return Tiers(planner, store, step_tokens=step_tokens, experts=_experts(loaded.model.config))
+
+
+def _experts(config: K2Config) -> tuple[int, int]:
+    """Of a layer's routed experts, how many there are and how many a token chooses; 0: there are none."""
+    return (config.n_routed_experts, config.num_experts_per_tok) if config.moe_layers else (0, 0)
 
 
 def _keep(folder: Path) -> FileLock:

@@ -62,7 +62,7 @@ MORE, ANSWER = 64, 4  # tokens that a return adds, and those of each answer
 LEFT = 64  # spans of the prompt before, of which some may reach into this one's time
 WARM = (
     1500,
-    700,
+    704,
     200,
     100,
 )  # tokens of prompts that do not count, each asked again with MORE: what they take is learnt
