@@ -42,7 +42,7 @@ from redline.run.fit import Layout, Sizes, fit
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
-from redline.run.tiers.pages import WholePages
+from redline.run.tiers.pages import WholePages, staged_bytes
 from redline.run.tiers.store import Store
 from redline.tune.floor import StepFloor
 from redline.tune.forecast import StepForecast
@@ -426,6 +426,8 @@ def load_model(
     sizes = sizes_of(geometry, config, device, dtype, drafter)
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
+    elif config.host_memory is not None or config.disk is not None:
+        aside += staged_bytes(sizes.page_bytes)
     # The group is open: what it has taken is no longer free, and among what is needed.
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))

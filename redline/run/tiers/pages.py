@@ -130,6 +130,11 @@ class WholePages:
         return event
 
 
+def staged_bytes(page_bytes: int) -> int:
+    """Bytes of a GPU's memory that its `WholePages` take."""
+    return 2 * TOGETHER * page_bytes
+
+
 def seal(bytes_B: Tensor, seed: int) -> int:
     """The checksum of a page's bytes under its seed: bytes under another page's name do not have it."""
     return meaning.number(checksum(bytes_B, seed))

@@ -36,6 +36,8 @@ Tier = Literal["host", "disk"]
 
 EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
 AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
+SUMS = 512  # seals of a piece of memory, which is pinned: most that are saved together are fewer
+MADE = 8  # as many copies, one behind another, are launched at the start: what they take of the host is there then
 LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of
 REST_S = 60.0  # for a disk that took no page
 DISK_S = 1e-9  # for a byte from the disk, as a first guess
@@ -269,8 +271,8 @@ class Store:
         return found
 
     def _sums(self, pages: int) -> Tensor:
-        """Memory of the host for so many seals."""
-        return torch.empty(pages, dtype=torch.int64, pin_memory=self._out is not None)
+        """Memory of the host for so many seals; pieces of one size, so that those that are no longer used do again."""
+        return torch.empty(max(SUMS, pages), dtype=torch.int64, pin_memory=self._out is not None)[:pages]
 
     def _mark(self) -> torch.cuda.Event | None:
         """The end of what was launched on this stream; None where it is done."""
@@ -623,8 +625,10 @@ class Store:
                 self._pages.put(nobody, [page] * count, [0] * count)
                 _wait(self._mark())
             seconds = min(seconds, self._clock() - began)
-        with _on(self._out):  # what saves is compiled too
-            self._pages.take(nobody, [page] * count, [0] * count)
+        with _on(self._out):
+            sums = [self._sums(1) for _ in range(MADE)]
+            for _ in sums:
+                self._pages.take(nobody, [page] * count, [0] * count)
             _wait(self._mark())
         return {"host": seconds / count, "disk": seconds / count + DISK_S * self.page_bytes}
 
