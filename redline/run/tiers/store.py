@@ -38,7 +38,7 @@ EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
 AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
 SUMS = 512  # seals of a piece of memory, which is pinned: most that are saved together are fewer
 MADE = 8  # as many copies, one behind another, are launched at the start: what they take of the host is there then
-LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of
+LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of, or saved pages are here
 REST_S = 60.0  # for a disk that took no page
 DISK_S = 1e-9  # for a byte from the disk, as a first guess
 
@@ -428,9 +428,17 @@ class Store:
     def _seal(
         self, new: Sequence[tuple[PageHash, Entry]], sums: Tensor | None, copied: torch.cuda.Event | None
     ) -> None:
-        """sums: of these pages, once they are copied; None: to be added up here."""
+        """sums: of these pages, once they are copied; None: to be added up here. A reading goes before them."""
         with self.parts.of("thread: wait for saved"):
-            _wait(copied)
+            while copied is not None and not copied.query():
+                with self._lock:
+                    if self._ended:
+                        return
+                    if self._work and self._work[0][0] < _Order.SEAL:
+                        again = _Order.SEAL, next(self._numbers), lambda: self._seal(new, sums, copied)
+                        heapq.heappush(self._work, again)
+                        return
+                    self._lock.wait(LOOK_S)
         numbers = None if sums is None else sums.tolist()
         with self.parts.of("thread: seal"):
             for at, (hash, entry) in enumerate(new):
