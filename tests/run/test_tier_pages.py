@@ -145,7 +145,7 @@ def test_a_page_that_is_still_coming_gives_up_its_place_once_it_is_there(monkeyp
     store = Store(pages, 2 * pages.size)
     try:
         with monkeypatch.context() as patched:
-            patched.setattr(store, "_mark", lambda: cast(torch.cuda.Event, ending))
+            patched.setattr(store._copies, "mark", lambda: cast(torch.cuda.Event, ending))
             store.save(saved(0, 1))
         entry = store._host.find(name(0))
         assert entry is not None
@@ -170,7 +170,7 @@ def test_a_reading_does_not_wait_for_pages_that_are_still_coming(monkeypatch: py
         store.save(saved(0, 1, 2))
         assert store.settle(WAIT_S)
         with monkeypatch.context() as patched, torch.inference_mode():  # as the loop's thread is
-            patched.setattr(store, "_mark", lambda: cast(torch.cuda.Event, ending))
+            patched.setattr(store._copies, "mark", lambda: cast(torch.cuda.Event, ending))
             store.save(saved(3, 4))
         assert len(read(store, [0, 1, 2], [10, 11, 12]).kept) == 3
         assert not store.settle(0.0), "they are not sealed yet"

@@ -10,11 +10,9 @@ Where a page's checksum is not the one that it was sealed with, or its bytes are
 is logged once, and whoever wanted it computes.
 """
 
-import contextlib
 import heapq
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -26,6 +24,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from redline.run.tiers.copies import Copied, Copies, Leaving, wait
 from redline.run.tiers.disk import DiskPages, Place
 from redline.run.tiers.memory import Entry, HostPages, pinned, unpin
 from redline.run.tiers.pages import TOGETHER, WholePages, seal, seed_of
@@ -36,8 +35,6 @@ Tier = Literal["host", "disk"]
 
 EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
 AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
-SUMS = 512  # seals of a piece of memory, which is pinned: most that are saved together are fewer
-MADE = 8  # as many copies, one behind another, are launched at the start: what they take of the host is there then
 LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of, or saved pages are here
 REST_S = 60.0  # for a disk that took no page
 DISK_S = 1e-9  # for a byte from the disk, as a first guess
@@ -91,8 +88,7 @@ class _Put(NamedTuple):
     """Pages that are on their way to their places."""
 
     pages: tuple[_Fetched, ...]
-    sums: Tensor  # int64 [pages], on the host, of what has come
-    ended: torch.cuda.Event | None  # of all that was launched for them; None: it is done
+    copied: Copied
 
 
 class _Order(IntEnum):
@@ -147,9 +143,7 @@ class Store:
         self._others = others
         memory = None if others is None else others.memory
         self._host = HostPages(pages.size, host_bytes, pinned=gpu, memory=memory)
-        # Before the blocks of steps that wait.
-        self._out, self._in = (torch.cuda.Stream(pages.device, priority=-1) if gpu else None for _ in range(2))
-        self._gathered: torch.cuda.Event | None = None  # all pages that were saved so far
+        self._copies = Copies(pages)
         self._together = pages.together if others is None else TOGETHER
         # Times so many pages, that are put and not looked at yet.
         self._under_way = 2 if pages.together > 1 and others is None else 1
@@ -167,7 +161,8 @@ class Store:
         if memory is None:
             memory = pinned if gpu else partial(torch.empty, dtype=torch.uint8)
         self._scratch = memory(size).view(places, pages.size)
-        self.page_s: Mapping[Tier, float] = self._measure()
+        page_s = self._copies.measure(self._scratch[0], clock)
+        self.page_s: Mapping[Tier, float] = {"host": page_s, "disk": page_s + DISK_S * pages.size}
         self._thread = threading.Thread(target=self._serve, name="tiers", daemon=True)
         self._thread.start()
         if disk is not None:
@@ -225,39 +220,27 @@ class Store:
                 new.append((one, slot))
         if not new:
             return 0
-        with self.parts.of("save: launch"), _on(self._out):
-            sums, copied = self._take(new)
+        with self.parts.of("save: launch"):
+            copied = self._copies.save(
+                [
+                    Leaving(
+                        one.page, self._host.slots.bytes_of(slot), seed_of(one.hash, _flags(one.exact, one.drafted))
+                    )
+                    for one, slot in new
+                ]
+            )
         if self._others is not None:  # a rank that runs ahead would not wait for what this one's stream does
             with self.parts.of("save: wait"):
-                _wait(copied)
+                wait(copied.ended)
         sealing: list[tuple[PageHash, Entry]] = []
         with self.parts.of("save: books"), self._lock:
             for one, slot in new:
                 entry = self._host.put(one.hash, slot, _flags(one.exact, one.drafted))
-                entry.coming = copied if self._others is None else None
+                entry.coming = copied.ended if self._others is None else None
                 sealing.append((one.hash, entry))
                 self.counts["host", "stored"] += 1
-        self._put(_Order.SEAL, lambda: self._seal(sealing, sums, copied))
+        self._put(_Order.SEAL, lambda: self._seal(sealing, copied))
         return len(new)
-
-    def _take(self, new: Sequence[tuple[Saved, int]]) -> tuple[Tensor | None, torch.cuda.Event | None]:
-        """Copies pages out, on this stream. -> their seals on the host, once the event has come; None as in `Taken`."""
-        sums: Tensor | None = None
-        for at in range(0, len(new), self._together):
-            some = new[at : at + self._together]
-            taken = self._pages.take(
-                [one.page for one, _ in some],
-                [self._host.slots.bytes_of(slot) for _, slot in some],
-                [seed_of(one.hash, _flags(one.exact, one.drafted)) for one, _ in some],
-            )
-            if taken.sums is not None:
-                if sums is None:
-                    sums = self._sums(len(new))
-                sums[at : at + len(some)].copy_(taken.sums, non_blocking=True)
-            self._gathered = taken.gathered
-        if self._gathered is not None:
-            torch.cuda.default_stream(self._pages.device).wait_event(self._gathered)
-        return sums, self._mark()
 
     def find(self, hashes: Sequence[PageHash], *, exact: bool = False, drafted: bool = False) -> list[Found]:
         """The longest run of these, from the first on, that is kept. exact, drafted: only such pages count."""
@@ -269,18 +252,6 @@ class Store:
                     break
                 found.append(Found(one[0], bool(one[1] & EXACT), bool(one[1] & DRAFTED)))
         return found
-
-    def _sums(self, pages: int) -> Tensor:
-        """Memory of the host for so many seals; pieces of one size, so that those that are no longer used do again."""
-        return torch.empty(max(SUMS, pages), dtype=torch.int64, pin_memory=self._out is not None)[:pages]
-
-    def _mark(self) -> torch.cuda.Event | None:
-        """The end of what was launched on this stream; None where it is done."""
-        if self._out is None:
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     def hold(self, hashes: Sequence[PageHash]) -> Reading | None:
         """Keeps these where they are until they are read or let go; None where one is kept no more."""
@@ -330,11 +301,9 @@ class Store:
         self._thread.join()
         for reading in list(self._held):
             self._end_of(reading)
-        for stream in (self._out, self._in):
-            if stream is not None:
-                stream.synchronize()
+        self._copies.close()
         self._host.slots.close()
-        if self._out is not None and self._others is None:
+        if self._pages.device.type == "cuda" and self._others is None:
             unpin(self._scratch)
         if self.disk is not None:
             self.disk.close()
@@ -370,7 +339,7 @@ class Store:
         """Waits for the pages that are still coming, so that they can be given up; whether there were any."""
         coming = [entry for entry in self._host if entry.coming is not None]
         for entry in coming:
-            _wait(entry.coming)
+            wait(entry.coming)
             entry.coming = None
         return bool(coming)
 
@@ -425,21 +394,19 @@ class Store:
         except OSError as error:
             self._rest(error)
 
-    def _seal(
-        self, new: Sequence[tuple[PageHash, Entry]], sums: Tensor | None, copied: torch.cuda.Event | None
-    ) -> None:
-        """sums: of these pages, once they are copied; None: to be added up here. A reading goes before them."""
+    def _seal(self, new: Sequence[tuple[PageHash, Entry]], copied: Copied) -> None:
+        """Seals pages once they are copied. A reading goes before them."""
         with self.parts.of("thread: wait for saved"):
-            while copied is not None and not copied.query():
+            while copied.ended is not None and not copied.ended.query():
                 with self._lock:
                     if self._ended:
                         return
                     if self._work and self._work[0][0] < _Order.SEAL:
-                        again = _Order.SEAL, next(self._numbers), lambda: self._seal(new, sums, copied)
+                        again = _Order.SEAL, next(self._numbers), lambda: self._seal(new, copied)
                         heapq.heappush(self._work, again)
                         return
                     self._lock.wait(LOOK_S)
-        numbers = None if sums is None else sums.tolist()
+        numbers = None if copied.sums is None else copied.sums.tolist()
         with self.parts.of("thread: seal"):
             for at, (hash, entry) in enumerate(new):
                 # Memory may have given it up: then the number is nobody's.
@@ -505,15 +472,14 @@ class Store:
         """Puts pages in their place until one cannot be had, or the reading is wanted no more."""
         kept, put, at, whole = list[Found](), deque[_Put](), 0, True
         try:
-            if self._in is not None and self._gathered is not None:
-                self._in.wait_event(self._gathered)  # its pages may be some that were saved for it
+            self._copies.after_saves()  # its pages may be some that were saved for it
             while put or (whole and at < len(reading.hashes)):
                 if whole and at < len(reading.hashes) and len(put) < self._under_way:
                     began, busy = self._clock(), self.busy
                     fetched = self._fetch_some(reading, at)
                     whole = len(fetched) == min(self._together, len(reading.hashes) - at)
                     if fetched:
-                        with self.parts.of("read: launch"), _on(self._in):
+                        with self.parts.of("read: launch"):
                             put.append(self._bring(reading.pages[at : at + len(fetched)], fetched))
                     at += len(fetched)
                     if busy and self.share < 1:
@@ -525,8 +491,7 @@ class Store:
                 if len(good) < len(of.pages):
                     break
         finally:
-            if self._in is not None:
-                self._in.synchronize()
+            self._copies.brought()
             reading.kept = kept
             self._end_of(reading)
         with self._lock:
@@ -551,12 +516,9 @@ class Store:
         return fetched
 
     def _bring(self, pages: Sequence[PageId], fetched: Sequence[_Fetched]) -> _Put:
-        """Puts pages into their places, on this stream."""
+        """Puts pages into their places."""
         seeds = [seed_of(one.hash, one.flags) for one in fetched]
-        sums = self._pages.put(pages, [one.bytes_B for one in fetched], seeds)
-        if self._in is not None:
-            sums = self._sums(len(fetched)).copy_(sums, non_blocking=True)
-        return _Put(tuple(fetched), sums, self._mark())
+        return _Put(tuple(fetched), self._copies.bring(pages, [one.bytes_B for one in fetched], seeds))
 
     def _fetch(self, reading: Reading, hash: PageHash, scratch: Tensor) -> _Fetched | None:
         """A page's bytes, in memory that stays until they are copied; None where they cannot be had. Where memory has
@@ -564,8 +526,8 @@ class Store:
         with self._lock:
             entry, place = self._host.find(hash), self._on_disk.get(hash)
         if entry is not None:
-            if (coming := entry.coming) is not None and self._in is not None:
-                self._in.wait_event(coming)
+            if (coming := entry.coming) is not None:
+                self._copies.after(coming)
             return _Fetched("host", hash, entry.flags, entry.checksum, self._host.slots.bytes_of(entry.slot))
         if place is None or self.disk is None:
             return None
@@ -590,9 +552,10 @@ class Store:
 
     def _good(self, put: _Put) -> list[Found]:
         """What is known of the first of these pages, up to one whose bytes are wrong: that one is forgotten."""
-        _wait(put.ended)
+        wait(put.copied.ended)
+        assert put.copied.sums is not None, "what is brought is added up"
         good: list[Found] = []
-        for one, got in zip(put.pages, put.sums.tolist(), strict=True):
+        for one, got in zip(put.pages, put.copied.sums.tolist(), strict=True):
             if one.checksum is not None and one.checksum != got % 2**64:
                 self._spoilt(one.tier, one.hash, "has another checksum than it was sealed with")
                 break
@@ -621,35 +584,6 @@ class Store:
                 self._host.drop(hash)
         if self.disk is not None:
             self.disk.spoil(hash)
-
-    def _measure(self) -> dict[Tier, float]:
-        """Seconds that a page takes, as a first guess: of as many as go together, zeros, into nobody's page."""
-        count = self._pages.together
-        page, nobody = self._scratch[0].zero_(), [self._pages.nobody] * count
-        seconds = math.inf
-        for _ in range(3):
-            began = self._clock()
-            with _on(self._in):
-                self._pages.put(nobody, [page] * count, [0] * count)
-                _wait(self._mark())
-            seconds = min(seconds, self._clock() - began)
-        with _on(self._out):
-            sums = [self._sums(1) for _ in range(MADE)]
-            for _ in sums:
-                self._pages.take(nobody, [page] * count, [0] * count)
-            _wait(self._mark())
-        return {"host": seconds / count, "disk": seconds / count + DISK_S * self.page_bytes}
-
-
-def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Inside, a GPU's work goes to this stream."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _wait(event: torch.cuda.Event | None) -> None:
-    """The host waits until a GPU has come to it."""
-    if event is not None:
-        event.synchronize()
 
 
 def _from_disk(disk: DiskPages, place: Place, into: Tensor) -> str | None:
