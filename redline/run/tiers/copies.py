@@ -44,12 +44,15 @@ class Copies:
         self._gpu = pages.device.type == "cuda"
         # Before the blocks of steps that wait.
         self._out, self._in = (torch.cuda.Stream(pages.device, priority=-1) if self._gpu else None for _ in range(2))
-        self._gathered: torch.cuda.Event | None = None  # all pages that were saved so far
+        self._gathered: dict[
+            PageId, torch.cuda.Event
+        ] = {}  # of pages that were saved: from when they may be overwritten
 
     def save(self, leaving: Sequence[Leaving]) -> Copied:
-        """Copies pages to the host. What is launched on the stream of steps from then on may overwrite them, and so may
-        what is brought behind `after_saves`."""
+        """Copies pages to the host, in this order. What is launched on the stream of steps from then on may overwrite
+        them, and so may what is brought."""
         sums: Tensor | None = None
+        gathered: torch.cuda.Event | None = None
         with _on(self._out):
             for at in range(0, len(leaving), self._pages.together):
                 pages, into, seeds = zip(*leaving[at : at + self._pages.together], strict=True)
@@ -58,15 +61,11 @@ class Copies:
                     if sums is None:
                         sums = self._sums(len(leaving))
                     sums[at : at + len(pages)].copy_(taken.sums, non_blocking=True)
-                self._gathered = taken.gathered
-            if self._gathered is not None:
-                torch.cuda.default_stream(self._pages.device).wait_event(self._gathered)
+                if (gathered := taken.gathered) is not None:
+                    self._gathered.update(dict.fromkeys(pages, gathered))
+            if gathered is not None:
+                torch.cuda.default_stream(self._pages.device).wait_event(gathered)
             return Copied(self.mark(), sums)
-
-    def after_saves(self) -> None:
-        """What is brought from now on may overwrite pages that were saved before."""
-        if self._gathered is not None:
-            self.after(self._gathered)
 
     def after(self, event: torch.cuda.Event) -> None:
         """What is brought from now on comes behind it."""
@@ -74,7 +73,11 @@ class Copies:
             self._in.wait_event(event)
 
     def bring(self, pages: Sequence[PageId], sources: Sequence[Tensor], seeds: Sequence[int]) -> Copied:
-        """Copies pages from the host to their places. As `WholePages.put`."""
+        """Copies pages from the host to their places, once what was saved from there is gathered. As
+        `WholePages.put`."""
+        gathered = [event for page in pages if (event := self._gathered.pop(page, None)) is not None]
+        for event in {id(event): event for event in gathered}.values():
+            self.after(event)
         with _on(self._in):
             sums = self._pages.put(pages, sources, seeds)
             if self._gpu:

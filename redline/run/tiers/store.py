@@ -221,14 +221,11 @@ class Store:
         if not new:
             return 0
         with self.parts.of("save: launch"):
-            copied = self._copies.save(
-                [
-                    Leaving(
-                        one.page, self._host.slots.bytes_of(slot), seed_of(one.hash, _flags(one.exact, one.drafted))
-                    )
-                    for one, slot in new
-                ]
-            )
+            leaving = list[Leaving]()
+            for one, slot in reversed(new):  # what was freed last is filled first
+                seed = seed_of(one.hash, _flags(one.exact, one.drafted))
+                leaving.append(Leaving(one.page, self._host.slots.bytes_of(slot), seed))
+            copied = self._copies.save(leaving)
         if self._others is not None:  # a rank that runs ahead would not wait for what this one's stream does
             with self.parts.of("save: wait"):
                 wait(copied.ended)
@@ -239,6 +236,7 @@ class Store:
                 entry.coming = copied.ended if self._others is None else None
                 sealing.append((one.hash, entry))
                 self.counts["host", "stored"] += 1
+        sealing.reverse()  # as they were copied
         self._put(_Order.SEAL, lambda: self._seal(sealing, copied))
         return len(new)
 
@@ -472,7 +470,6 @@ class Store:
         """Puts pages in their place until one cannot be had, or the reading is wanted no more."""
         kept, put, at, whole = list[Found](), deque[_Put](), 0, True
         try:
-            self._copies.after_saves()  # its pages may be some that were saved for it
             while put or (whole and at < len(reading.hashes)):
                 if whole and at < len(reading.hashes) and len(put) < self._under_way:
                     began, busy = self._clock(), self.busy
