@@ -1,5 +1,6 @@
 """Pages that leave and come many at a time, as on a GPU, by a CPU's memory: they are those that go one by one."""
 
+import contextlib
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import torch
 from redline.disk import hold
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
+from redline.run.tiers import copies
+from redline.run.tiers.copies import Copies, Leaving
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, seal, seed_of
 from redline.run.tiers.store import Reading, Saved, Store
@@ -184,3 +187,39 @@ def test_a_reading_does_not_wait_for_pages_that_are_still_coming(monkeypatch: py
     finally:
         ending.told.set()
         store.close()
+
+
+class Stream:
+    """A stream that only says what it waits for."""
+
+    def __init__(self) -> None:
+        self.waits = list[Any]()
+
+    def wait_event(self, event: Any) -> None:
+        self.waits.append(event)
+
+
+def test_what_is_brought_waits_for_what_leaves_its_own_places_and_steps_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages, steps, brings, ends = WholePages(pool(), 2), Stream(), Stream(), list[Ending]()
+    host_PB = torch.zeros(6, pages.size, dtype=torch.uint8)
+    under_way = Copies(pages)
+
+    def marked() -> torch.cuda.Event:
+        ends.append(Ending())
+        return cast(torch.cuda.Event, ends[-1])
+
+    monkeypatch.setattr(pages, "_mark", marked)
+    monkeypatch.setattr(copies, "_on", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: steps)
+    monkeypatch.setattr(under_way, "_in", brings)
+    under_way.save([Leaving(PageId(page), host_PB[page], 0) for page in range(5)])
+    assert len(ends) == 3, "two pages go together"
+    assert steps.waits == [ends[2]], "which comes behind the others"
+    under_way.bring([PageId(2), PageId(9)], list(host_PB[:2]), [0, 0])
+    assert brings.waits == [ends[1]]
+    under_way.bring([PageId(3), PageId(4)], list(host_PB[:2]), [0, 0])
+    assert brings.waits[1:] == [ends[1], ends[2]]
+    under_way.bring([PageId(2), PageId(3)], list(host_PB[:2]), [0, 0])
+    assert len(brings.waits) == 3, "it has waited for them"
