@@ -197,6 +197,20 @@ def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> No
         store.check()
 
 
+def test_who_writes_its_pages_at_the_end_does_not_wait_for_memory(tmp_path: Path) -> None:
+    with opened(tmp_path) as engine:
+        store = tiers_of(engine).store
+        one(engine, "before", 1)
+        assert store.settle(WAIT_S)
+        engine.planner.forget_idle()
+        with store._lock:
+            store._host.slots.ahead = 1
+            store._host.slots.short = lambda *, busy: store._host.slots.ahead is not None  # type: ignore[method-assign]
+            store._lock.notify_all()
+        store.flush(WAIT_S)
+        assert dict(tier(engine, "disk").counts)["stored"] >= 6
+
+
 def test_what_is_saved_to_make_room_is_predicted_with_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own: a page takes 2 ms to be saved, which the guess has four times too low, and 1 ms to come,
     of which the guess knows; readings that displace pages, and some that displace none, as they were saved before."""

@@ -275,10 +275,13 @@ class Store:
         self._put(_Order.READ, lambda: self._read(reading))
 
     def flush(self, seconds: float) -> None:
-        """Writes to the disk what is in memory alone, most lately used first, for so long at most."""
+        """Writes to the disk what is in memory alone, most lately used first, for so long at most. It is to be closed
+        then."""
         if self.disk is None:
             return
         until = self._clock() + seconds
+        with self._lock:
+            self._host.slots.ahead = None  # nobody needs more memory
         self.settle(seconds)
         with self._lock:
             hashes = list(reversed(self._host.dirty))
