@@ -58,6 +58,7 @@ class PlanConfig:
     """What bounds a planner's steps and queues. Raises ConfigError when the numbers cannot work together."""
 
     step_tokens: int = 512  # positions computed in one step, at most
+    beside_tokens: int | None = None  # likewise where it has answers, if that is fewer; None: as many
     step_ms: float | None = None  # that a step may take with prompts beside answers, by prediction; None: what it does
     max_running: int = 64  # jobs at once, each in a slot
     max_waiting: int = 1024  # jobs beyond those that free slots can take
@@ -67,9 +68,9 @@ class PlanConfig:
     learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_running <= self.step_tokens:
+        if not 1 <= self.max_running <= self.beside:
             raise ConfigError(
-                f"max_running is {self.max_running} and step_tokens {self.step_tokens}: "
+                f"max_running is {self.max_running} and step_tokens {self.beside}: "
                 "a step needs a token for each running job"
             )
         if self.step_tokens > MOST_STEP_TOKENS:
@@ -84,6 +85,11 @@ class PlanConfig:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
             raise ConfigError(f"draft_tokens is {self.draft_tokens}; a row drafts between 0 and {PAGE_TOKENS} tokens")
+
+    @property
+    def beside(self) -> int:
+        """Positions computed in one step that has answers, at most."""
+        return self.step_tokens if self.beside_tokens is None else min(self.step_tokens, self.beside_tokens)
 
 
 class _Part(NamedTuple):
@@ -325,6 +331,18 @@ class Planner:
             return self._lent.get(id)
         return self._computed(job)
 
+    def computing(self, id: JobId) -> tuple[int, int] | None:
+        """Positions [first, end) of a job's prompt that the step computes which is to be settled next; None where it
+        has none of them, or the job has ended. Its pages stay where they are until then."""
+        job = self._jobs.get(id)
+        if job is None or not job.flights:
+            return None
+        planned, jobs = self._flights[0]
+        for row, of in zip(planned.rows, jobs, strict=True):
+            if of is job and row.start is not None:
+                return row.start, row.start + row.count
+        return None
+
     def give_back(self, id: JobId) -> None:
         """The pages of a job that has ended are handed over, or wanted no more. Raises KeyError where none are lent."""
         for page in self._lent.pop(id).pages:
@@ -398,7 +416,7 @@ class Planner:
             return None
         decoding, prompts = self._ready()
         begins = self._begin_landed(decoding)
-        budget = self._config.step_tokens - len(decoding)
+        budget = self._config.beside - len(decoding) if decoding else self._config.step_tokens
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
         parts: list[_Part] = []
         forced = self._forced(decoding)
@@ -698,7 +716,7 @@ class Planner:
         sampling = [part.samples for part in parts]
         jobs = [part.job for part in itertools.compress(parts, sampling)]
         lengths = iter(self._speculation.lengths(jobs, self._recorded.drafts(len(jobs))))
-        spare, follows = self._config.step_tokens - len(self._running), self._speculation.follows
+        spare, follows = self._config.beside - len(self._running), self._speculation.follows
         rows: list[Row] = []
         for part, samples in zip(parts, sampling, strict=True):
             job = part.job

@@ -68,6 +68,39 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples():
     world.finish()
 
 
+def test_steps_are_larger_where_nobody_waits_for_the_next_token_of_an_answer():
+    world = World(pages=100, max_model_len=700, step_tokens=200, beside_tokens=64, max_running=4, ahead=0)
+    world.submit(prompt(500), max_tokens=1)
+    assert spans(world.plan()) == [(0, 0, 200)]
+    world.settle()
+    world.submit(prompt(30, 1000), max_tokens=5)
+    assert sum(row.count for row in world.plan().rows) == 200, "a prompt is no answer yet"
+    world.settle()
+    step = world.plan()
+    assert step.rows[0].start is None
+    assert sum(row.count for row in step.rows) == 64
+    world.settle()
+    world.finish()
+    with pytest.raises(ConfigError, match="max_running is 65 and step_tokens 64"):
+        PlanConfig(step_tokens=200, beside_tokens=64, max_running=65)
+    assert PlanConfig(step_tokens=50, beside_tokens=64, max_running=9).beside == 50
+
+
+def test_what_a_step_computes_of_a_job_is_told_until_it_has_settled():
+    world = World(step_tokens=100, max_running=2, ahead=1)
+    world.submit(prompt(250), max_tokens=1)
+    id = next(iter(world.planner._jobs))
+    assert world.planner.computing(id) is None
+    world.plan(), world.plan()
+    assert world.planner.computing(id) == (0, 100), "the one that is settled next"
+    world.settle()
+    assert world.planner.computing(id) == (100, 200)
+    assert world.planner.computing(JobId("nobody")) is None
+    world.settle()
+    assert world.planner.computing(id) is None
+    world.finish()
+
+
 def test_rows_that_decode_come_before_prompts_and_several_prompts_share_a_step():
     world = World(step_tokens=64, max_running=4, ahead=0)
     world.submit(prompt(10), max_tokens=5)
