@@ -12,7 +12,7 @@ import torch
 from redline.disk import hold
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
-from redline.run.tiers import copies
+from redline.run.tiers import copies, memory
 from redline.run.tiers.copies import Copies, Leaving
 from redline.run.tiers.disk import DiskPages
 from redline.run.tiers.pages import WholePages, seal, seed_of
@@ -223,3 +223,23 @@ def test_what_is_brought_waits_for_what_leaves_its_own_places_and_steps_for_all(
     assert brings.waits[1:] == [ends[1], ends[2]]
     under_way.bring([PageId(2), PageId(3)], list(host_PB[:2]), [0, 0])
     assert len(brings.waits) == 3, "it has waited for them"
+
+
+def test_memory_is_made_while_no_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = WholePages(pool(), 2)
+    monkeypatch.setattr(memory, "SLAB_BYTES", 2 * pages.size)
+    store = Store(pages, 8 * pages.size)
+    slots = store._host.slots
+    try:
+        store.busy = True
+        with store._lock:
+            slots.ahead = 0  # as where a GPU reads it, and nothing is left that steps would have to wait for
+        store.save(saved(0))
+        assert store.settle(WAIT_S)
+        assert slots._made == 2, "what was needed"
+        store.busy = False
+        assert store.settle(WAIT_S)
+        assert slots._made == slots.total == 8
+        store.check()
+    finally:
+        store.close()

@@ -292,7 +292,7 @@ class Store:
     def settle(self, seconds: float) -> bool:
         """Waits until the thread has nothing to do, for so long at most; whether it is so."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._work and not self._working, seconds)
+            return self._lock.wait_for(lambda: not self._working and not self._wanted(), seconds)
 
     def close(self) -> None:
         """Ends the thread once it is done with what it does now, and lets go of the files. Readings end as they are."""
@@ -336,6 +336,10 @@ class Store:
             self.counts["host", "lost" if given_up == "dirty" and self.disk is not None else "given up"] += 1
         return slot
 
+    def _wanted(self) -> bool:
+        """Whether the thread has something to do."""
+        return bool(self._work) or self._host.slots.short(busy=self._busy)
+
     def _land(self) -> bool:
         """Waits for the pages that are still coming, so that they can be given up; whether there were any."""
         coming = [entry for entry in self._host if entry.coming is not None]
@@ -369,7 +373,7 @@ class Store:
             with self._lock:
                 self._working = False
                 self._lock.notify_all()
-                self._lock.wait_for(lambda: self._work or self._ended or self._host.slots.short(busy=self._busy))
+                self._lock.wait_for(lambda: self._ended or self._wanted())
                 if self._ended:
                     return
                 work = heapq.heappop(self._work)[2] if self._work else self._make_room
