@@ -42,7 +42,7 @@ from redline.run.fit import Layout, Sizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
-from redline.run.tiers.pages import WholePages
+from redline.run.tiers.pages import WholePages, staged_bytes
 from redline.run.tiers.store import Store
 from redline.tune.floor import StepFloor
 from redline.tune.forecast import StepForecast
@@ -122,9 +122,7 @@ class EngineCore:
             time.monotonic,
         )
         if plan.step_ms is not None:
-            shape = model.config
-            experts = (shape.n_routed_experts, shape.num_experts_per_tok) if shape.moe_layers else (0, 0)
-            self.planner.foresee(StepForecast(*experts))
+            self.planner.foresee(StepForecast(*_experts(model.config)))
         self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
@@ -429,6 +427,8 @@ def load_model(
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
+    elif config.host_memory is not None or config.disk is not None:
+        aside += staged_bytes(sizes_of(geometry, config, device, dtype, free, drafter).page_bytes)
     sizes = sizes_of(geometry, config, device, dtype, free - aside, drafter)
     sizes = replace(sizes, step_tokens=least(group, sizes.step_tokens, device))
     # The group is open: what it has taken is no longer free, and among what is needed.
@@ -527,7 +527,12 @@ def tiers_of(
             _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
     others = None if ranks is None else RankPages(ranks, kv)
     store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type], others=others)
-    return Tiers(planner, store, step_tokens=step_tokens)
+    return Tiers(planner, store, step_tokens=step_tokens, experts=_experts(loaded.model.config))
+
+
+def _experts(config: K2Config) -> tuple[int, int]:
+    """Of a layer's routed experts, how many there are and how many a token chooses; 0: there are none."""
+    return (config.n_routed_experts, config.num_experts_per_tok) if config.moe_layers else (0, 0)
 
 
 def _keep(folder: Path) -> FileLock:
