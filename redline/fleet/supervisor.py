@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -37,10 +37,27 @@ SILENCE_S = 60  # without a heartbeat, after which a worker is ended: nothing wi
 AGAIN_S, LONGEST_S = 0.5, 30.0  # before a second start in a row, doubled with each one more; and at most
 WELL_S = 60.0  # of being ready, after which earlier ends do not count
 REPLACED = "it is replaced"  # by itself: why a start has ended that the operator wanted to end
+SPARED = "it is not wanted for now"  # likewise, of a worker that is not started again until it is
 MOST_ENDS = 5  # of one worker in a row, after which it is given up
 PATIENCE_S = 2.0  # for a machine to join, after which it is said that a worker waits for it
 
 log = logging.getLogger("redline.fleet")
+
+
+State = Literal["idle", "starting", "ready", "ending", "given up"]
+"""Of a worker. idle: it is not to run; ending: it is not to run, and still does."""
+
+
+class Seat(NamedTuple):
+    """One worker of a deployment, as whoever starts and ends workers sees it.
+
+    spare: it runs only while it is wanted. failed: why its last start has failed, where it is idle for that.
+    """
+
+    name: str
+    state: State
+    spare: bool
+    failed: str | None = None
 
 
 class End(NamedTuple):
@@ -103,12 +120,14 @@ class Kept(ABC):
         self._again = again
         self._at_first = at_first
         self._stopping = asyncio.Event()
+        self._wanted = asyncio.Event()  # set while it is to run
+        self._wanted.set()
         self._in_a_row = 0
 
     async def live(self) -> None:
         """Start it, again and again, until it is given up or told to stop; then no process of it is left."""
         epoch = 0
-        while not self._stopping.is_set():
+        while await self._is_wanted():
             epoch += 1
             try:
                 end = await self._start(epoch)
@@ -120,11 +139,13 @@ class Kept(ABC):
                 end = End(f"{self.name} could not be started: {error}", ready=False, seconds=0.0)
             if self._stopping.is_set():
                 return
-            if end.excused:
+            if end.excused or not self._wanted.is_set() or (not end.ready and self._rests(end.why)):
                 continue
             self._in_a_row = 1 if end.well else self._in_a_row + 1
             again = self._again and (self._at_first or self.ready.is_set())
             if not again or self._in_a_row >= MOST_ENDS:
+                if self._rests(end.why):
+                    continue
                 if again or self._at_first:  # else the server ends, and says it
                     log.error("%s: %s; it is given up", self.name, end.why)
                 self.given_up = end.why
@@ -138,6 +159,21 @@ class Kept(ABC):
     def stop(self) -> None:
         """Have it end what it runs and leave; `live` returns once it has."""
         self._stopping.set()
+
+    async def _is_wanted(self) -> bool:
+        """Returns once it is to run; False where it is told to stop before."""
+        if self._wanted.is_set():
+            return not self._stopping.is_set()
+        wanted = asyncio.create_task(self._wanted.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({wanted, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (wanted, stopping):
+            task.cancel()
+        return not self._stopping.is_set()
+
+    def _rests(self, why: str) -> bool:
+        """Whether it is idle from now on, in the place of being given up. why: its last start has ended."""
+        return False
 
     @abstractmethod
     async def _start(self, epoch: int) -> End:
@@ -174,12 +210,54 @@ class Supervised(Kept):
         self._parcels = parcels
         self._drain_s = drain_s
         self._replacing = asyncio.Event()
+        self._runs = False  # a start of it has begun and has not ended
+        self._failed: str | None = None
+        if place.spare:
+            self._wanted.clear()
 
     def replace(self) -> None:
         """Have it answer nothing new, leave once its answers have ended, and be started again."""
         self._replacing.set()
 
+    def want(self, role: Role) -> None:
+        """Have it run, with this role at first."""
+        self.role, self._failed = role, None
+        self._wanted.set()
+
+    def spare(self) -> None:
+        """Have it answer nothing new, leave once its answers have ended, and run again once it is wanted."""
+        self._wanted.clear()
+        self._replacing.set()
+
+    @property
+    def seat(self) -> Seat:
+        """What is to be said of it."""
+        link = next((link for link in self._gateway.links if link.name == self.name), None)
+        state: State = "idle"
+        if self.given_up is not None:
+            state = "given up"
+        elif not self._wanted.is_set():
+            state = "ending" if self._runs else "idle"
+        else:
+            state = "ready" if self._runs and link is not None and link.ready is not None else "starting"
+        return Seat(self.name, state, self.place.spare, self._failed)
+
+    def _rests(self, why: str) -> bool:
+        if not self.place.spare:
+            return False
+        log.error("%s: %s; it is left out for now", self.name, why)
+        self._wanted.clear()
+        self._failed, self._in_a_row = why, 0
+        return True
+
     async def _start(self, epoch: int) -> End:
+        self._runs = True
+        try:
+            return await self._run(epoch)
+        finally:
+            self._runs = False
+
+    async def _run(self, epoch: int) -> End:
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
         if not await self._place_is_there():
             return End("the server is stopping", ready=False, seconds=0.0)
@@ -210,7 +288,7 @@ class Supervised(Kept):
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     replacing.cancel()
                     if replacing.done() and not replacing.cancelled():
-                        self._gateway.lose(link, REPLACED, asked=True)
+                        self._gateway.lose(link, REPLACED if self._wanted.is_set() else SPARED, asked=True)
                 elif leaving.done():
                     self._gateway.lose(link, REPLACED, asked=True)
                 first.cancel()
@@ -227,7 +305,7 @@ class Supervised(Kept):
                     log.error("what %s said could not be taken in", self.place.name, exc_info=error)
                 self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
             seconds = 0.0 if ready_at is None else clock() - ready_at
-            return End(why, ready_at is not None, seconds, excused=why == REPLACED or process.gone)
+            return End(why, ready_at is not None, seconds, excused=why in (REPLACED, SPARED) or process.gone)
 
     async def _place_is_there(self) -> bool:
         """Returns once its machine has joined; False where it is told to stop before."""
@@ -297,7 +375,7 @@ class Supervised(Kept):
             await asyncio.wait({replacing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             replacing.cancel()
-        log.info("%s is replaced", link.name)
+        log.info("%s is replaced" if self._wanted.is_set() else "%s ends what it has begun", link.name)
         self._gateway.drain(link)
         until = asyncio.get_running_loop().time() + self._drain_s
         while link.jobs and asyncio.get_running_loop().time() < until:
@@ -313,8 +391,8 @@ class Supervised(Kept):
             self._gateway.take(link, messages)
 
     def _why(self, link: Link, process: Process, silent: bool, ready: bool) -> str:
-        if link.lost == REPLACED:
-            return REPLACED
+        if link.lost in (REPLACED, SPARED):
+            return link.lost
         if link.lost is not None:
             at = "" if self.place.at is None else f"{self.place.at}: "
             return f"the worker has ended: {link.lost}" if ready else f"{at}{link.lost}"
@@ -332,7 +410,7 @@ class Supervised(Kept):
         """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
         words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
         if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
-            if self._stopping.is_set() or link.lost == REPLACED:
+            if self._stopping.is_set() or link.lost in (REPLACED, SPARED):
                 link.outbox.put(Stop())
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(process.ended), STOP_S)
@@ -401,13 +479,13 @@ class Supervisor:
         self._lives: list[asyncio.Task[None]] = []
 
     async def start(self, stop: asyncio.Event, serving: "asyncio.Task[None]") -> Ready | None:
-        """Start all of them: what jobs may be like once each is ready; None where `stop` was set before.
+        """Start all that run in any case: what jobs may be like once each is ready; None where `stop` was set before.
 
         Raises ConfigError with the reason of the first that cannot load its model, WorkerLost where it had no time to
         give one, or where `serving` has ended meanwhile.
         """
         self._lives = [asyncio.create_task(worker.live()) for worker in self.workers]
-        all_ready = asyncio.gather(*(worker.ready.wait() for worker in self.workers))
+        all_ready = asyncio.gather(*(worker.ready.wait() for worker in self.workers if not worker.place.spare))
         stopping = asyncio.create_task(stop.wait())
         try:
             while not all_ready.done() and not stopping.done():
@@ -431,10 +509,42 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_S)
             self._gateway.look()
-            left = [worker for worker in self.workers if worker.given_up is None and worker.role != "prefill"]
+            left = [
+                worker
+                for worker in self.workers
+                if worker.given_up is None and (worker.role != "prefill" or worker.place.spare)
+            ]
             if not left or all(life.done() for life in self._lives):
                 reasons = (worker.given_up for worker in self.workers if worker.given_up is not None)
                 return next(reasons, "all workers have ended")
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """All of them."""
+        return [worker.seat for worker in self.workers]
+
+    def want(self, name: str, role: Role) -> str | None:
+        """Have an idle worker run: None, or why it cannot. Raises KeyError where there is none of that name."""
+        worker = self._of(name)
+        if worker.seat.state != "idle":
+            return f"{name} is {worker.seat.state}"
+        worker.want(role)
+        return None
+
+    def spare(self, name: str) -> str | None:
+        """Have a worker run no more, its answers going on: None, or why it cannot. Raises KeyError where there is none
+        of that name."""
+        worker = self._of(name)
+        if not worker.place.spare or worker.seat.state != "ready":
+            return f"{name} {'runs in any case' if not worker.place.spare else f'is {worker.seat.state}'}"
+        worker.spare()
+        return None
+
+    def _of(self, name: str) -> Supervised:
+        worker = next((worker for worker in self.workers if worker.place.name == name), None)
+        if worker is None:
+            raise KeyError(name)
+        return worker
 
     def replace(self, name: str) -> bool:
         """Have a worker leave and be started again, its answers going on; False where there is none of that name."""
@@ -448,9 +558,7 @@ class Supervisor:
 
         Raises KeyError where there is none of that name.
         """
-        worker = next((worker for worker in self.workers if worker.place.name == name), None)
-        if worker is None:
-            raise KeyError(name)
+        worker = self._of(name)
         if not isinstance(self._gateway, Gateway):
             return "roles change where one process knows all requests: leave api_replicas out"
         link = next((link for link in self._gateway.links if link.name == name), None)

@@ -28,6 +28,7 @@ HELD_UP = 0.5  # likewise, of an answer that a prompt holds up: there it is weig
 TURNS = 48  # of finding how many answers there are at once
 ANY = 1e9  # seconds, where nothing is promised
 GRID = 16  # of so many times as many workers not every split is looked at
+ALONE = 1e-6  # times the rate, of which no request meets another
 MOST_TIMES = 4  # as many workers as there are, when more are asked for
 
 _Array = NDArray[np.float64]
@@ -127,12 +128,15 @@ class Choice(NamedTuple):
     """Which roles, and why. now: what the present roles are expected to do; None where there were none.
 
     wanted: as many workers as keep the fleet's attainment with the best roles; more than there are: these do not.
+    ample: as many as keep it also where what comes is the most of RATES. What no number of workers would keep asks for
+    none.
     """
 
     roles: Roles
     expected: Predicted
     now: Predicted | None
     wanted: int
+    ample: int
     why: str
 
 
@@ -150,23 +154,32 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
     now = None if fleet.now is None else sample.predict(fleet.now)
     if not sample.rate:
         stay = fleet.now or Roles(both=fleet.workers)
-        return Choice(stay, now or sample.predict(stay), now, 1, "nothing is asked")
+        return Choice(stay, now or sample.predict(stay), now, 1, 1, "nothing is asked")
     found = _splits(fleet.workers, sample)
     best = max(found, key=lambda each: each.rank)
     if (there := fleet.now) is not None:  # of those that are as good, what is nearest
         near = [each for each in found if each.steady >= best.steady - NEAR]
         best = min(near, key=lambda each: (there.flips(each.roles), *(-part for part in each.rank)))
-    wanted = _wanted(sample, best, fleet)
+    wanted, ample = (_wanted(sample, best, fleet, times) for times in (1.0, RATES[-1]))
     if now is None or best.roles == now.roles:
-        return Choice(best.roles, best, now, wanted, f"{best.attainment:.0%} of requests are expected to be good")
+        return Choice(
+            best.roles, best, now, wanted, ample, f"{best.attainment:.0%} of requests are expected to be good"
+        )
     flips = now.roles.flips(best.roles)
     gain = (best.steady - now.steady) * sample.rate * fleet.horizon_s
     price = flips * fleet.flip_s * sample.rate / fleet.workers
     if best.steady - now.steady < LEAST_GAIN or gain <= price:
         why = f"{flips} workers would change for {gain:.0f} good requests in {fleet.horizon_s:.0f} s"
-        return Choice(now.roles, now, now, wanted, f"{why}: it does not pay")
+        return Choice(now.roles, now, now, wanted, ample, f"{why}: it does not pay")
     why = f"{now.attainment:.0%} of requests are expected to be good as it is, {best.attainment:.0%} so"
-    return Choice(best.roles, best, now, wanted, why)
+    return Choice(best.roles, best, now, wanted, ample, why)
+
+
+def best_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], workers: int) -> Predicted:
+    """What is expected of so many workers with the roles that are best for them, whatever `fleet` has. targets: as
+    `choose_roles`."""
+    sample = _Sample(traffic, fleet.model, targets, fleet.horizon_s)
+    return max(_splits(workers, sample), key=lambda each: each.rank)
 
 
 def predict_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], roles: Roles) -> Predicted:
@@ -192,8 +205,10 @@ def _splits(workers: int, sample: "_Sample") -> list[Predicted]:
     return found
 
 
-def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet) -> int:
-    """The fewest workers whose best roles keep the attainment; MOST_TIMES as many where no number looked at does."""
+def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet, times: float) -> int:
+    """The fewest workers whose best roles keep the attainment, or as much of it as a request that is alone would, with
+    so many times the rate; MOST_TIMES as many where no number looked at does."""
+    enough = min(fleet.attainment, sample.share(Roles(both=1), ALONE) - NEAR)
 
     def keeps(workers: int) -> bool:
         share = best.roles.prefill / best.roles.workers
@@ -202,7 +217,7 @@ def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet) -> int:
             Roles(prefill=count, decode=workers - count)
             for count in range(max(1, prefill - 2), min(workers - 1, prefill + 2) + 1)
         ]
-        return any(sample.predict(roles).attainment >= fleet.attainment for roles in near)
+        return any(sample.share(roles, times) >= enough for roles in near)
 
     low, high = 0, fleet.workers
     while not keeps(high):
@@ -263,6 +278,10 @@ class _Sample:
         share, prefill, decode = at[1.0]
         steady = sum(each[0] for each in at.values()) / len(RATES)
         return Predicted(roles, self.rate * share, share, steady, prefill, decode)
+
+    def share(self, roles: Roles, times: float) -> float:
+        """Of all requests those that are good, at so many times the rate. At least one worker answers."""
+        return self._split(times * self.rate, roles.prefill, roles.decode + roles.both)[0]
 
     def _split(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
         """(share of requests that are good, use of those who compute prompts, of those who answer)."""
