@@ -62,8 +62,8 @@ FLAGS = {
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
     "doctor": "--on",
-    "simulate": "--gpus --worker --roles --prompts --goodput --price --every --time-scale --seed --keep-trace --json "
-    "--html",
+    "simulate": "--gpus --worker --roles --prompts --goodput --price --every --least --start --spare --time-scale "
+    "--seed --keep-trace --json --html",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "

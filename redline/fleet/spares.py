@@ -75,10 +75,10 @@ class Spares:
         most = max(least, len(could)) if self.any else MOST
         return Limits(least, most, self._spare_s, self._links.start_s, self._horizon_s)
 
-    def saw(self, wanted: int, ample: int) -> None:
-        """A look wants so many, and so many with room for more."""
+    def saw(self, workers: int) -> None:
+        """A look wants so many."""
         now = self._clock()
-        self._looks.append(Look(now, wanted, ample))
+        self._looks.append(Look(now, workers))
         del self._looks[: forgotten(self._looks, self.limits.kept_s, now)]
 
     def count(self) -> Count:

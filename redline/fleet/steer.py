@@ -28,6 +28,7 @@ from redline.fleet.config import Steer
 from redline.fleet.spares import Crew, Spares
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
+from redline.tune.count import NEWEST, rising, role_of_another
 from redline.tune.pairs import Work
 from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, best_roles, choose_roles
 from redline.tune.steps import StepFit, StepModel, on_the_mean
@@ -221,12 +222,11 @@ class Steering:
         asked, came = self._asked(), self._came()
         if isinstance(asked, str):
             if not came:
-                self._spares.saw(0, 0)
+                self._spares.saw(0)
             return Decision(time.time(), why_stays or asked)
         # Numpy and a fit: some milliseconds, in which every stream would stand still.
         choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
-        # Of few requests it is not concluded that more workers are wanted; nor that they are not.
-        self._spares.saw(choice.wanted if came >= LEAST_REQUESTS else 0, choice.ample)
+        self._spares.saw(choice.ample)
         if why_stays is not None:
             return Decision(time.time(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
         return self._decide(choice)
@@ -261,8 +261,10 @@ class Steering:
         asked = [Asked(each.cached, each.uncached, each.output, each.of) for each in lengths]
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
-        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s)
-        return Traffic(lately.rate(window_s), asked), fleet, self.measured.steps
+        newest_s, rate = NEWEST * window_s, lately.rate(window_s)
+        peak = rising(rate, len(lately.lengths(newest_s)), newest_s)
+        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
+        return Traffic(rate, asked), fleet, self.measured.steps
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
         fit = StepFit()
@@ -310,15 +312,15 @@ class Steering:
         expected = await self._with(now.workers + (1 if does == "starts" else -1))
         wants = now if expected is None else expected.roles
         if does == "starts":
-            role: Role = "prefill" if wants.prefill > now.prefill else "decode" if wants.prefill else "both"
+            role = role_of_another(now, wants)
             name, why_not = self._spares.start(role)
         else:
-            role = "both"
+            role = None
             name, why_not = self._spares.end(fewer_prompts=wants.prefill < now.prefill)
         if name is None:
             return seen._replace(why=f"{seen.why}; {count.why}, but {why_not}")
         return seen._replace(
-            at=time.time(), why=count.why, worker=name, role=role if does == "starts" else None, does=does,
+            at=time.time(), why=count.why, worker=name, role=role, does=does,
             expected=expected or seen.expected,
         )  # fmt: skip
 

@@ -1,30 +1,34 @@
 """How many workers run: what looks at the traffic have said lately, and what it costs to start one.
 
-A look says how many are wanted, and how many would be ample should more come. More are started once CONFIRM looks in a
-row have wanted more; fewer run once, for a long time, no look has said that they would not be ample. A start takes time
-in which a worker costs and does nothing: it is not begun where it would take longer than what comes is looked ahead,
-and one that runs is kept for at least KEPT_STARTS times as long as starting it anew would take. Pure.
+A look says how many workers keep what is promised with room for what may come while another starts. More are started
+once CONFIRM looks in a row have wanted more; fewer run once no look has wanted more for long. A start takes time in
+which a worker costs and does nothing: it is not begun where it takes longer than what comes is looked ahead, and one
+that runs is kept for KEPT_STARTS times as long as starting it anew would take. Pure.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from redline.tune.roles import Roles
+from redline.wire.news import Role
+
 CONFIRM = 2  # looks in a row that want more, before one is started
-KEPT_STARTS = 2  # times what a start takes, for which fewer have to be ample before one ends
+KEPT_STARTS = 2  # times what a start takes, for which fewer have to be enough before one ends
+NEWEST = 0.25  # of the window: in it a rise is seen before it fills the window
 
 
 class Look(NamedTuple):
-    """What one look said. at: seconds. wanted, ample: workers, as in `tune.roles.Choice`."""
+    """What one look said. at: seconds. workers: that are enough with room (`tune.roles.Choice.ample`)."""
 
     at: float
-    wanted: int
-    ample: int
+    workers: int
 
 
 class Limits(NamedTuple):
     """How many workers there may be, and what a change costs.
 
-    least, most: workers that run. spare_s: for which fewer have to be ample. start_s: from a worker's start until it
+    least, most: workers that run. spare_s: for which fewer have to be enough. start_s: from a worker's start until it
     takes requests. horizon_s: over which a start has to pay.
     """
 
@@ -36,7 +40,7 @@ class Limits(NamedTuple):
 
     @property
     def kept_s(self) -> float:
-        """For so long fewer have to be ample before one ends."""
+        """For so long fewer have to be enough before one ends."""
         return max(self.spare_s, KEPT_STARTS * self.start_s)
 
 
@@ -50,7 +54,8 @@ class Count(NamedTuple):
 def choose_count(looks: Sequence[Look], running: int, limits: Limits, now: float) -> Count:
     """How many workers are to run. looks: the newest last. running: workers, those that are being started included.
     now: in seconds, by the clock of the looks."""
-    wanted = min((look.wanted for look in looks[-CONFIRM:]), default=0) if len(looks) >= CONFIRM else 0
+    newest = [look.workers for look in looks[-CONFIRM:]]
+    wanted = min(newest) if len(newest) == CONFIRM else 0
     more = min(wanted, limits.most)
     if more > running:
         if limits.start_s >= limits.horizon_s:
@@ -59,20 +64,25 @@ def choose_count(looks: Sequence[Look], running: int, limits: Limits, now: float
         return Count(more, f"to keep what is promised {wanted} workers are wanted, and {running} run")
     if running < limits.least:
         return Count(limits.least, f"{limits.least} workers are to run in any case, and {running} run")
-    ample = ample_lately(looks, limits.kept_s, now)
-    fewer = running if ample is None else max(limits.least, ample)
+    lately = _wanted_lately(looks, limits.kept_s, now)
+    fewer = running if lately is None else max(limits.least, lately)
     if fewer < running:
-        why = f"{running} workers run, and no more than {fewer} were wanted, with room, for {limits.kept_s:.0f} s"
+        why = f"{running} workers run, and no more than {fewer} were wanted for {limits.kept_s:.0f} s"
         return Count(fewer, why)
     return Count(running, f"{running} workers run, and {wanted} are wanted")
 
 
-def ample_lately(looks: Sequence[Look], seconds: float, now: float) -> int | None:
-    """The most workers that a look of the last so many seconds wanted, with room; None where looks do not go back so
-    far."""
-    if not looks or looks[0].at > now - seconds:
-        return None
-    return max((max(look.wanted, look.ample) for look in looks if look.at >= now - seconds), default=None)
+def rising(rate: float, newest: int, seconds: float) -> float:
+    """Requests a second to count workers by. rate: of the whole window; or of the newest, which came in so many seconds
+    at its end, where even one deviation less of these is more."""
+    return max(rate, (newest - math.sqrt(newest)) / seconds)
+
+
+def role_of_another(now: Roles, wanted: Roles) -> Role:
+    """What one more worker is to do. now: roles of those that run; wanted: the best of one more."""
+    if wanted.prefill > now.prefill:
+        return "prefill"
+    return "decode" if wanted.prefill else "both"
 
 
 def forgotten(looks: Sequence[Look], seconds: float, now: float) -> int:
@@ -80,3 +90,10 @@ def forgotten(looks: Sequence[Look], seconds: float, now: float) -> int:
     others go back so far."""
     old = sum(look.at < now - seconds for look in looks)
     return max(0, min(old - 1, len(looks) - CONFIRM))
+
+
+def _wanted_lately(looks: Sequence[Look], seconds: float, now: float) -> int | None:
+    """The most workers that a look of the last so many seconds wanted; None where looks do not go back so far."""
+    if not looks or looks[0].at > now - seconds:
+        return None
+    return max((look.workers for look in looks if look.at >= now - seconds), default=None)

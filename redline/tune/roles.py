@@ -93,7 +93,8 @@ class Fleet(NamedTuple):
     """Who there is. now: their roles; None: nobody has one yet, so that nothing speaks against a change.
 
     flip_s: for which a worker that changes its role does nothing. horizon_s: over which a change has to pay.
-    attainment: the share of requests that are to be good, for which workers are counted.
+    attainment: the share of requests that are to be good, for which workers are counted. peak: requests a second that
+    may have begun to come, where these are more than the rate.
     """
 
     workers: int
@@ -102,6 +103,7 @@ class Fleet(NamedTuple):
     flip_s: float = 5.0
     horizon_s: float = 300.0
     attainment: float = 0.95
+    peak: float = 0.0
 
 
 class Predicted(NamedTuple):
@@ -128,8 +130,8 @@ class Choice(NamedTuple):
     """Which roles, and why. now: what the present roles are expected to do; None where there were none.
 
     wanted: as many workers as keep the fleet's attainment with the best roles; more than there are: these do not.
-    ample: as many as keep it also where what comes is the most of RATES. What no number of workers would keep asks for
-    none.
+    ample: as many as keep it with room, where as much more comes as the most of RATES. Neither asks for what no number
+    of workers would keep.
     """
 
     roles: Roles
@@ -160,7 +162,8 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
     if (there := fleet.now) is not None:  # of those that are as good, what is nearest
         near = [each for each in found if each.steady >= best.steady - NEAR]
         best = min(near, key=lambda each: (there.flips(each.roles), *(-part for part in each.rank)))
-    wanted, ample = (_wanted(sample, best, fleet, times) for times in (1.0, RATES[-1]))
+    peak = RATES[-1] * max(1.0, fleet.peak / sample.rate)
+    wanted, ample = (_wanted(sample, best, fleet, times) for times in (1.0, peak))
     if now is None or best.roles == now.roles:
         return Choice(
             best.roles, best, now, wanted, ample, f"{best.attainment:.0%} of requests are expected to be good"

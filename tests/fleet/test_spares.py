@@ -96,7 +96,7 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         answers += [clients.submit(answer, server, LONG) for _ in range(2)]
         wait_for(lambda: changes(server, "ends"), 60, server)
         assert changes(server, "ends")[0]["worker"] == "worker-1"
-        assert changes(server, "ends")[0]["why"].startswith("2 workers run, and no more than 1 were wanted, with room")
+        assert changes(server, "ends")[0]["why"].startswith("2 workers run, and no more than 1 were wanted for")
         wait_for(lambda: steer(server)["workers"]["states"] == {"ready": 1, "idle": 1}, 60, server)
         lengths = [each.result(120) for each in answers]
     assert sorted(set(lengths)) == [SHORT, LONG]

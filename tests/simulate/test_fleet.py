@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from redline.simulate.figures import figures
-from redline.simulate.fleet import EVERYBODY, Setting, Simulation
+from redline.simulate.figures import figures, worker_seconds
+from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
 from redline.tune.roles import Roles
@@ -64,6 +64,34 @@ def test_roles_follow_the_traffic():
     assert all(period.at_s >= 100 for period in simulation.periods if period.roles.prefill)
     assert all(period.roles.workers == 8 for period in simulation.periods)
     assert simulation.periods[-1].why
+
+
+def test_workers_that_follow_a_shifting_load_keep_what_the_best_fixed_number_keeps_and_are_paid_for_less():
+    """The fewest that are always there and keep nearly all; one less keeps much less."""
+    phases = [Phase(CHAT, 100, rate) for rate in (3.0, 6.0, 11.0, 6.0, 3.0, 3.0)]
+    seconds, strict = 600.0, {"": Targets(ttft_s=1.0, itl_s=0.05)}
+    fixed = {count: simulated(phases, Roles(both=count), targets=strict) for count in (2, 3)}
+    kept = {count: figures(run, "", seconds).attainment for count, run in fixed.items()}
+    assert kept[2] < 0.9 < 0.98 < kept[3]
+    counted = Counted(least=1, most=4, start_s=15.0, spare_s=60.0)
+    follows = simulated(phases, Roles(both=1), targets=strict, plan_s=5.0, counted=counted)
+    assert figures(follows, "", seconds).attainment > kept[3] - 0.01
+    paid_s = worker_seconds(follows, 0.0, seconds)
+    assert paid_s < 0.85 * worker_seconds(fixed[3], 0.0, seconds) == 0.85 * 3 * seconds
+    running = [period.running for period in follows.periods]
+    assert (running[0], max(running)) == (1, 3)
+    assert running[-1] < 3
+
+
+def test_who_ends_takes_nothing_new_and_writes_what_it_has():
+    counted = Counted(least=1, most=3, start_s=10.0, spare_s=20.0)
+    simulation = simulated([Phase(CHAT, 60, 0.5)], Roles(both=3), plan_s=5.0, counted=counted)
+    assert simulation.periods[-1].running == 1
+    assert all(math.isfinite(each.first_s) for each in simulation.ended), "nobody is lost by it"
+    told = figures(simulation, "", 60.0)
+    assert [change.running for change in told.changes] == sorted([change.running for change in told.changes])[::-1]
+    assert told.cost == pytest.approx(8 * worker_seconds(simulation, 0.0, 60.0) / 3600, abs=0.01)
+    assert told.cost < 8 * 3 * 60 / 3600
 
 
 def test_remote_local_and_predicted_send_prompts_where_they_say():

@@ -2,15 +2,15 @@
 
 import pytest
 
-from redline.tune.count import CONFIRM, KEPT_STARTS, Limits, Look, choose_count, forgotten
+from redline.tune.count import CONFIRM, KEPT_STARTS, Limits, Look, choose_count, forgotten, rising
 
 LIMITS = Limits(least=1, most=4, spare_s=100.0, start_s=10.0, horizon_s=300.0)
 
 
-def looks(*wanted: int, every_s: float = 10.0, ample: int | None = None) -> list[Look]:
+def looks(*wanted: int, every_s: float = 10.0) -> list[Look]:
     """The newest at 0."""
     first = -every_s * (len(wanted) - 1)
-    return [Look(first + place * every_s, each, ample or each) for place, each in enumerate(wanted)]
+    return [Look(first + place * every_s, each) for place, each in enumerate(wanted)]
 
 
 def test_more_run_once_two_looks_in_a_row_want_more() -> None:
@@ -35,13 +35,19 @@ def test_a_start_that_takes_longer_than_is_looked_ahead_is_not_begun() -> None:
     assert choose_count(looks(2, 2), 1, slow._replace(start_s=299.0), 0.0).workers == 2
 
 
-def test_fewer_run_once_no_look_has_wanted_more_with_room_for_long() -> None:
+def test_fewer_run_once_no_look_has_wanted_more_for_long() -> None:
     one = looks(*[1] * 11)  # since 100 s
     assert choose_count(one, 3, LIMITS, 0.0).workers == 1
     assert choose_count(one[1:], 3, LIMITS, 0.0).workers == 3, "looks do not go back so far"
-    assert choose_count([Look(-50.0, 1, 2) if look.at == -50 else look for look in one], 3, LIMITS, 0.0).workers == 2
-    assert choose_count([Look(-50.0, 3, 1) if look.at == -50 else look for look in one], 3, LIMITS, 0.0).workers == 3
-    assert choose_count(looks(*[1] * 11, ample=3), 3, LIMITS, 0.0).workers == 3, "fewer would do, but without room"
+    for wanted in (2, 3):
+        some = [Look(-50.0, wanted) if look.at == -50 else look for look in one]
+        assert choose_count(some, 3, LIMITS, 0.0).workers == wanted
+
+
+def test_a_rise_counts_before_it_fills_the_window_and_what_chance_does_not_make_a_rise() -> None:
+    assert rising(1.0, 100, 10.0) == 9.0
+    assert rising(1.0, 12, 10.0) == 1.0
+    assert rising(1.0, 0, 10.0) == 1.0
 
 
 def test_who_takes_long_to_start_is_kept_for_longer() -> None:
