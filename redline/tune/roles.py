@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from redline.tune.chunks import Answers, Prompt, chunk_tokens
 from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
 from redline.wire.base import Record
@@ -234,11 +235,22 @@ def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet, times: float) -> i
 
 
 class _Beside(NamedTuple):
-    """Seconds that prompts take beside some rows: of each, and of the first so many the sum, and that of squares."""
+    """Seconds that prompts take beside some rows: of each, and of the first so many the sum, and that of squares.
+
+    steps, steps_s: of the first so many, how many steps they have together while an answer is there, and what these
+    take.
+    """
 
     service_s: _Array
     sums: _Array
     squares: _Array
+    steps: _Array
+    steps_s: _Array
+
+
+def _summed(values: _Array) -> _Array:
+    """Of the first so many, their sum: of none, of one ..."""
+    return np.concatenate(([0.0], np.cumsum(values)))
 
 
 class _Sample:
@@ -252,6 +264,7 @@ class _Sample:
         )
         self.rate = traffic.rate if requests else 0.0
         self._model, self._horizon_s = model, horizon_s
+        self._bounded = model.step_ms is not None
         if not self.rate:
             return
         wanted = [targets.get(each.of, targets[""]) for each in requests]
@@ -265,9 +278,9 @@ class _Sample:
         self._context = float((self._steps * (lengths + self._output / 2)).sum() / self._steps.sum())
         held = float((self._steps * (lengths + self._output)).sum() / self._steps.sum())
         self._most = max(1.0, min(model.slots, model.kv_tokens / held))  # answers of a worker at once
-        self._beside: dict[int, _Beside] = {}
-        self._chunks = np.concatenate(([0.0], np.cumsum(np.ceil(self._uncached / model.step_tokens))))
-        self._alone_s = self._prompts_s(0.0)
+        self._beside: dict[tuple[int, bool], _Beside] = {}
+        self._chosen: dict[int, _Array] = {}  # chunks, by how many answers are beside them
+        self._alone_s = self._prompts_s(0.0, self._whole(0.0))
         self._handoff_s = (model.handoff_ms + model.handoff_token_ms * lengths) / 1e3
 
     def predict(self, roles: Roles) -> Predicted:
@@ -287,7 +300,21 @@ class _Sample:
         return self._split(times * self.rate, roles.prefill, roles.decode + roles.both)[0]
 
     def _split(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
-        """(share of requests that are good, use of those who compute prompts, of those who answer)."""
+        """(share of requests that are good, use of those who compute prompts, of those who answer).
+
+        Where steps beside answers are bounded and prompts cannot keep up so, they are computed in chunks as long as
+        first tokens need (`tune.chunks`): it is then the better of both.
+        """
+        found = self._good(rate, prefill, decode)
+        if self._model.step_ms is None or found[1] <= MOST_USE:
+            return found
+        self._bounded = False
+        try:
+            return max(found, self._good(rate, prefill, decode))
+        finally:
+            self._bounded = True
+
+    def _good(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
         here, count = self._here(rate, prefill, decode), len(self._output)
         each = rate / count
         rows, full = self._rows(rate / decode, here, each / decode)
@@ -298,6 +325,9 @@ class _Sample:
         if here:
             service_s = self._prompts(rows).service_s[:here]
             used_here, in_time[:here] = self._in_time(here * each, service_s, decode, self._ttft_s[:here])
+            if self._bounded:
+                quick = self._in_time_before_longer(rows, here, each / decode)
+                in_time[:here] = np.maximum(in_time[:here], quick)
             used = max(used, used_here)
         good = in_time * self._in_pace(rows, here, each / decode, decode) * self._room(full)
         return float(good.mean()), used, full
@@ -325,13 +355,14 @@ class _Sample:
             low, high = (low, middle) if may_be(middle) else (middle, high)
         return high
 
-    def _prompts_s(self, rows: float) -> _Array:
-        """Seconds of each prompt's steps, beside so many rows."""
-        model, steps = self._model.steps, self._model
-        chunk = max(1.0, steps.step_tokens - rows)
+    def _prompts_s(self, rows: float, chunk: _Array) -> _Array:
+        """Seconds of each prompt's steps, beside so many rows, with so many of its tokens in each."""
+        model = self._model.steps
+        sizes, which = np.unique(chunk, return_inverse=True)
+        share: _Array = np.array([model.share(size / 2 + rows) for size in sizes])  # of a chunk of some length
         count = np.ceil(self._uncached / chunk)
         beside = model.base + rows * (model.row + model.context * self._context)
-        shares = count * model.share(chunk / 2 + rows)  # of a chunk of some length
+        shares = count * share[which]
         pairs = self._uncached * (self._cached + (self._uncached + 1) / 2)
         expanded = count * self._cached + chunk * count * (count - 1) / 2 + self._uncached  # each chunk's end
         own = model.prompt * self._uncached + model.pair * pairs + model.expand * expanded
@@ -339,12 +370,47 @@ class _Sample:
 
     def _prompts(self, rows: float) -> "_Beside":
         """All prompts beside so many rows, to half a row."""
-        near = round(2 * rows)
+        near = round(2 * rows), self._bounded
         if near not in self._beside:
-            service_s = self._prompts_s(near / 2)
-            sums = np.concatenate(([0.0], np.cumsum(service_s)))
-            self._beside[near] = _Beside(service_s, sums, np.concatenate(([0.0], np.cumsum(service_s**2))))
+            self._beside[near] = self._beside_rows(near[0] / 2)
         return self._beside[near]
+
+    def _beside_rows(self, rows: float) -> "_Beside":
+        whole = self._whole(rows)
+        service_s = steps_s = self._prompts_s(rows, whole)
+        steps = np.ceil(self._uncached / self._model.step_tokens)
+        if self._bounded:
+            # Answers come and go: at times none is there, and chunks are whole.
+            some = -math.expm1(-rows)
+            chunk = np.minimum(self._chunks(round(2 * math.log2(max(rows, 1.0)))), whole)
+            steps, steps_s = np.ceil(self._uncached / chunk), self._prompts_s(rows, chunk)
+            service_s = some * steps_s + (1 - some) * service_s
+        return _Beside(service_s, _summed(service_s), _summed(service_s**2), _summed(steps), _summed(steps_s))
+
+    def _whole(self, rows: float) -> _Array:
+        """Of each prompt the tokens in a step, where nothing bounds it."""
+        return np.full_like(self._uncached, max(1.0, self._model.step_tokens - rows))
+
+    def _chunks(self, double: int) -> _Array:
+        """Of each prompt the tokens in a step beside two to the power of half so many answers, as a worker chooses
+        them: by kinds of prompts, at the middle of each."""
+        if double in self._chosen:
+            return self._chosen[double]
+        rows = 2 ** (double / 2)
+        model, chunks = self._model, self._whole(rows)
+        assert model.step_ms is not None, "nothing bounds the steps"
+        answers = Answers(max(1, round(rows)), rows * self._context)
+        depth = self._cached + self._uncached / 2
+        _, kinds = np.unique(
+            np.stack([np.log2(self._uncached + 1), np.log2(depth + 1)]).round(), axis=1, return_inverse=True
+        )
+        most = math.ceil(chunks[0])
+        for kind in range(int(kinds.max()) + 1):
+            those = kinds == kind
+            prompt = Prompt(math.ceil(self._uncached[those].mean()), round(depth[those].mean()))
+            chunks[those] = chunk_tokens(model.steps.step_ms, most, model.step_ms, answers, [prompt])
+        self._chosen[double] = np.maximum(chunks, 1.0)
+        return self._chosen[double]
 
     def _decode_s(self, rows: float) -> float:
         return self._model.steps.decode_ms(rows, self._context) / 1e3
@@ -369,6 +435,15 @@ class _Sample:
         late = waits * np.exp(-np.maximum(left, 0) * waits / max(wait_s, 1e-9))
         return used, np.where(left > 0, 1 - late, 0.0)
 
+    def _in_time_before_longer(self, rows: float, here: int, each: float) -> _Array:
+        """How likely each prompt is done within its time by the half of each step that shorter ones than the oldest
+        have, the least first: what is shorter is before it."""
+        beside = self._prompts(rows)
+        service_s = 2 * beside.service_s[:here]
+        before = np.minimum(2 * each * beside.sums[:here], MOST_USE)  # of that half, by those that are shorter
+        left, wait_s = self._ttft_s[:here] - service_s, before / (1 - before) * service_s
+        return np.where(left > 0, 1 - before * np.exp(-np.maximum(left, 0) / np.maximum(wait_s, 1e-9)), 0.0)
+
     def _rows(self, rate: float, here: int, each: float) -> tuple[float, float]:
         """(answers of a worker at once, share of those that it can hold), where so many requests a second come to it,
         and it computes the first `here` prompts of the sample itself, each of them so often a second."""
@@ -384,16 +459,19 @@ class _Sample:
         """Seconds between two tokens of an answer, on the mean, beside such prompts, and beside so many other answers:
         who comes finds as many as there are on the mean, and is one more."""
         plain = self._decode_s(rows + 1)
-        busy = each * float(self._prompts(rows).sums[here]) if here else 0.0  # of a second
+        if not here:
+            return plain
+        steps, steps_s = (float(of[here]) for of in self._prompts(rows)[-2:])
+        busy = each * steps_s  # of a second
         if busy >= 1:
-            return math.inf
+            return steps_s / steps if self._bounded else math.inf
         # In a second so many steps have a chunk, and what time is left is for plain ones.
-        return 1 / (each * float(self._chunks[here]) + (1 - busy) / plain)
+        return 1 / (each * steps + (1 - busy) / plain)
 
     def _behind_s(self, rows: float, here: int, each: float) -> float:
         """Seconds for which an answer stands still at its beginning, on the mean: prompts that came while its own was
         computed are before it, and those that come meanwhile."""
-        if not here:
+        if not here or self._bounded:  # then it goes on beside them
             return 0.0
         beside = self._prompts(rows)
         left = 1 - each * float(beside.sums[here])
@@ -411,7 +489,10 @@ class _Sample:
         if not math.isfinite(more):
             more = mean
         deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(rows / workers))
-        if not here:
+        if not here or self._bounded:
+            if here:
+                uneven_s, slowest_s = self._uneven_s(rows, here, each)
+                deviation = np.where(self._itl_s < slowest_s, np.hypot(deviation, uneven_s), deviation)
             off = (self._itl_s - mean) / np.maximum(deviation, 1e-6)
         else:
             beside = self._prompts(rows)
@@ -424,6 +505,18 @@ class _Sample:
             width = np.sqrt(np.log1p((deviation / means) ** 2))
             off = (np.log(self._itl_s / means) + width**2 / 2) / np.maximum(width, 1e-6)
         return 1 / (1 + np.exp(-1.702 * np.clip(off, -20, 20)))
+
+    def _uneven_s(self, rows: float, here: int, each: float) -> tuple[_Array, float]:
+        """(By how much the seconds between two tokens of an answer differ, since some are met by more steps with prompts
+        than others, where such steps are bounded; what they are where each step has some)."""
+        beside, plain = self._prompts(rows), self._decode_s(rows + 1)
+        steps_s = float(beside.steps_s[here])
+        used = min(each * steps_s, 1.0)
+        slower = max(0.0, steps_s / max(float(beside.steps[here]), 1.0) - plain)
+        one_s = float(beside.squares[here]) / max(float(beside.sums[here]), 1e-9)
+        met_s = one_s / max(1 - used, 1e-3)  # for which they come together
+        parts = np.maximum(self._steps * self._step_s(rows, here, each) / (2 * met_s), 1.0)
+        return slower * np.sqrt(used * (1 - used) / parts), plain + slower
 
     def _room(self, full: float) -> float:
         """Of answers, those that find room at a worker before their time is over."""
