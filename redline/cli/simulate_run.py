@@ -22,7 +22,7 @@ from redline.simulate.figures import Bucket, Figures, figures
 from redline.simulate.fleet import Counted, Setting, Simulation, Way
 from redline.simulate.models import worker_model
 from redline.simulate.traces import KINDS, Phase, Request
-from redline.tune.roles import Roles, WorkerModel
+from redline.tune.expected import Roles, WorkerModel
 from redline.tune.targets import Targets
 from redline.wire.base import Record
 

@@ -29,8 +29,9 @@ from redline.fleet.spares import Crew, Spares
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
 from redline.tune.count import NEWEST, rising, role_of_another
+from redline.tune.expected import Asked, Predicted, Roles, Traffic, WorkerModel
 from redline.tune.pairs import Work
-from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, best_roles, choose_roles
+from redline.tune.roles import Choice, Fleet, best_roles, choose_roles
 from redline.tune.steps import StepFit, StepModel, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role

@@ -21,7 +21,8 @@ from redline.simulate.caches import Caches, Depth
 from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
 from redline.tune.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
-from redline.tune.roles import Asked, Choice, Roles, Traffic, WorkerModel, best_roles, choose_roles
+from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
+from redline.tune.roles import Choice, best_roles, choose_roles
 from redline.tune.roles import Fleet as Chosen
 from redline.tune.targets import Targets
 from redline.wire.news import Role

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from heapq import heappop, heappush
 
 from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
-from redline.tune.roles import WorkerModel
+from redline.tune.expected import WorkerModel
 from redline.wire.news import Role
 
 ALIKE = 4  # steps at most that are taken to be alike, where their time is bounded

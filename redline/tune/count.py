@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.wire.news import Role
 
 CONFIRM = 2  # looks in a row that want more, before one is started

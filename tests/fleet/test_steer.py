@@ -13,7 +13,7 @@ from redline.fleet.spares import AGAIN_S
 from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
 from redline.fleet.supervisor import Seat
 from redline.route.roles import is_done, refusal
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER

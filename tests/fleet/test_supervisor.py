@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from redline.fleet import process, supervisor
+from redline.fleet import kept, process, supervisor
 from redline.fleet.config import ServeConfig
-from redline.fleet.supervisor import MOST_ENDS, Supervisor
+from redline.fleet.kept import MOST_ENDS
+from redline.fleet.supervisor import Supervisor
 from redline.worker.config import WorkerConfig
 from tests.api.world import World, answer
 
@@ -50,7 +51,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
 ) -> None:
     start = NoProcess()
     monkeypatch.setattr(supervisor, "start_worker", start)
-    monkeypatch.setattr(supervisor, "AGAIN_S", 0.001)
+    monkeypatch.setattr(kept, "AGAIN_S", 0.001)
     async with World(answer("a"), resume_s=5.0) as world:
         one = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
         world.gateway.lose(world.link, "not used")

@@ -20,7 +20,7 @@ from redline.simulate.figures import figures
 from redline.simulate.fleet import Counted, Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import CHAT, Phase, Request, made
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.tune.targets import Targets
 
 TARGETS = {"": Targets(ttft_s=1.0, itl_s=0.05)}

@@ -22,7 +22,7 @@ from redline.bench.record import provenance
 from redline.simulate.fleet import Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Kind, Phase, Request, made
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.tune.targets import Targets
 
 TARGETS = {
