@@ -350,6 +350,7 @@ def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
         slots=min(ready.slots for ready in readies),
         kv_tokens=min(ready.pages for ready in readies) * PAGE_TOKENS,
         tokens_per_step=tokens_per_step,
+        step_ms=min((ready.step_ms for ready in readies if ready.step_ms is not None), default=None),
     )
 
 

@@ -1,7 +1,9 @@
 """Who gives workers other roles: what it sees, what it does, and what keeps it from doing too much."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from redline.api.config import Sla
@@ -52,13 +54,13 @@ def step(number: int, prompt: int, rows: int, tokens: int | None = None) -> Time
 class Fleet:
     """Workers a, b ... with these roles, which do as they are told, and who steers them; the clock stands."""
 
-    def __init__(self, *roles: Role, spares: int = 0, **config: float) -> None:
+    def __init__(self, *roles: Role, spares: int = 0, sla: Mapping[str, Sla] = SLA, **config: float) -> None:
         """spares: workers behind these, idle at first, which run while they are wanted."""
         self.now = 0.0
         self.states: dict[str, Seat] = {}
         self.gateway = Gateway(TOKENIZER, K2_6, Metrics("m"), clock=lambda: self.now, resume_s=5.0)
         self.turned: list[tuple[str, Role]] = []
-        self.steering = Steering(Steer(window_s=60, rest_s=30, **config), self.gateway, self, SLA, lambda: self.now)
+        self.steering = Steering(Steer(window_s=60, rest_s=30, **config), self.gateway, self, sla, lambda: self.now)
         for name, role in zip("abcd", roles, strict=False):
             self.states[name] = Seat(name, "ready", spare=False)
             self.serves(name, role)
@@ -162,6 +164,22 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     assert weighed["requests_per_s"] == pytest.approx(3, rel=0.02)
     assert weighed["step_ms"] == pytest.approx({"1": BASE_MS + ROW_MS, "16": BASE_MS + 16 * ROW_MS}, rel=0.02)
     assert weighed["prompt_ms"] == pytest.approx(BASE_MS + 512 * PROMPT_MS, rel=0.02)
+
+
+async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> None:
+    """A prompt takes half a second in whole chunks: an answer of ten tokens that meets one does not keep 40 ms between
+    them. Beside a page each takes 37 ms."""
+    promised = {"default": Sla(ttft_ms=20_000, itl_ms=40)}
+    for step_ms, changes in ((None, True), (60.0, False)):
+        fleet = Fleet("both", "both", "both", "both", sla=promised)
+        for link in fleet.gateway.links:
+            assert link.ready is not None
+            link.ready = msgspec.structs.replace(link.ready, step_ms=step_ms)
+        fleet.measure()
+        fleet.comes(prompt=1000, output=10, per_s=1.5)
+        decision = await fleet.steering.look()
+        assert decision.expected is not None
+        assert (decision.expected.roles != Roles(both=4)) == changes, decision.why
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
