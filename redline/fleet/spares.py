@@ -44,12 +44,11 @@ class Crew(Protocol):
 class Spares:
     """What looks have said of how many workers are to run, and who is started or ended for it."""
 
-    def __init__(self, crew: Crew, links: Links, spare_s: float, horizon_s: float, clock: Callable[[], float]) -> None:
-        """spare_s, horizon_s: as in `tune.count.Limits`."""
+    def __init__(self, crew: Crew, links: Links, spare_s: float, clock: Callable[[], float]) -> None:
+        """spare_s: as in `tune.count.Limits`."""
         self._crew = crew
         self._links = links
         self._spare_s = spare_s
-        self._horizon_s = horizon_s
         self._clock = clock
         self._looks: list[Look] = []
         self._started: set[str] = set()  # of which it is not known yet whether their start has failed
@@ -73,7 +72,7 @@ class Spares:
         could = [seat for seat in seats if seat.state != "given up" and not self._left_out(seat)]
         least = sum(not seat.spare for seat in seats) if self.any else 1
         most = max(least, len(could)) if self.any else MOST
-        return Limits(least, most, self._spare_s, self._links.start_s, self._horizon_s)
+        return Limits(least, most, self._spare_s, self._links.start_s)
 
     def saw(self, workers: int) -> None:
         """A look wants so many."""

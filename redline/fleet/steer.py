@@ -133,7 +133,7 @@ class Steering:
         self._config = config
         self._gateway = gateway
         self._crew = crew
-        self._spares = Spares(crew, gateway.links, config.spare_s, config.horizon_s, clock)
+        self._spares = Spares(crew, gateway.links, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
         self._changed_at = -math.inf

@@ -366,7 +366,7 @@ class Simulation:
 
     def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
         """One worker is started, or one ends, where so many are to run (as `fleet/spares.py` does it)."""
-        limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s, self._setting.horizon_s)
+        limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
         running = fleet.workers + len(self._starting)
         count, now = choose_count(self._looks, running, limits, self.now), self._roles

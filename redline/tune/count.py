@@ -1,9 +1,9 @@
 """How many workers run: what looks at the traffic have said lately, and what it costs to start one.
 
 A look says how many workers keep what is promised with room for what may come while another starts. More are started
-once CONFIRM looks in a row have wanted more; fewer run once no look has wanted more for long. A start takes time in
-which a worker costs and does nothing: it is not begun where it takes longer than what comes is looked ahead, and one
-that runs is kept for KEPT_STARTS times as long as starting it anew would take. Pure.
+once looks have wanted more for a while, fewer run once no look has wanted more for long. A start takes time in which a
+worker costs and does nothing. So the longer it takes, the longer have looks to want it, and the longer is one that runs
+kept. Pure.
 """
 
 import math
@@ -13,8 +13,9 @@ from typing import NamedTuple
 from redline.tune.expected import Roles
 from redline.wire.news import Role
 
-CONFIRM = 2  # looks in a row that want more, before one is started
-KEPT_STARTS = 2  # times what a start takes, for which fewer have to be enough before one ends
+CONFIRM = 2  # looks in a row, at least, that want more before one is started
+WANTED_STARTS = 0.1  # times what a start takes, for which looks have to want it
+KEPT_STARTS = 2  # likewise, for which fewer have to be enough before one ends
 NEWEST = 0.25  # of the window: in it a rise is seen before it fills the window
 
 
@@ -28,15 +29,14 @@ class Look(NamedTuple):
 class Limits(NamedTuple):
     """How many workers there may be, and what a change costs.
 
-    least, most: workers that run. spare_s: for which fewer have to be enough. start_s: from a worker's start until it
-    takes requests. horizon_s: over which a start has to pay.
+    least, most: workers that run. spare_s: for which fewer have to be enough, at least. start_s: from a worker's start
+    until it takes requests.
     """
 
     least: int
     most: int
     spare_s: float
     start_s: float
-    horizon_s: float
 
     @property
     def kept_s(self) -> float:
@@ -54,13 +54,11 @@ class Count(NamedTuple):
 def choose_count(looks: Sequence[Look], running: int, limits: Limits, now: float) -> Count:
     """How many workers are to run. looks: the newest last. running: workers, those that are being started included.
     now: in seconds, by the clock of the looks."""
-    newest = [look.workers for look in looks[-CONFIRM:]]
-    wanted = min(newest) if len(newest) == CONFIRM else 0
+    since = now - WANTED_STARTS * limits.start_s
+    newest = [look.workers for place, look in enumerate(looks) if look.at >= since or place >= len(looks) - CONFIRM]
+    wanted = min(newest) if len(newest) >= CONFIRM and looks[0].at <= since else 0
     more = min(wanted, limits.most)
     if more > running:
-        if limits.start_s >= limits.horizon_s:
-            why = f"{wanted} workers are wanted, but a start takes {limits.start_s:.0f} s of {limits.horizon_s:.0f}"
-            return Count(running, f"{why}: it does not pay")
         return Count(more, f"to keep what is promised {wanted} workers are wanted, and {running} run")
     if running < limits.least:
         return Count(limits.least, f"{limits.least} workers are to run in any case, and {running} run")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from redline.tune.count import CONFIRM, KEPT_STARTS, Limits, Look, choose_count, forgotten, rising
+from redline.tune.count import CONFIRM, KEPT_STARTS, WANTED_STARTS, Limits, Look, choose_count, forgotten, rising
 
-LIMITS = Limits(least=1, most=4, spare_s=100.0, start_s=10.0, horizon_s=300.0)
+LIMITS = Limits(least=1, most=4, spare_s=100.0, start_s=10.0)
 
 
 def looks(*wanted: int, every_s: float = 10.0) -> list[Look]:
@@ -27,12 +27,12 @@ def test_more_than_there_may_be_are_not_run() -> None:
     assert choose_count(looks(9, 9), 4, LIMITS, 0.0).workers == 4
 
 
-def test_a_start_that_takes_longer_than_is_looked_ahead_is_not_begun() -> None:
+def test_the_longer_a_start_takes_the_longer_have_looks_to_want_it() -> None:
     slow = LIMITS._replace(start_s=300.0)
-    found = choose_count(looks(2, 2), 1, slow, 0.0)
-    assert found.workers == 1
-    assert "a start takes 300 s of 300: it does not pay" in found.why
-    assert choose_count(looks(2, 2), 1, slow._replace(start_s=299.0), 0.0).workers == 2
+    assert WANTED_STARTS * slow.start_s == 30
+    assert choose_count(looks(1, 2, 2, 2), 1, slow, 0.0).workers == 1, "30 s ago one was enough"
+    assert choose_count(looks(1, 2, 2, 2, 2), 1, slow, 0.0).workers == 2
+    assert choose_count(looks(2, 2, 2), 1, slow, 0.0).workers == 1, "looks do not go back so far"
 
 
 def test_fewer_run_once_no_look_has_wanted_more_for_long() -> None:
