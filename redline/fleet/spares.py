@@ -61,9 +61,9 @@ class Spares:
         return any(seat.spare for seat in self._crew.seats)
 
     @property
-    def running(self) -> int:
+    def running(self) -> Sequence[Seat]:
         """Workers that run, or are being started."""
-        return sum(seat.state in ("starting", "ready") for seat in self._crew.seats)
+        return [seat for seat in self._crew.seats if seat.state in ("starting", "ready")]
 
     @property
     def limits(self) -> Limits:
@@ -83,7 +83,7 @@ class Spares:
     def count(self) -> Count:
         """How many are to run now."""
         self._judge()
-        return choose_count(self._looks, self.running, self.limits, self._clock())
+        return choose_count(self._looks, len(self.running), self.limits, self._clock())
 
     def start(self, role: Role) -> tuple[str | None, str]:
         """One more is started: (its name, or None, and why not)."""

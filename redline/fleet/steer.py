@@ -307,12 +307,13 @@ class Steering:
         """One worker more or less, where so many are to run."""
         count, running = self._spares.count(), self._spares.running
         self._gateway.metrics.workers_wanted(count.workers)
-        if not self._spares.any or count.workers == running:
+        if not self._spares.any or count.workers == len(running):
             return seen
-        now, does = self._roles(), "starts" if count.workers > running else "ends"
-        expected = await self._with(now.workers + (1 if does == "starts" else -1))
+        more = count.workers > len(running)
+        now, does = roles_of([seat.role for seat in running]), "starts" if more else "ends"
+        expected = await self._with(len(running) + (1 if more else -1))
         wants = now if expected is None else expected.roles
-        if does == "starts":
+        if more:
             role = role_of_another(now, wants)
             name, why_not = self._spares.start(role)
         else:

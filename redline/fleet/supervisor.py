@@ -47,12 +47,14 @@ State = Literal["idle", "starting", "ready", "ending", "given up"]
 class Seat(NamedTuple):
     """One worker of a deployment, as whoever starts and ends workers sees it.
 
-    spare: it runs only while it is wanted. failed: why its last start has failed, where it is idle for that.
+    spare: it runs only while it is wanted. role: that it has, or will have. failed: why its last start has failed,
+    where it is idle for that.
     """
 
     name: str
     state: State
     spare: bool
+    role: Role = "both"
     failed: str | None = None
 
 
@@ -149,7 +151,7 @@ class Supervised(Kept):
             state = "ending" if self._runs else "idle"
         else:
             state = "ready" if self._runs and link is not None and link.ready is not None else "starting"
-        return Seat(self.name, state, self.place.spare, self._failed)
+        return Seat(self.name, state, self.place.spare, self.role, self._failed)
 
     def _rests(self, why: str) -> bool:
         if not self.place.spare:

@@ -369,11 +369,13 @@ class Simulation:
         limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
         del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
         running = fleet.workers + len(self._starting)
-        count, now = choose_count(self._looks, running, limits, self.now), self._roles
+        count = choose_count(self._looks, running, limits, self.now)
+        counts = Counter([*(worker.role for worker in self._serving), *self._starting.values()])
+        now = Roles(counts["prefill"], counts["decode"], counts["both"])
         if count.workers == running or (count.workers < running and (self._ending or fleet.workers < 2)):
             return
         more = count.workers > running
-        wanted = best_roles(traffic, fleet, self._setting.targets, fleet.workers + (1 if more else -1)).roles
+        wanted = best_roles(traffic, fleet, self._setting.targets, running + (1 if more else -1)).roles
         if more:
             index = min(self._off)
             self._off.discard(index)
