@@ -14,6 +14,7 @@ import msgspec
 from redline.plan.beside import Forecast
 from redline.plan.planner import PlanConfig, Planner
 from redline.plan.speculation import MOST_FORCED
+from redline.run.layer_marks import Meanwhile
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId, Sampling
@@ -113,6 +114,9 @@ class _Page:
 @dataclass(frozen=True)
 class FakePending:
     result: StepResult
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """It has ended."""
 
     def wait(self) -> StepResult:
         return self.result

@@ -5,17 +5,22 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
+from redline.run.layer_marks import Meanwhile
+from redline.run.runner import Pending
 from redline.transport.base import Transport
 from redline.transport.memory import MemoryTransport
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta
-from redline.wire.handoff import Gone, Prefill
+from redline.wire.handoff import Gone, Prefill, Taken, Want
 from redline.wire.job import Job, PagesFrom
+from redline.wire.step import Step, StepResult
 from redline.worker.engine import EngineCore
 from redline.worker.exchange import Exchange
 from redline.worker.loop import StepInFlight, turn
 from redline.worker.parcel_memory import HostParcels
+from redline.worker.ports import Runner
 from redline.worker.ways import Carrier
 from tests.tiny_model import Answer, joined
 
@@ -34,13 +39,56 @@ class Box:
         return [decode(message) for message in taken]
 
 
+class Layered:
+    """A runner whose steps can be watched, as a GPU's are: while one runs, only the layers that it has computed hold
+    what they will hold, and all others something else."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._runner, self._planes = engine.runner, engine.runner.kv.planes
+        self.recorded, self.begins = engine.runner.recorded, engine.runner.begins
+
+    def record_more(self) -> bool:
+        return self._runner.record_more()
+
+    def launch(self, step: Step) -> Pending:
+        return _LayeredStep(self._runner.launch(step), self._planes)
+
+
+class _LayeredStep:
+    def __init__(self, pending: Pending, planes: Tensor) -> None:
+        self._pending, self._planes = pending, planes
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        before = self._planes.view(torch.uint8).clone()
+        self._pending.wait()
+        planes = self._planes.view(torch.uint8)
+        whole = planes.clone()
+        other = torch.where((whole != before).any(-1, keepdim=True), torch.randint_like(whole, 0, 256), whole)
+        for layers in range(len(whole) + 1):
+            planes[layers:] = other[layers:]
+            meanwhile(layers)
+            planes.copy_(whole)
+
+    def wait(self) -> StepResult:
+        return self._pending.wait()
+
+
 class Side:
     """A worker: its engine, its exchange, and the step that is in flight."""
 
     def __init__(
-        self, name: str, engine: EngineCore, carriers: Sequence[Carrier], boxes: dict[str, Box], **how: Any
+        self,
+        name: str,
+        engine: EngineCore,
+        carriers: Sequence[Carrier],
+        boxes: dict[str, Box],
+        *,
+        layered: bool = False,
+        **how: Any,
     ) -> None:
+        """layered: its steps are watched."""
         self.engine = engine
+        self.runner: Runner = Layered(engine) if layered else engine.runner
         self.box = boxes.setdefault(name, Box())
         self.name = name
         self.exchange: Exchange = engine.exchange(
@@ -50,6 +98,7 @@ class Side:
         )
         self.flight: StepInFlight | None = None
         self.stopped = False
+        self._held: list[Wire] = []
 
     @property
     def as_other(self) -> PagesFrom:
@@ -58,14 +107,21 @@ class Side:
 
     @property
     def idle(self) -> bool:
-        return self.flight is None and self.engine.planner.idle and self.exchange.idle and not self.box.messages
+        return (
+            self.flight is None
+            and self.engine.planner.idle
+            and self.exchange.idle
+            and not self.box.messages
+            and not self._held
+        )
 
     def turn(self) -> list[Delta]:
         """As `worker.loop.lead` does."""
         if self.stopped:
             return []
         told: list[Delta] = []
-        for message in self.box.take():
+        held, self._held = self._held, []
+        for message in [*held, *self.box.take()]:
             match message:
                 case Job(pages_from=None):
                     told += self.engine.planner.submit(message)
@@ -78,11 +134,25 @@ class Side:
                     told += self.engine.planner.abort(message.job)  # type: ignore[union-attr]
                 case _:
                     self.exchange.hear(message)
-        self.flight, settled = turn(self.engine.planner, self.engine.runner, self.flight)
+        self.flight, settled = turn(
+            self.engine.planner,
+            self.runner,
+            self.flight,
+            meanwhile=lambda: self._depart if self.exchange.leaves else None,
+        )
         told += self.exchange.keep(settled) + self.exchange.work()
         self.engine.planner.check()
         self.exchange.check()
         return told
+
+    def _depart(self, layers: int) -> None:
+        """As `worker.loop.lead` does."""
+        self.exchange.depart(layers)
+        for message in self.box.take():
+            if isinstance(message, Want | Taken):
+                self.exchange.hear(message)
+            else:
+                self._held.append(message)
 
 
 class Pair:
@@ -95,14 +165,17 @@ class Pair:
         transport: Transport | None = None,
         clock: Callable[[], float] | None = None,
         carriers: Callable[[], Sequence[Carrier]] | None = None,
+        *,
+        layered: bool = False,
         **how: Any,
     ) -> None:
-        """transport: of both; None: `memory`. carriers: makes those of each in its place."""
+        """transport: of both; None: `memory`. carriers: makes those of each in its place. layered: whether steps of
+        the one that computes are watched, on a CPU."""
         self.boxes: dict[str, Box] = {}
         timed: dict[str, Any] = {} if clock is None else {"clock": clock}
         self.transport = transport or MemoryTransport(**timed)
         made = carriers or (lambda: [Carrier("memory", self.transport, HostParcels())])
-        self.computes = Side("prefill", computes, made(), self.boxes, lends=True, **timed, **how)
+        self.computes = Side("prefill", computes, made(), self.boxes, lends=True, layered=layered, **timed, **how)
         self.answers = Side("decode", answers, made(), self.boxes, lends=False, **timed)
         self.deltas: dict[str, list[Delta]] = {}
 

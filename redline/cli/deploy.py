@@ -69,7 +69,8 @@ def _flags(
         ),
     ] = None,
     step_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Positions computed in one step. Absent: 512, on a GPU 2048.")
+        int | None,
+        typer.Option(metavar="N", help="Positions computed in one step. Absent: 512, on a GPU 8192."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
     ranks: Annotated[

@@ -86,7 +86,8 @@ def _files(folder: Path) -> tuple[str, bool]:
 
 
 def _checkpoint(config: K2Config, device: torch.device, console: Console) -> None:
-    free, sizes = free_memory(device), sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"])
+    free = free_memory(device)
+    sizes = sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"], free)
     lines = [*config.explain_parameters(), *config.explain_weight_bytes()]
     lines.append(config.explain_kv_bytes(KV_DTYPES["bf16"]))
     lines.extend(_memory(sizes, free))

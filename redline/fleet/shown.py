@@ -40,7 +40,7 @@ ABSENT = {
     "events.replay": "what a router has missed is not said again",
     "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; of GPUs of its own nine tenths",
     "engine.max_model_len": "what fits",
-    "engine.step_tokens": "512, on a GPU 2048",
+    "engine.step_tokens": "512, on a GPU 8192, or 2048 where memory is short",
     "engine.step_ms": "prompts stretch a step beside answers to any time",
     "engine.host_memory": "what the prefix cache forgets is gone, or with disk 512 MiB",
     "engine.disk": "nothing is kept on disk",

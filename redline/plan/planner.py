@@ -325,6 +325,18 @@ class Planner:
             return self._lent.get(id)
         return self._computed(job)
 
+    def computing(self, id: JobId) -> tuple[int, int] | None:
+        """Positions [first, end) of a job's prompt that the step computes which is to be settled next; None where it
+        has none of them, or the job has ended. Its pages stay where they are until then."""
+        job = self._jobs.get(id)
+        if job is None or not job.flights:
+            return None
+        planned, jobs = self._flights[0]
+        for row, of in zip(planned.rows, jobs, strict=True):
+            if of is job and row.start is not None:
+                return row.start, row.start + row.count
+        return None
+
     def give_back(self, id: JobId) -> None:
         """The pages of a job that has ended are handed over, or wanted no more. Raises KeyError where none are lent."""
         for page in self._lent.pop(id).pages:

@@ -4,7 +4,7 @@ Beside the pages stand the weights, a drafter, what running jobs are written in,
 its recorded steps. These are bounds from sizes alone, not measurements; tests hold them against what a step takes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -293,6 +293,21 @@ class Sizes:
     def left(self, free: int, max_model_len: int) -> int:
         """Bytes of `free` for pages, for jobs of `max_model_len` tokens; negative where even the rest does not fit."""
         return free - self.needs(max_model_len).whole
+
+
+ROOM = 4  # times what larger steps take more, that has to be left beside them
+
+
+def in_steps(sizes: Sizes, free: int, choices: Sequence[int]) -> Sizes:
+    """The sizes with the most positions of a step among `choices` whose working memory leaves enough of `free` for
+    pages: ROOM times what it takes beyond that of the fewest, which are taken where none does."""
+    fewest = replace(sizes, step_tokens=min(choices))
+    for tokens in sorted(choices, reverse=True):
+        larger = replace(sizes, step_tokens=tokens)
+        left = larger.left(free, 1)
+        if left >= ROOM * (fewest.left(free, 1) - left):
+            return larger
+    return fewest
 
 
 def fit(

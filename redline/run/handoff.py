@@ -41,24 +41,30 @@ class Parcels:
         self._tails_PB = tails.view(torch.uint8)
         target = f"{self.layers} x {planes.shape[-1]} {planes.dtype}"
         self.format = f"{VERSION}: {target}, {draft.shape[-1]}, {tails.shape[-1]} {tails.dtype}"
-        page = PAGE_TOKENS * self._rows_LNB.shape[2]  # bytes of one layer
-        self._layers = max(1, min(self.layers, most // page))  # of a parcel, at most
-        self._pages = max(1, most // (page * self._layers)) if self._layers == self.layers else 1
+        self._most = most
+        self._page = PAGE_TOKENS * self._rows_LNB.shape[2]  # bytes of one layer
 
     @property
     def drafts(self) -> bool:
         """Whether the pages have rows of a drafter."""
         return self._draft_NB.shape[1] > 0
 
-    def pieces(self, first: int, end: int, draft_end: int) -> Iterator[Piece]:
-        """Positions [first, end), as pieces. first: begins a page.
+    def group(self, positions: int) -> int:
+        """How many layers of so many positions fill a parcel; one, where it holds less."""
+        return max(1, self._most // max(1, self._page * positions // PAGE_TOKENS))
 
-        draft_end: the drafter's rows at places [first, draft_end) go with them; end, or one more.
+    def pieces(self, first: int, end: int, draft_end: int, layers: tuple[int, int] | None = None) -> Iterator[Piece]:
+        """Positions [first, end) of some layers, None: of all, as pieces. first: begins a page.
+
+        draft_end: the drafter's rows at places [first, draft_end) go with the last layer; end, or one more.
         """
-        for at in range(first, end, self._pages * PAGE_TOKENS):
-            to = min(at + self._pages * PAGE_TOKENS, end)
-            for layer in range(0, self.layers, self._layers):
-                last = min(layer + self._layers, self.layers)
+        lowest, highest = layers or (0, self.layers)
+        count = max(1, min(highest - lowest, self._most // self._page))  # layers of a parcel, at most
+        pages = max(1, self._most // (self._page * count)) if count == highest - lowest else 1
+        for at in range(first, end, pages * PAGE_TOKENS):
+            to = min(at + pages * PAGE_TOKENS, end)
+            for layer in range(lowest, highest, count):
+                last = min(layer + count, highest)
                 draft = (at, draft_end if to == end else to) if last == self.layers and self.drafts else (0, 0)
                 yield Piece(layers=(layer, last), positions=(at, to), draft=draft)
 

@@ -38,6 +38,7 @@ from redline.run.graphs.captured import CapturedSteps, Wants, no_choice, not_fin
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
+from redline.run.layer_marks import LayerMarks, Meanwhile
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import Sampling
@@ -54,6 +55,11 @@ _log = logging.getLogger(__name__)
 class Pending(Protocol):
     """A launched step."""
 
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """Calls `meanwhile` again and again until all layers of the step's prompts are computed; where nobody can know
+        how far they are, not at all. What goes wrong with the step is for `wait` to raise."""
+        ...
+
     def wait(self) -> StepResult:
         """Blocks until the step has run; raises what it raised."""
         ...
@@ -62,9 +68,22 @@ class Pending(Protocol):
 class Launched:
     """A step that a thread will run. `wait` raises what the step raised."""
 
-    def __init__(self, future: "Future[WaitForStep]", group: Group) -> None:
+    def __init__(self, future: "Future[WaitForStep]", group: Group, marks: LayerMarks | None = None) -> None:
+        """marks: of the layers of its prompts; None: nobody asks for them."""
         self._future = future
         self._group = group
+        self._marks = marks
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """As `Pending.watch`."""
+        marks = self._marks
+        while marks is not None and not marks.over:
+            try:
+                self._group.check()
+                layers = marks.passed()
+            except (RankLost, RuntimeError):
+                return
+            meanwhile(layers)
 
     def wait(self) -> StepResult:
         """The step's result; blocks until the thread has run it. Raises what the step raised, and RankLost."""
@@ -83,6 +102,9 @@ class Queued:
         self._queued = queued
         self._ran: StepResult | Exception | None = None
         queued.append(self)
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """Nothing runs before `wait`."""
 
     def wait(self) -> StepResult:
         """The step's result; runs it here, after those launched before it. Raises what the step raised."""
@@ -155,6 +177,7 @@ class Runner:
         self.replays = 0
         self.led: Counter[str] = Counter()
         self.chunks = 0
+        self.marks_layers = False  # whether `watch` of a step tells how many layers of its prompts are computed
         # Told of each part of a step as it begins, by the thread that runs it; "" where the step's work ends.
         self.begins: Callable[[str], object] = nobody
         self._captured: CapturedSteps | None = None
@@ -186,7 +209,11 @@ class Runner:
         """Queues the step; `wait` of what comes back gives its result. One and the same thread must launch and wait."""
         if self._captured is None:
             return Queued(step, self, self._queued)
-        return Launched(self._by_thread(functools.partial(self._start, step, self._captured)), self.model.group)
+        # Decode rows stand before all others.
+        reads = self.marks_layers and bool(step.rows) and step.rows[-1].start is not None
+        marks = LayerMarks() if reads and self.model.device.type == "cuda" else None
+        start = functools.partial(self._start, step, self._captured, marks)
+        return Launched(self._by_thread(start), self.model.group, marks)
 
     def record_more(self) -> bool:
         """Records one more of the shapes that were not recorded at the start; false where none is left.
@@ -275,15 +302,17 @@ class Runner:
             while (work := self._work.get()) is not None:
                 work()
 
-    def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
+    def _start(self, step: Step, captured: CapturedSteps, marks: LayerMarks | None) -> WaitForStep:
         """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
         self.begins("begin")
         try:
-            return self._launch(step, captured)
+            return self._launch(step, captured, marks)
         finally:
+            if marks is not None:
+                marks.end()
             self.begins("")
 
-    def _launch(self, step: Step, captured: CapturedSteps) -> WaitForStep:
+    def _launch(self, step: Step, captured: CapturedSteps, marks: LayerMarks | None) -> WaitForStep:
         for begin in step.begins:
             self.slots.empty(begin.slot)
         try:
@@ -306,7 +335,7 @@ class Runner:
             if not prompts:
                 assert replayed is not None, "a step has rows"
                 return replayed
-            read = self._read(msgspec.structs.replace(step, rows=prompts))
+            read = self._read(msgspec.structs.replace(step, rows=prompts), marks)
         except Exception as error:
             self._fail(step, error)
             raise
@@ -319,7 +348,7 @@ class Runner:
         assert step.shape is not None, "only a step that is recorded is replayed"
         return captured.launch(step, wants, captured.masks(step.rows, step.shape.positions)).result
 
-    def _read(self, step: Step) -> WaitForStep:
+    def _read(self, step: Step, marks: LayerMarks | None) -> WaitForStep:
         """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
         assert self._chunks is not None, "there are chunks where steps are recorded"
         assert self._captured is not None, "likewise"
@@ -328,7 +357,7 @@ class Runner:
             self.led["prompt"] += 1
             return _once_done(self.run(step), self._captured.mark())
         self.chunks += 1
-        return self._chunks.launch(step)
+        return self._chunks.launch(step, marks)
 
     def run(self, step: Step) -> StepResult:
         """Runs the step now, in this thread, and gives its result.

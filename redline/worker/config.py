@@ -53,7 +53,8 @@ class EngineConfig(Record, frozen=True):
     max_model_len: int | None = None  # tokens of one job, prompt and answer; absent: what fits
     max_running: int = 64  # jobs in one step
     admit_together: int = 1  # waiting jobs begin once so many can: fewer steps with prompts, later first tokens
-    step_tokens: int | None = None  # positions computed in one step; absent: 512, on a GPU 2048
+    # Positions computed in one step; absent: 512, on a GPU 8192, or 2048 where memory is short.
+    step_tokens: int | None = None
     step_ms: float | None = None  # that a step with prompts beside answers may take, by prediction; absent: any time
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one

@@ -38,7 +38,7 @@ from redline.model.k2.cpu import K2
 from redline.model.k2.load import load, why_not
 from redline.model.k2.random_weights import check_in_memory, random_k2
 from redline.plan.planner import PlanConfig, Planner
-from redline.run.fit import Layout, Sizes, fit
+from redline.run.fit import Layout, Sizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
@@ -65,8 +65,9 @@ from redline.worker.trace import Trace
 from redline.worker.ways import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
-# A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
-STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+# Positions of a step where nothing is said: the most of these that leave enough memory for pages. A prompt's chunk
+# reads nearly all experts: of 8,192 tokens one chunk takes two thirds of the time of four.
+STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 LOCK_S = 5.0  # for a worker that ends to let go of the disk's folder
 _log = logging.getLogger(__name__)
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
@@ -80,6 +81,7 @@ class Loaded(NamedTuple):
     fingerprint: str  # names the checkpoint and its pages' number format, for page hashes
     drafter: Eagle3 | None = None  # what the config's `speculation` names where it is Learned, prepared for the model
     tokenizer: Callable[[], Tokenizer] | None = None  # reads the checkpoint's; None: no job may have a grammar
+    step_tokens: int | None = None  # positions of a step that there is memory for, where the config says nothing
 
 
 class EngineCore:
@@ -104,7 +106,7 @@ class EngineCore:
         self._head_bits = speculation.head_bits if isinstance(speculation, Learned) else 16
         self._floor: StepFloor | None = None
         self._random = config.random_weights
-        plan = plan_of(config, model.device)
+        plan = plan_of(config, model.device, loaded.step_tokens)
         self.step_tokens = plan.step_tokens
         self._slots, self._step_ms = plan.max_running, plan.step_ms
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
@@ -218,6 +220,7 @@ class EngineCore:
             carriers = [one._replace(memory=RankParcels(others, one.memory, one.chip)) for one in carriers]
         share = HANDOFF_SHARE[self.model.device.type]
         ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
+        self.runner.marks_layers = lends
         return Exchange(self.planner, ways, clock=clock, **how)
 
     def serve(
@@ -418,7 +421,7 @@ def load_model(
     dtype = kv_dtype_of(config.kv_dtype)
     free = free_memory(device)
     speculation = config.speculation
-    plan = plan_of(config, device)  # what it refuses is refused before the weights are read
+    plan_of(config, device)  # what it refuses is refused before the weights are read
     drafter = None
     if isinstance(speculation, Learned):
         if speculation.head_bits not in HEAD_BITS:
@@ -426,9 +429,10 @@ def load_model(
         drafter = Eagle3.open(speculation.drafter, geometry)
         if why_not(geometry, device) is None:
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
-    sizes = sizes_of(geometry, config, device, dtype, drafter)
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
+    sizes = sizes_of(geometry, config, device, dtype, free - aside, drafter)
+    sizes = replace(sizes, step_tokens=least(group, sizes.step_tokens, device))
     # The group is open: what it has taken is no longer free, and among what is needed.
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
@@ -439,7 +443,7 @@ def load_model(
     if checkpoint is None:
         assert config.random_weights is not None, "there is nothing to read"
         # Prompts' tokens, and what every running job decodes: no step has more.
-        most = plan.step_tokens + config.max_running * (1 + plan.draft_tokens)
+        most = sizes.step_tokens + config.max_running * (1 + config.draft_tokens)
 
         def made(layers: int, of: int) -> None:
             if progress is not None:
@@ -455,7 +459,14 @@ def load_model(
         assert isinstance(speculation, Learned), "it names the drafter"
         drafter.prepare(model, speculation.head_bits)
     meet(group, device, LOAD_S, START_S)
-    return Loaded(model, layout, f"{fingerprint} {config.kv_dtype}", drafter, lambda: Tokenizer.open(Path(folder)))
+    return Loaded(
+        model,
+        layout,
+        f"{fingerprint} {config.kv_dtype}",
+        drafter,
+        lambda: Tokenizer.open(Path(folder)),
+        sizes.step_tokens,
+    )
 
 
 def _counted(progress: Callable[[int, int], object], whole: int) -> Callable[[int], object]:
@@ -562,11 +573,13 @@ def kv_dtype_of(name: str) -> torch.dtype:
     return KV_DTYPES[name]
 
 
-def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
-    """What bounds the planner's steps. Raises ConfigError where numbers of the config cannot work together."""
+def plan_of(config: EngineConfig, device: torch.device, step_tokens: int | None = None) -> PlanConfig:
+    """What bounds the planner's steps. step_tokens: of a step, where the config says nothing; None: as few as it may
+    come to. Raises ConfigError where numbers of the config cannot work together."""
     config.synthetic_rates()  # what it refuses is refused here
+    given = config.step_tokens
     return PlanConfig(
-        step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
+        step_tokens=given if given is not None else step_tokens or min(STEP_TOKENS[device.type]),
         step_ms=config.step_ms,
         max_running=config.max_running,
         admit_together=config.admit_together,
@@ -576,13 +589,18 @@ def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
 
 
 def sizes_of(
-    model: K2Config, config: EngineConfig, device: torch.device, kv_dtype: torch.dtype, drafter: Eagle3 | None = None
+    model: K2Config,
+    config: EngineConfig,
+    device: torch.device,
+    kv_dtype: torch.dtype,
+    free: int,
+    drafter: Eagle3 | None = None,
 ) -> Sizes:
-    """The figures that decide how much memory an engine takes (`run.fit`)."""
-    return Sizes(
+    """The figures that decide how much memory an engine takes (`run.fit`). free: bytes of it that nobody uses."""
+    sizes = Sizes(
         model,
         kv_dtype,
-        step_tokens=config.step_tokens or STEP_TOKENS[device.type],
+        step_tokens=config.step_tokens or min(STEP_TOKENS[device.type]),
         max_running=config.max_running,
         positions=1 + config.draft_tokens,
         device=device.type,
@@ -593,6 +611,7 @@ def sizes_of(
         ranks=config.ranks,
         in_memory=config.random_weights,
     )
+    return sizes if config.step_tokens is not None else in_steps(sizes, free, STEP_TOKENS[device.type])
 
 
 def free_memory(device: torch.device) -> int:

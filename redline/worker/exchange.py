@@ -53,6 +53,7 @@ class _Outgoing:
     pieces: Iterator[Piece] | None = None  # of what is computed and not offered
     piece: Piece | None = None  # the one that waits for room
     end: int | None = None  # positions [.., end) are in `pieces`, offered, or there already; None: not wanted yet
+    leaving: tuple[int, int] | None = None  # (to, layers): likewise so many layers of [end, to), which a step computes
     way: str = ""  # by which it is read, once it is wanted
     filling: int = 0  # parcels that are not offered yet
     parcels: int = 0  # all of them
@@ -264,7 +265,21 @@ class Exchange:
         for id in [*self._out, *self._in]:
             self.abort(id)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether the step that is settled next computes a prompt for another worker: then `depart` is worth calling
+        while it runs."""
+        return any(self._planner.computing(id) is not None for id in self._out)
+
     # ----------------------------------------------------------------------------------------------------- a turn
+
+    def depart(self, layers: int) -> None:
+        """Offers what is computed of prompts in these first layers, while the step runs that is settled next. The last
+        layers go once it has ended: with them go the drafter's rows."""
+        for out in self._out.values():
+            if out.end is not None and (row := self._planner.computing(out.job.id)) is not None:
+                self._fill_layers(out, out.end, row, min(layers, self._parcels.layers - 1))
+        self._offer_filled()
 
     def work(self) -> list[Delta]:
         """Moves on what is under way: offers what there is room for, takes in what there is time for. The deltas to
@@ -357,11 +372,37 @@ class Exchange:
                 out.piece = next(out.pieces, None) if out.pieces is not None else None
             if out.piece is None:
                 end = prompt if whole else computed.positions // PAGE_TOKENS * PAGE_TOKENS
-                if end <= out.end:
+                to, left = out.leaving or (end, 0)
+                if end <= out.end or end < to:
                     out.pieces = None
                     return
-                draft_end = end + (whole and bool(prompt % PAGE_TOKENS))
-                out.pieces, out.end = way.parcels.pieces(out.end, end, draft_end), end
+                draft_end = to + (to == prompt and bool(prompt % PAGE_TOKENS))
+                out.pieces = way.parcels.pieces(out.end, to, draft_end, (left, self._parcels.layers))
+                out.end, out.leaving = to, None
+                continue
+            if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
+                return  # no room now
+            out.piece, out.filling = None, out.filling + 1
+
+    def _fill_layers(self, out: _Outgoing, first: int, row: tuple[int, int], layers: int) -> None:
+        """Begins to fill parcels with the first layers of positions that a step computes now. first: where what has not
+        left begins. row: the step's positions; what lies before them is computed in all layers."""
+        computed, way = self._planner.computed(out.job.id), self._ways[out.way]
+        assert computed is not None, "a job that a step computes is there"
+        assert way.departures is not None, "whoever computes has an area"
+        begin, end = row
+        to = end if end == len(out.job.tokens) else end // PAGE_TOKENS * PAGE_TOKENS
+        while True:
+            if out.piece is None:
+                out.piece = next(out.pieces, None) if out.pieces is not None else None
+            if out.piece is None:
+                out.pieces = None
+                leaving, left = out.leaving or (to, 0)
+                group = way.parcels.group(to - first) if to > first else 1
+                ready = left + (layers - left) // group * group
+                if computed.positions < begin or leaving != to or to <= first or ready <= left:
+                    return
+                out.pieces, out.leaving = way.parcels.pieces(first, to, to, (left, ready)), (to, ready)
                 continue
             if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
                 return  # no room now

@@ -5,6 +5,7 @@ But where nothing goes right any more (an error of the device, or several steps 
 jobs are told so, and whoever started it can start another.
 """
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import msgspec
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.faults import is_device_error
 from redline.plan.planner import Planner
+from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
@@ -35,6 +37,7 @@ from redline.worker.tiers import Tiers
 from redline.worker.trace import Trace
 
 LOAD_INTERVAL_S = 0.2  # between two Loads, at least
+WATCH_S = 0.001  # between two looks at a step whose prompts leave while they are computed
 MOST_FAILURES = 3  # steps that fail one after another, without one between them that succeeds
 
 _log = logging.getLogger(__name__)
@@ -86,12 +89,17 @@ def one_line(error: BaseException | None) -> str:
 
 
 def turn(
-    planner: Plans, runner: Runner, last: StepInFlight | None, failures: Failures | None = None
+    planner: Plans,
+    runner: Runner,
+    last: StepInFlight | None,
+    failures: Failures | None = None,
+    meanwhile: Callable[[], Meanwhile | None] = lambda: None,
 ) -> tuple[StepInFlight | None, list[Delta]]:
     """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, it
     settles the step that it has just launched. Gives the step that is now in flight, and the deltas.
 
     Raises WorkerLost, and settles nothing, where no further step should be tried; `failures` counts from turn to turn.
+    meanwhile: asked once there is a step to wait for; gives what is to be called while it runs, None: nothing.
     """
     planner.report(runner.recorded)
     # After a step that could not be launched none is: the jobs of that step never began, and have to end first.
@@ -101,6 +109,8 @@ def turn(
         last, in_flight = in_flight, None
     if last is None:
         return in_flight, []
+    if (watching := meanwhile()) is not None:
+        last.pending.watch(watching)
     ended = _wait(last)
     (failures or Failures()).count(ended)
     seconds = None if ended.error else ended.at - last.begun
@@ -148,12 +158,26 @@ def lead(
     whole = False  # whether all of the prefix cache is to be told
     proven = False
     before: tuple[int, ...] | None = None  # what the planner had done, and been told, before the last turn
+    held: list[Wire] = []  # messages that came while a step ran, for the turn behind it
+
+    def departing() -> Meanwhile | None:
+        """What is to be done while a step runs: prompts leave as their layers are computed, and readers are heard."""
+        return None if exchange is None or not exchange.leaves else functools.partial(depart, exchange)
+
+    def depart(exchange: Exchange, layers: int) -> None:
+        exchange.depart(layers)
+        for message in inbox.drain(wait=True, timeout=WATCH_S):
+            if isinstance(message, Want | Taken):
+                exchange.hear(message)
+            else:
+                held.append(message)
+
     while True:
         idle = last is None and planner.idle and all(other.idle for other in others)
         pulse.waits = idle
         messages = _prove(planner, inbox) if idle and not proven else []
         proven = idle and not messages
-        messages = messages or inbox.drain(wait=False)
+        messages, held = [*held, *messages] or inbox.drain(wait=False), []
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=_sooner(loads.due_in(), profiling))
         elif others and last is None and not messages and before == _done(planner, others):
@@ -227,9 +251,9 @@ def lead(
         before = _done(planner, others)
         try:
             if profiling is None:
-                last, deltas = turn(planner, runner, last, failures)
+                last, deltas = turn(planner, runner, last, failures, departing)
             else:
-                last, deltas = turn(profiling.planner, profiling.runner, last, failures)
+                last, deltas = turn(profiling.planner, profiling.runner, last, failures, departing)
             if exchange is not None:
                 deltas = exchange.keep(deltas) + exchange.work()
         except WorkerLost as error:
@@ -343,6 +367,9 @@ class _NotLaunched(NamedTuple):
     """A step that could not be launched: it takes its turn in the order of settling."""
 
     error: Exception
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """It does not run."""
 
     def wait(self) -> StepResult:
         raise self.error

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from redline.kernels.cpu import native
 from redline.kernels.cpu.watch import OpTimes
+from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, nobody
 from redline.run.runner import Runner as StepRunner
 from redline.wire.channel import Outbox
@@ -217,6 +218,9 @@ class _WatchedRunner:
 class _WatchedStep:
     def __init__(self, step: Step, pending: Pending, launched: int, runner: _WatchedRunner) -> None:
         self._step, self._pending, self._launched, self._runner = step, pending, launched, runner
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        self._pending.watch(meanwhile)
 
     def wait(self) -> StepResult:
         return self._runner.wait(self._step, self._pending, self._launched)

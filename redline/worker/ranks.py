@@ -33,6 +33,7 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
+from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, Runner
 from redline.transport.base import Memory
 from redline.transport.peer import Chip
@@ -298,6 +299,14 @@ class Awaited:
         self._pending = pending
         self._ranks = ranks
         self._account = account
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """As `Launched.watch`."""
+        self._ranks.waits = self._number
+        try:
+            self._pending.watch(meanwhile)
+        finally:
+            self._ranks.waits = None
 
     def wait(self) -> StepResult:
         """As `Launched.wait`."""

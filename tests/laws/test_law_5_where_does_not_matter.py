@@ -13,6 +13,7 @@ import pytest
 from redline.wire.job import Job, JobId
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
+from redline.worker.parcel_memory import HostParcels
 from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS, plain
 from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run, run_alone, tiny_model
@@ -101,6 +102,36 @@ def test_a_prompt_is_computed_here_and_its_answer_there(length: int, speculation
         assert both.answers.exchange.counts == {"taken over": len(asked)}
         assert both.answers.engine.planner.load().prompt_tokens == 0, "no prompt was computed there"
         assert both.computes.engine.planner.load().pages_used == both.answers.engine.planner.load().pages_used == 0
+    finally:
+        both.close()
+    for one in asked:
+        assert plain(answers[one.id]) == plain(run_alone(tiny_model(), one)), one.id
+
+
+def test_layers_leave_while_the_next_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step has not computed yet holds other bytes meanwhile, none of which may arrive."""
+    engines = [open_engine(tiny_model(), speculation=BOTH, step_tokens=100) for _ in range(2)]
+    page_B = engines[0].runner.kv.planes[0, 0].numel() * engines[0].runner.kv.planes.element_size()
+    monkeypatch.setattr(HostParcels, "sizes", HostParcels.sizes._replace(parcel=2 * page_B, area=9 * page_B))
+    both = Pair(*engines, layered=True)
+    asked = [
+        job(name, prompt(seed=length, length=length), max_tokens=12, prompt_logprobs=1, **how)
+        for (name, how), length in zip(SAMPLINGS.items(), itertools.cycle((300, 128, 230)))
+    ]
+    early = 0
+    departs = both.computes.exchange.depart
+
+    def counted(layers: int) -> None:
+        nonlocal early
+        departs(layers)
+        early += any(out.leaving is not None for out in both.computes.exchange._out.values())
+
+    monkeypatch.setattr(both.computes.exchange, "depart", counted)
+    try:
+        answers = both.run(asked)
+        assert both.answers.exchange.counts == {"taken over": len(asked)}
+        assert early > len(asked), "layers have left before the step's end"
+        assert all(side.engine.planner.load().pages_used == 0 for side in (both.computes, both.answers))
     finally:
         both.close()
     for one in asked:

@@ -143,6 +143,11 @@ def lengthened(asked: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
 
 
+def stands_still() -> float:
+    """A clock: both workers are one thread here, and while one compiles its kernels the other's leases would end."""
+    return 0.0
+
+
 def handed_over(both: Pair, asked: Sequence[tuple[int, ...]], stop_ids: tuple[int, ...]) -> Answers:
     """Greedy answers to prompts that one worker computes and the other takes over, all of them."""
     sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
@@ -164,7 +169,7 @@ def test_law_5_where_does_not_matter(
     config = EngineConfig(
         max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=speculation, kv_dtype=kv_dtype
     )
-    both = Pair(EngineCore.load(NANO, config), EngineCore.load(NANO, config))
+    both = Pair(EngineCore.load(NANO, config), EngineCore.load(NANO, config), clock=stands_still)
     scatter, wrong = Parcels.scatter, list[int]()
 
     def checked(parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: torch.Tensor) -> None:
@@ -178,6 +183,41 @@ def test_law_5_where_does_not_matter(
         given = handed_over(both, long, stop_ids)
         assert len(wrong) >= len(long)
         assert not any(wrong), "a parcel's bytes are not those of the pages"
+    finally:
+        both.close()
+    same(long, given, alone, kv_dtype, CUT)
+
+
+def test_law_5_layers_leave_while_the_next_are_computed(
+    asked: list[tuple[int, ...]], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts of thousands of tokens, whose layers are gathered beside the step that computes the next ones."""
+    text = tuple(itertools.chain(*asked)) * 40
+    long = [(*asked[n][:80], *text[: 3000 + 1100 * n]) for n in range(4)]
+    with opened(kv_dtype=kv_dtype) as engine:
+        alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
+    drafts = Learned(drafter=str(DRAFTER), adaptive=False)
+    config = EngineConfig(max_model_len=8192, kv_memory=1 << 28, device="cuda", speculation=drafts, kv_dtype=kv_dtype)
+    monkeypatch.setattr(PinnedParcels, "sizes", PinnedParcels.sizes._replace(parcel=1 << 20))
+    prompts_of, answers_of = EngineCore.load(NANO, config), EngineCore.load(NANO, config)
+    transport = MemoryTransport(clock=stands_still)
+    both = Pair(
+        prompts_of,
+        answers_of,
+        carriers=lambda: [Carrier("memory", transport, PinnedParcels(GPU))],
+        clock=stands_still,
+    )
+    departs, early = both.computes.exchange.depart, 0
+
+    def counted(layers: int) -> None:
+        nonlocal early
+        departs(layers)
+        early += any(out.leaving is not None for out in both.computes.exchange._out.values())
+
+    monkeypatch.setattr(both.computes.exchange, "depart", counted)
+    try:
+        given = handed_over(both, long, stop_ids)
+        assert early, "no layer has left before its step's end"
     finally:
         both.close()
     same(long, given, alone, kv_dtype, CUT)
@@ -199,9 +239,14 @@ def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int,
         )
         for ranks in (computes, answers)
     )
-    transport = MemoryTransport()
+    transport = MemoryTransport(clock=stands_still)
     memories = iter([HostParcels() if ranks == 1 else PinnedParcels(GPU) for ranks in (computes, answers)])
-    both = Pair(prompts_of, answers_of, carriers=lambda: [Carrier("memory", transport, next(memories))])
+    both = Pair(
+        prompts_of,
+        answers_of,
+        carriers=lambda: [Carrier("memory", transport, next(memories))],
+        clock=stands_still,
+    )
     try:
         given = handed_over(both, long, stop_ids)
     finally:

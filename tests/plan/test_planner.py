@@ -68,6 +68,21 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples():
     world.finish()
 
 
+def test_what_a_step_computes_of_a_job_is_told_until_it_has_settled():
+    world = World(step_tokens=100, max_running=2, ahead=1)
+    world.submit(prompt(250), max_tokens=1)
+    id = next(iter(world.planner._jobs))
+    assert world.planner.computing(id) is None
+    world.plan(), world.plan()
+    assert world.planner.computing(id) == (0, 100), "the one that is settled next"
+    world.settle()
+    assert world.planner.computing(id) == (100, 200)
+    assert world.planner.computing(JobId("nobody")) is None
+    world.settle()
+    assert world.planner.computing(id) is None
+    world.finish()
+
+
 def test_rows_that_decode_come_before_prompts_and_several_prompts_share_a_step():
     world = World(step_tokens=64, max_running=4, ahead=0)
     world.submit(prompt(10), max_tokens=5)

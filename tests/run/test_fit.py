@@ -14,7 +14,7 @@ from redline.model.eagle3.shard import left_out
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import tiny_config
-from redline.run.fit import Layout, Sizes, fit
+from redline.run.fit import ROOM, Layout, Sizes, fit, in_steps
 from redline.run.graphs.shapes import shapes
 from redline.run.kv import KvPool
 from tests.tiny_model import tiny_drafter, tiny_model
@@ -74,6 +74,16 @@ def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
     for device in ("cpu", "cuda"):
         other = replace(gpu, device=device, gpu_kernels=False)
         assert fit(other, 10**12, alone=True) == fit(other, 10**12), "a CPU's memory is for others too"
+
+
+def test_steps_are_as_large_as_leaves_room_for_pages():
+    sizes = Sizes(KIMI, device="cuda", gpu_kernels=True, ranks=8)
+    few, many = (replace(sizes, step_tokens=tokens) for tokens in (2048, 8192))
+    needs, more = many.needs(1).whole, many.needs(1).whole - few.needs(1).whole
+    assert more > 0
+    for free, expected in [(needs + ROOM * more, many), (needs + ROOM * more - 1, few), (0, few), (10 * needs, many)]:
+        assert in_steps(sizes, free, (2048, 8192)) == expected
+    assert in_steps(sizes, 0, (512,)).step_tokens == 512
 
 
 def test_a_small_model_does_not_fill_a_gpu_with_pages():

@@ -4,12 +4,12 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -17,13 +17,16 @@ import torch
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.driver import CudaError
 from redline.plan.planner import PlanConfig, Planner
+from redline.run.layer_marks import Meanwhile
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
+from redline.wire.handoff import Gone, Taken, Want
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Knock, Load, Missed, Stop
 from redline.wire.step import Shape, Step, StepResult
 from redline.worker import loop
+from redline.worker.exchange import Exchange
 from redline.worker.loop import StepInFlight, lead, turn
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
@@ -119,6 +122,69 @@ def test_where_nothing_is_planned_ahead_a_turn_settles_the_step_that_it_launched
     assert planner.idle
     assert deltas[-1].finish == "length"
     assert turn(planner, runner, None) == (None, [])
+
+
+class Watched(FakeRunner):
+    """Its steps can be watched: nine layers each, one a look."""
+
+    def launch(self, step: Step) -> FakePending:
+        class Pending(FakePending):
+            def watch(self, meanwhile: Meanwhile) -> None:
+                for layers in range(1, 10):
+                    meanwhile(layers)
+
+        return Pending(super().launch(step).result)
+
+
+class Departing:
+    """In the place of a worker's handoffs: the prompt of one job leaves while it is computed, and what others say
+    meanwhile is put into the inbox with the third layer."""
+
+    counts: ClassVar[dict[str, int]] = {}
+    idle, changes = True, 0
+
+    def __init__(self, planner: Planner, inbox: MemoryChannel, job: JobId, said: Sequence[Wire]) -> None:
+        self._planner, self._inbox, self._job, self._said = planner, inbox, job, said
+        self.done: list[int | str] = []
+
+    @property
+    def leaves(self) -> bool:
+        return self._planner.computing(self._job) is not None
+
+    def depart(self, layers: int) -> None:
+        self.done.append(layers)
+        if layers == 3:
+            for message in self._said:
+                self._inbox.put(message)
+
+    def hear(self, message: Wire) -> None:
+        self.done.append(type(message).__name__)
+
+    def keep(self, deltas: list[Delta]) -> list[Delta]:
+        return deltas
+
+    def work(self) -> list[Delta]:
+        return []
+
+    def due_in(self) -> float | None:
+        return None
+
+    def abort(self, id: JobId) -> None:
+        self.done.append(f"abort {id}")
+
+
+def test_readers_are_heard_while_a_step_is_watched_and_all_others_behind_it() -> None:
+    planner, inbox, outbox = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), MemoryChannel(), MemoryChannel()
+    first, second = make_job("first", PROMPT, max_tokens=3), make_job("second", PROMPT, max_tokens=2, seed=2)
+    taken, gone = Taken(id=1, epoch=1), Gone(worker="other", epoch=1)
+    said = [gone, taken, Want(job=JobId("first"), first=0, way="peer"), second, Abort(job=JobId("nobody")), Stop()]
+    departing = Departing(planner, inbox, JobId("first"), said)
+    inbox.put(first)
+    lead(planner, Watched(32, CONFIG), inbox, outbox, exchange=cast("Exchange", departing))
+    assert departing.done[:5] == [1, 2, 3, "Taken", "Want"]
+    assert departing.done[5:] == [4, 5, 6, 7, 8, 9, "Gone", "abort nobody"], "decode steps are not watched"
+    ended = {message.job for message in outbox.drain(wait=False) if isinstance(message, Delta) and message.finish}
+    assert ended == {"first", "second"}, "the job that came meanwhile was taken in before the end"
 
 
 def test_an_abort_ends_a_job_and_the_loop_goes_on():
@@ -545,6 +611,7 @@ def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_me
         idle=True,
         changes=0,
         counts={},
+        leaves=False,
         due_in=lambda: None,
         work=list,
         keep=lambda deltas: deltas,

@@ -61,7 +61,7 @@ def layers_that_fit(config: K2Config, engine: EngineConfig, device: torch.device
     """As many layers as lie in memory beside the pages. Raises ConfigError where not even one with experts does."""
     free, first = round(USED * free_memory(device)), dense_layers(config) + 1
     for layers in range(config.num_hidden_layers, 0, -1):
-        sizes = sizes_of(config, replaced(engine, layers), device, torch.bfloat16)
+        sizes = sizes_of(config, replaced(engine, layers), device, torch.bfloat16, free)
         try:
             fit(sizes, free, engine.kv_memory, engine.max_model_len)
         except ConfigError:

@@ -20,6 +20,7 @@ import redline.worker.main as worker
 from redline.bench.runs.tiny_tokenizer import RESERVED, words, write_tiny_tokenizer
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import k25_config
+from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending
 from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.tune.steps import StepModel
@@ -73,6 +74,9 @@ class _Paced(NamedTuple):
 
     pending: Pending
     until: float
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        self.pending.watch(meanwhile)
 
     def wait(self) -> StepResult:
         result = self.pending.wait()

@@ -27,6 +27,7 @@ from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.chat.hashing import make_job
 from redline.errors import ConfigError
+from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending
 from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.tune.steps import StepFit, StepModel
@@ -98,6 +99,9 @@ class Timed:
 
 class _Done(NamedTuple):
     result: StepResult
+
+    def watch(self, meanwhile: Meanwhile) -> None:
+        """It has ended."""
 
     def wait(self) -> StepResult:
         return self.result

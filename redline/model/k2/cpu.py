@@ -84,10 +84,17 @@ class K2:
             return forward(TransformerArgs(planes, self._weights, inputs, layers, asked), self.group)
         return transformer(planes, self._weights, inputs, layers, asked)
 
-    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        inputs: Inputs,
+        planes: Tensor,
+        layers: Sequence[int] = (),
+        launched: Callable[[int], object] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """`predict` where nothing is asked: (the normed last hidden state [T, D], kept states [T, layers * D]).
 
-        The second is the residual stream as it enters each of `layers`; None where there are none.
+        The second is the residual stream as it enters each of `layers`; None where there are none. launched: told how
+        many layers are launched, of prompts whose layers are launched one by one: on a CPU all are done in one call.
         """
         out = self.predict(inputs, planes, layers)
         return out.hidden(), out.features

@@ -3,7 +3,7 @@
 Same model, same interface as `redline.model.k2.cpu.K2`. The residual stream is float32; what products read is bf16.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -60,15 +60,23 @@ class GpuK2(K2):
         """True: a decode step of up to MOST_DECODED tokens takes nothing from the host."""
         return True
 
-    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        inputs: Inputs,
+        planes: Tensor,
+        layers: Sequence[int] = (),
+        launched: Callable[[int], object] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """As `K2.forward`, in bf16.
 
         A step of up to MOST_DECODED tokens that all decode does not wait for the device, takes no shape from data, and
         launches nothing but the ops' own kernels.
         """
         features = _Features(inputs.ids_T.shape[0], layers, self)
-        decodes = inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks
-        x = (self._decode if decodes else self._prefill)(inputs, planes, features)
+        if inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks:
+            x = self._decode(inputs, planes, features)
+        else:
+            x = self._prefill(inputs, planes, features, launched)
         return x[:, : self.config.hidden_size], features.whole()
 
     def predict(
@@ -90,7 +98,9 @@ class GpuK2(K2):
         features.take(len(self.gpu_blocks), stream.residual_TD)
         return norm_rows(stream.residual_TD, None, self.norm, self.config.rms_norm_eps)[1]
 
-    def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
+    def _prefill(
+        self, inputs: Inputs, planes: Tensor, features: "_Features", launched: Callable[[int], object] | None
+    ) -> Tensor:
         def embedded(rows: slice) -> Tensor:
             return self.embedding_VD[inputs.ids_T[rows]].float()
 
@@ -98,6 +108,8 @@ class GpuK2(K2):
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             stream = features.taken(layer, stream)
             stream = prefill_block(stream, w, inputs, plane, _forced(inputs, layer))
+            if launched is not None:
+                launched(layer + 1)
         stream = features.taken(len(self.gpu_blocks), stream)
         return stream.whole(stream.normed(self.norm, self.config.rms_norm_eps))
 

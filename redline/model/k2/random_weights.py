@@ -86,9 +86,15 @@ class ForcedK2(GpuK2):
         c, generator = model.config, torch.Generator(model.device).manual_seed(0)
         self.routing = draw(generator, c.num_hidden_layers, 1, tokens, c.n_routed_experts, c.num_experts_per_tok)
 
-    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self,
+        inputs: Inputs,
+        planes: Tensor,
+        layers: Sequence[int] = (),
+        launched: Callable[[int], object] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """As `GpuK2.forward`."""
-        return super().forward(replace(inputs, routing=self.routing[:, : inputs.count]), planes, layers)
+        return super().forward(replace(inputs, routing=self.routing[:, : inputs.count]), planes, layers, launched)
 
 
 def forced_k2(

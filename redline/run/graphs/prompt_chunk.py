@@ -19,6 +19,7 @@ from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_r
 from redline.run.drafting.learned import Drafting
 from redline.run.graphs.captured import CapturedSteps, HostBuffers, Replay
 from redline.run.graphs.decode_step import DecodeStep, SharedState
+from redline.run.layer_marks import LayerMarks
 from redline.run.slots import Span
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Row, RowResult, Shape, Step, StepResult
@@ -43,8 +44,9 @@ class PromptChunks:
             return True
         return row.samples and self._captured.refuses(row.slot) is not None
 
-    def launch(self, step: Step) -> Callable[[], StepResult]:
-        """Gives a step of prompts' rows to the device; what comes back waits for the result.
+    def launch(self, step: Step, marks: LayerMarks | None = None) -> Callable[[], StepResult]:
+        """Gives a step of prompts' rows to the device; what comes back waits for the result. marks: are told of each
+        layer that is launched.
 
         The jobs have begun, and `refused` must have given False. Rows of a slot that has an error get that error and do
         not run.
@@ -58,7 +60,7 @@ class PromptChunks:
             errors.append(slots.at[row.slot].error)
             if errors[-1] is None:
                 spans.append(slots.span(row))
-        replay = self._run(step.number, spans) if spans else None
+        replay = self._run(step.number, spans, marks) if spans else None
 
         def result() -> StepResult:
             outcomes = iter(replay.outcomes if replay is not None else ())
@@ -74,12 +76,14 @@ class PromptChunks:
 
         return result
 
-    def _run(self, number: int, spans: Sequence[Span]) -> Replay:
+    def _run(self, number: int, spans: Sequence[Span], marks: LayerMarks | None) -> Replay:
         """Runs the positions; gives what comes of those that sample, in their order."""
         shared = self._shared
         reading = any(span.row.drafting for span in spans)
         inputs = shared.slots.inputs(spans, shared.model)
-        hidden_TD, features_TF = shared.model.forward(inputs, shared.kv.planes, shared.layers if reading else ())
+        layers = shared.layers if reading else ()
+        launched = None if marks is None else marks.launched
+        hidden_TD, features_TF = shared.model.forward(inputs, shared.kv.planes, layers, launched)
         firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
         if reading:
             assert features_TF is not None, "a drafter reads what the model has kept"
