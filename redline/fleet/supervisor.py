@@ -164,9 +164,12 @@ class Supervised(Kept):
     async def _start(self, epoch: int) -> End:
         self._runs = True
         try:
-            return await self._run(epoch)
+            end = await self._run(epoch)
         finally:
             self._runs = False
+        if end.why == SPARED:
+            log.info("%s has ended, and is idle until it is wanted", self.name)
+        return end
 
     async def _run(self, epoch: int) -> End:
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
@@ -182,7 +185,7 @@ class Supervised(Kept):
             except OSError as error:
                 self._gateway.lose(link, f"no process can be started: {error}")
                 raise
-            link.pid, ended = process.pid, process.ended
+            link.pid, ended, began = process.pid, process.ended, clock()
             following = asyncio.create_task(self._follow(link, inbox, outbox))
             silence = asyncio.create_task(until_silent(link))
             stopping = asyncio.create_task(self._stopping.wait())
@@ -194,6 +197,8 @@ class Supervised(Kept):
                 if link.ready is not None:
                     ready_at = clock()
                     self.ready.set()
+                    if self.place.spare:
+                        log.info("%s takes requests, %.1f s after its start", link.name, ready_at - began)
                     replacing = asyncio.create_task(self._drained(link, leaving))
                     ends = {ended, following, stopping, silence, replacing}
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -280,7 +285,8 @@ class Supervised(Kept):
     async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
         """Returns once it is to be replaced, or its machine leaves, and its answers have ended or had drain_s seconds
         to."""
-        self._replacing.clear()
+        if self._wanted.is_set():  # else it has been told meanwhile
+            self._replacing.clear()
         replacing = asyncio.create_task(self._replacing.wait())
         try:
             await asyncio.wait({replacing, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -102,6 +102,12 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
     assert sorted(set(lengths)) == [SHORT, LONG]
     told = workers(server)["worker-1"]
     assert (told["ready"], told["lost"]) == (False, "it is not wanted for now")
+    for line in (
+        "worker-1 takes requests",
+        "worker-1 is to run no more",
+        "worker-1 has ended, and is idle until it is",
+    ):
+        wait_for(lambda line=line: line in server.said, 10, server)
     assert told["load"]["prompt_tokens"] > 0, "it has had some of it"
     assert steer(server)["workers"]["wanted"] == 1
     text = urlopen(f"{server.url}/metrics").read().decode()
