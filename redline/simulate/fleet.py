@@ -311,6 +311,10 @@ class Simulation:
 
     def _pool(self) -> None:
         """Who answers and who computes prompts for others; those that change their role, or end, get nothing new."""
+        if self._setting.counted is not None:  # one more or one less decides whether those that answer do both
+            answers: Role = "decode" if any(worker.role == "prefill" for worker in self._serving) else "both"
+            for worker in self._serving:
+                worker.role = worker.role if worker.role == "prefill" else answers
         there = [worker for worker in self._serving if worker.index not in self._until]
         self._answering = [worker for worker in there if worker.role != "prefill"]
         self._computing = [worker for worker in there if worker.role == "prefill"]
@@ -430,12 +434,11 @@ class Simulation:
 
     def _changed(self, index: int) -> None:
         """A worker is in its new role, or has been started."""
-        if index in self._starting:
-            self.workers[index].role = self._starting.pop(index)
-            self._tell(f"{self.workers[index].name} takes requests")
-        else:
-            self.workers[index].role = self._until.pop(index)
+        started = index in self._starting
+        self.workers[index].role = (self._starting if started else self._until).pop(index)
         self._pool()
+        if started:
+            self._tell(f"{self.workers[index].name} takes requests")
 
 
 def _each(roles: Roles) -> list[Role]:
