@@ -3,6 +3,7 @@ over HTTP, and no answer is lost."""
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -108,12 +109,15 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         "worker-1 has ended, and is idle until it is",
     ):
         wait_for(lambda line=line: line in server.said, 10, server)
-    assert told["load"]["prompt_tokens"] > 0, "it has had some of it"
+    assert told["load"] is None, "it has no pages any more"
     assert steer(server)["workers"]["wanted"] == 1
     text = urlopen(f"{server.url}/metrics").read().decode()
     assert 'redline:workers_wanted{engine="0",model_name="tiny"} 1.0' in text
     assert 'redline:worker_role{engine="1",model_name="tiny",role="both"} 0.0' in text
     assert 'vllm:num_requests_running{engine="1",model_name="tiny"} 0.0' in text
+    queries = re.search(r'vllm:prefix_cache_queries_total{engine="1",model_name="tiny"} (\S+)', text)
+    assert queries is not None
+    assert float(queries[1]) > 0, "it has had some of them"
 
 
 def test_it_ends_cleanly(server: Server) -> None:
