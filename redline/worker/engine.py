@@ -108,7 +108,7 @@ class EngineCore:
         self._random = config.random_weights
         plan = plan_of(config, model.device, loaded.step_tokens)
         self.step_tokens = plan.step_tokens
-        self._slots = plan.max_running
+        self._slots, self._step_ms = plan.max_running, plan.step_ms
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
         make = Runner if ranks is None else functools.partial(LeadingRunner, ranks)
         self.runner = make_runner(make, loaded, config)
@@ -192,6 +192,7 @@ class EngineCore:
             summary=summary,
             step_tokens=self.step_tokens,
             slots=self._slots,
+            step_ms=self._step_ms,
             read_bytes_per_s=self._floor.bytes_per_s if self._floor is not None else 0.0,
             ops_per_s=self._floor.ops_per_s if self._floor is not None else 0.0,
         )
