@@ -32,11 +32,15 @@ class Parcels:
     def __init__(self, kv: KvPool, most: int = PARCEL_BYTES) -> None:
         """most: bytes of the target's rows in a parcel, where a page of one layer is no more."""
         planes, draft, tails = kv.planes, kv.draft, kv.tails
+        self._kv = kv
         self.layers = planes.shape[0]
         self._rows_LNB = planes.view(torch.uint8).flatten(1, 2)
         # Eight bytes at a time where rows have so many: a byte at a time, indexing takes seven times as long.
         self._word = torch.int64 if self._rows_LNB.shape[2] % 8 == 0 else torch.uint8
-        self._rows_LNW = self._rows_LNB.view(self._word)
+        # Rows of all layers one behind the other: with layers as a dimension torch launches a copy for each few of a large
+        # pool's, since it counts bytes in 32 bits.
+        self._rows_MW = self._rows_LNB.view(self._word).flatten(0, 1)
+        self._starts_L = torch.arange(self.layers, device=planes.device) * self._rows_LNB.shape[1]
         self._draft_NB = draft.view(torch.uint8).flatten(0, 1)
         self._tails_PB = tails.view(torch.uint8)
         target = f"{self.layers} x {planes.shape[-1]} {planes.dtype}"
@@ -76,11 +80,10 @@ class Parcels:
         """Fill a parcel, once what was launched before on the caller's stream has run. pages: of the job, from its
         first on. into_B: uint8 [size], which begins at a whole word; of the pages' device, or of the host: then this
         waits for it."""
-        first, last = piece.layers
-        rows = self._index(pages, *piece.positions)
+        rows = self._target(pages, piece)
         parcel_B = into_B if into_B.device == rows.device else torch.empty_like(into_B, device=rows.device)
         target, draft, tails = self._split(piece, parcel_B)
-        torch.index_select(self._rows_LNW[first:last], 1, rows, out=target.view(self._word))
+        torch.index_select(self._rows_MW, 0, rows, out=target.view(self._word))
         if draft.numel():
             torch.index_select(self._draft_NB, 0, self._index(pages, *piece.draft), out=draft)
         if tails.numel():
@@ -90,14 +93,17 @@ class Parcels:
 
     def scatter(self, piece: Piece, pages: Sequence[int], from_B: Tensor) -> None:
         """Put what a parcel holds into a job's pages. As in `gather`."""
-        first, last = piece.layers
-        rows = self._index(pages, *piece.positions)
+        rows = self._target(pages, piece)
         target, draft, tails = self._split(piece, from_B.to(rows.device))
-        self._rows_LNW[first:last].index_copy_(1, rows, target.view(self._word))
+        self._rows_MW.index_copy_(0, rows, target.view(self._word))
         if draft.numel():
             self._draft_NB.index_copy_(0, self._index(pages, *piece.draft), draft)
         if tails.numel():
             self._tails_PB.index_copy_(0, self._full(pages, piece), tails)
+
+    def placed(self, event: torch.cuda.Event) -> None:
+        """A GPU's stream of steps has the end of a `scatter` here."""
+        self._kv.placed = event
 
     def fits(self, piece: Piece, pages: Sequence[int], size: int) -> bool:
         """Whether a piece that somebody else has told of is one of these pages, and has so many bytes."""
@@ -124,13 +130,18 @@ class Parcels:
     def _split(self, piece: Piece, parcel_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shapes = self._shapes(piece)
         target, draft, tails = parcel_B.split([rows * width for rows, width in shapes])
-        layers = piece.layers[1] - piece.layers[0]
-        return target.view(layers, -1, shapes[0][1]), draft.view(*shapes[1]), tails.view(*shapes[2])
+        return target.view(*shapes[0]), draft.view(*shapes[1]), tails.view(*shapes[2])
+
+    def _target(self, pages: Sequence[int], piece: Piece) -> Tensor:
+        """Where the target's rows of a piece lie, layer by layer."""
+        first, last = piece.layers
+        return (self._starts_L[first:last, None] + self._index(pages, *piece.positions)).flatten()
 
     def _index(self, pages: Sequence[int], first: int, end: int) -> Tensor:
         page = torch.tensor(pages[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)], dtype=torch.int64)
         rows = (page[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
         skipped = first % PAGE_TOKENS
+        assert len(rows) >= skipped + end - first, f"positions [{first}, {end}) of a job that has {len(pages)} pages"
         return self._sent(rows[skipped : skipped + end - first])
 
     def _full(self, pages: Sequence[int], piece: Piece) -> Tensor:

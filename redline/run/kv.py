@@ -16,6 +16,9 @@ class KvPool:
              the token before; so a page's rows are told by the tokens up to its end, whatever follows.
     tails    [pages, hidden]: the fused feature of each page's last token, for the row at the next page's first place.
 
+    placed   where a GPU's stream of steps has the last parcel that came from another worker behind it. A page whose job
+             has gone on without it may be given away before: streams other than that of steps wait for it (`run/tiers`).
+
     There is one page more than the layout has: it is nobody's, and takes what must be written somewhere.
     Memory is touched when first written. Raises ConfigError where the machine refuses so much.
     """
@@ -23,6 +26,7 @@ class KvPool:
     def __init__(self, model: K2, layout: Layout, drafter: Eagle3 | None = None) -> None:
         config, pages, dtype = model.config, layout.pages + 1, layout.kv_dtype
         self.pages = layout.pages
+        self.placed: torch.cuda.Event | None = None
         try:
             shape = config.num_hidden_layers, pages, PAGE_TOKENS, config.kv_width
             self.planes: Tensor = torch.empty(shape, dtype=dtype, device=model.device)

@@ -380,6 +380,8 @@ class Exchange:
                 out.pieces = way.parcels.pieces(out.end, to, draft_end, (left, self._parcels.layers))
                 out.end, out.leaving = to, None
                 continue
+            if out.piece.positions[1] > computed.positions:
+                return  # the job has lost its pages, and computes them again
             if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
                 return  # no room now
             out.piece, out.filling = None, out.filling + 1
@@ -404,6 +406,9 @@ class Exchange:
                     return
                 out.pieces, out.leaving = way.parcels.pieces(first, to, to, (left, ready)), (to, ready)
                 continue
+            (_, last), (_, stop) = out.piece.layers, out.piece.positions
+            if stop > computed.positions and not (last <= layers and stop <= to and computed.positions >= begin):
+                return  # as in `_fill`
             if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
                 return  # no room now
             out.piece, out.filling = None, out.filling + 1

@@ -175,7 +175,7 @@ def lead(
     while True:
         idle = last is None and planner.idle and all(other.idle for other in others)
         pulse.waits = idle
-        messages = _prove(planner, inbox) if idle and not proven else []
+        messages = _prove(planner, inbox) if idle and not proven and not held else []
         proven = idle and not messages
         messages, held = [*held, *messages] or inbox.drain(wait=False), []
         if idle and not messages and not (record and _record_more(runner, pulse)):

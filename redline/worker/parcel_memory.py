@@ -167,6 +167,7 @@ class GpuParcels:
             parcels.scatter(piece, pages, from_B)
             placed = torch.cuda.Event()
             placed.record()
+        parcels.placed(placed)
         return placed.query
 
 

@@ -223,6 +223,17 @@ def test_what_is_brought_waits_for_what_leaves_its_own_places_and_steps_for_all(
     assert brings.waits[1:] == [ends[1], ends[2]]
     under_way.bring([PageId(2), PageId(3)], list(host_PB[:2]), [0, 0])
     assert len(brings.waits) == 3, "it has waited for them"
+    parcel, saves = Ending(), Stream()
+    monkeypatch.setattr(under_way, "_out", saves)
+    pages._kv.placed = cast(torch.cuda.Event, parcel)
+    under_way.bring([PageId(7)], [host_PB[0]], [0])
+    under_way.save([Leaving(PageId(8), host_PB[1], 0)])
+    assert brings.waits[3:] == saves.waits == [parcel], (
+        "a parcel may still be on its way into pages that were given away"
+    )
+    parcel.told.set()
+    under_way.bring([PageId(7)], [host_PB[0]], [0])
+    assert len(brings.waits) == 4
 
 
 def test_memory_is_made_while_no_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -734,7 +734,6 @@ def test_where_messages_were_lost_nothing_goes_on_that_was_under_way() -> None:
         both.close()
 
 
-@pytest.mark.xfail(strict=True, reason="parcels are filled from pages that the job has no more")
 @pytest.mark.parametrize("layered", [False, True], ids=["step by step", "layer by layer"])
 def test_a_prompt_that_loses_its_pages_while_its_parcels_wait_for_room_leaves_once_it_is_computed_again(
     layered: bool, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ class Copies:
         them, and so may what is brought."""
         sums: Tensor | None = None
         gathered: torch.cuda.Event | None = None
+        self._behind_parcels(self._out)
         with _on(self._out):
             for at in range(0, len(leaving), self._pages.together):
                 pages, into, seeds = zip(*leaving[at : at + self._pages.together], strict=True)
@@ -78,6 +79,7 @@ class Copies:
         gathered = [event for page in pages if (event := self._gathered.pop(page, None)) is not None]
         for event in {id(event): event for event in gathered}.values():
             self.after(event)
+        self._behind_parcels(self._in)
         with _on(self._in):
             sums = self._pages.put(pages, sources, seeds)
             if self._gpu:
@@ -116,6 +118,12 @@ class Copies:
         event = torch.cuda.Event()
         event.record()
         return event
+
+    def _behind_parcels(self, stream: torch.cuda.Stream | None) -> None:
+        """A parcel that came from another worker may still be on its way into a page that has been given away since."""
+        placed = self._pages.placed
+        if stream is not None and placed is not None and not placed.query():
+            stream.wait_event(placed)
 
     def _sums(self, pages: int) -> Tensor:
         """Memory of the host for so many seals; pieces of one size, so that those that are no longer used do again."""

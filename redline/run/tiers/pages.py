@@ -40,6 +40,7 @@ class WholePages:
     def __init__(self, kv: KvPool, together: int | None = None) -> None:
         """together: pages that go by way of memory of the device at once; None: on a GPU TOGETHER, and on a CPU each
         goes by itself, straight."""
+        self._kv = kv
         self._planes_LPB = kv.planes.view(torch.uint8).flatten(2)
         self._draft_PB = kv.draft.view(torch.uint8).flatten(1)
         self._tails_PB = kv.tails.view(torch.uint8)
@@ -62,6 +63,11 @@ class WholePages:
             self._planes_LPB.view(word).transpose(0, 1),  # [pages, layers, words]
             *(part_PB.view(word) if part_PB.numel() else part_PB for part_PB in (self._draft_PB, self._tails_PB)),
         )
+
+    @property
+    def placed(self) -> torch.cuda.Event | None:
+        """`KvPool.placed`."""
+        return self._kv.placed
 
     def take(self, pages: Sequence[PageId], into: Sequence[Tensor], seeds: Sequence[int]) -> Taken:
         """Copies at most `together` pages out; on a GPU it is only launched, on the stream of the caller. into: for
