@@ -37,8 +37,8 @@ class Parcels:
         self._rows_LNB = planes.view(torch.uint8).flatten(1, 2)
         # Eight bytes at a time where rows have so many: a byte at a time, indexing takes seven times as long.
         self._word = torch.int64 if self._rows_LNB.shape[2] % 8 == 0 else torch.uint8
-        # Rows of all layers one behind the other: with layers as a dimension torch launches a copy for each few of a large
-        # pool's, since it counts bytes in 32 bits.
+        # Rows of all layers one behind the other: with layers as a dimension torch launches a copy for each few layers
+        # of a large pool, since it counts bytes in 32 bits.
         self._rows_MW = self._rows_LNB.view(self._word).flatten(0, 1)
         self._starts_L = torch.arange(self.layers, device=planes.device) * self._rows_LNB.shape[1]
         self._draft_NB = draft.view(torch.uint8).flatten(0, 1)

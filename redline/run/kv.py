@@ -17,7 +17,7 @@ class KvPool:
     tails    [pages, hidden]: the fused feature of each page's last token, for the row at the next page's first place.
 
     placed   where a GPU's stream of steps has the last parcel that came from another worker behind it. A page whose job
-             has gone on without it may be given away before: streams other than that of steps wait for it (`run/tiers`).
+             has gone on without it may be given away before: other streams than that of steps wait (`run/tiers`).
 
     There is one page more than the layout has: it is nobody's, and takes what must be written somewhere.
     Memory is touched when first written. Raises ConfigError where the machine refuses so much.

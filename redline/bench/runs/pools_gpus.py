@@ -430,7 +430,8 @@ def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
         "tokens": 24,
     }
     how = {"window_s": given.window, "turns": given.turns}
-    return Asked(None, config, given.in_memory, "cuda", devices, ranks, given.transport, **full, **how, rest_s=REST_S), given
+    of = None, config, given.in_memory, "cuda", devices, ranks, given.transport
+    return Asked(*of, **full, **how, rest_s=REST_S), given
 
 
 def main(said: Sequence[str] | None = None) -> None:
