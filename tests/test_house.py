@@ -62,8 +62,8 @@ FLAGS = {
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
     "doctor": "--on",
-    "simulate": "--gpus --worker --roles --prompts --goodput --price --every --time-scale --seed --keep-trace --json "
-    "--html",
+    "simulate": "--gpus --worker --roles --prompts --goodput --price --every --least --start --spare --time-scale "
+    "--seed --keep-trace --json --html",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
@@ -127,11 +127,12 @@ KEYS = """
     events.endpoint events.replay events.topic
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.step_ms
     engine.kv_dtype engine.device engine.ranks engine.random_weights engine.host_memory engine.disk engine.disk_size
-    sla.ttft_ms sla.itl_ms steer.every_s steer.window_s steer.rest_s steer.horizon_s
+    sla.ttft_ms sla.itl_ms steer.every_s steer.window_s steer.rest_s steer.horizon_s steer.spare_s
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
     engine.speculation.head_bits
-    workers.role workers.count workers.name workers.devices workers.cores workers.at workers.weights workers.drafter
+    workers.role workers.count workers.least workers.name workers.devices workers.cores workers.at workers.weights
+    workers.drafter
 """
 
 

@@ -222,6 +222,10 @@ class Metrics:
             "redline:role_changes", "How often a worker was given another role", (*label, "role"),
             registry=self.registry,
         )  # fmt: skip
+        self._workers_wanted = Gauge(
+            "redline:workers_wanted", "Workers that are to run, to keep what is promised", label,
+            registry=self.registry,
+        )  # fmt: skip
         self._promised = Gauge(
             "redline:sla_target_seconds", "What requests of a class are promised", (*label, "sla", "of"),
             registry=self.registry,
@@ -292,6 +296,18 @@ class Metrics:
     def kept(self, sla: str, *, ttft: bool, itl: bool) -> None:
         """Count a request of a class that has ended, by the targets that it has kept."""
         self._kept.labels(*self._own, sla, "met" if ttft else "missed", "met" if itl else "missed").inc()
+
+    def workers_wanted(self, workers: int) -> None:
+        """Tell how many workers are to run. Without it there is no such series."""
+        self._workers_wanted.labels(*self._own).set(workers)
+
+    def lost(self, worker: str) -> None:
+        """Tell that a worker has ended: it has no role, and runs nothing."""
+        own = self._labels(worker)
+        for gauge in (self._running, self._waiting, self._kv_usage):
+            gauge.labels(*own).set(0)
+        for each in get_args(Role):
+            self._role.labels(*own, each).set(0)
 
     def role(self, worker: str, role: Role) -> None:
         """Tell what a worker does from now on."""
@@ -384,6 +400,9 @@ class OwnMetrics(Metrics):
         """Not counted here."""
 
     def load(self, load: Load, worker: str) -> None:
+        """Not counted here."""
+
+    def lost(self, worker: str) -> None:
         """Not counted here."""
 
     def role(self, worker: str, role: Role) -> None:

@@ -61,8 +61,9 @@ def _lines(job: dict[str, Any]) -> list[str]:
     found: list[str] = []
     if (brought := job["brought"]) is not None:
         found.append(_of_tiers(brought))
-    early = [each for each in job["paused"] if not each["after_tokens"]]  # while its prompt was computed
-    found += [_of_pause(each) for each in early]
+    pauses = list(zip(job["paused"], [*job["paused"][1:], None], strict=True))
+    early = [each for each in pauses if not each[0]["after_tokens"]]  # while its prompt was computed
+    found += [_of_pause(*each, job["tokens"]) for each in early]
     if job["first_token_s"] is None:
         return [*found, "no token has come" + ("" if job["finish"] is None else f"; it ended: {job['finish']}")]
     since = job["first_token_since_sent_s"]
@@ -73,7 +74,7 @@ def _lines(job: dict[str, Any]) -> list[str]:
     )
     if (untold := job["preemptions"] - len(job["paused"])) > 0:
         found.append(f"pre-empted {untold:,} times before the newest {len(job['paused'])}")
-    found += [_of_pause(each) for each in job["paused"] if each["after_tokens"]]
+    found += [_of_pause(*each, job["tokens"]) for each in pauses if each[0]["after_tokens"]]
     drafts = job["drafts"]
     if drafts["rounds"]:
         each = drafts["verified"] / drafts["rounds"]
@@ -97,8 +98,9 @@ def _of_tiers(brought: dict[str, Any]) -> str:
     return f"read {tokens} in {brought['read_s']:.3f} s, expected {brought['read_expected_s']:.3f}{instead}"
 
 
-def _of_pause(paused: dict[str, Any]) -> str:
-    """One pre-emption: when, why, what it cost."""
+def _of_pause(paused: dict[str, Any], following: dict[str, Any] | None, tokens: int) -> str:
+    """One pre-emption: when, why, what it cost. following: the next one. tokens: of the whole answer; 0 until its
+    end."""
     by = "its own" if paused["by"] is None else f"job {one_line(paused['by'])}"
     expected_s = paused["wait_expected_s"] + paused["again_expected_s"]
     line = (
@@ -108,7 +110,9 @@ def _of_pause(paused: dict[str, Any]) -> str:
         f"{paused['again_expected_tokens']:,} tokens to compute again)"
     )
     if paused["again_tokens"] is None:
-        return f"{line}; it has not"
+        if (tokens if following is None else following["after_tokens"]) > paused["after_tokens"]:
+            return f"{line}; it went on elsewhere"
+        return f"{line}; it has not" if following is None else f"{line}; it was pre-empted again before"
     if paused["paused_s"] is None:
         return f"{line}; it did, with {paused['again_tokens']:,} tokens computed again"
     return (

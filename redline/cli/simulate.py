@@ -45,6 +45,19 @@ def simulate(
         float | None, typer.Option(min=0, help="Of a GPU for an hour. Absent: costs are GPU-hours.")
     ] = None,
     every: Annotated[float, typer.Option(min=1, help="Seconds between two looks at the roles, with auto.")] = 5.0,
+    least: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Workers that run in any case, with auto; others are started and ended as the traffic asks, up to all "
+            "that --gpus has. Absent: all run.",
+        ),
+    ] = None,
+    start: Annotated[float, typer.Option(min=0, help="Seconds that a worker's start takes, with --least.")] = 120.0,
+    spare: Annotated[
+        float,
+        typer.Option(min=1, help="Seconds for which fewer workers have to be enough before one ends, with --least."),
+    ] = 300.0,
     time_scale: Annotated[
         float, typer.Option(min=0.001, help="Times of the trace times this: 0.5 is twice the load.")
     ] = 1.0,
@@ -62,6 +75,8 @@ def simulate(
       redline simulate chat:600@20
     Traffic that changes, and fixed ratios beside the chosen ones:
       redline simulate chat:600@20,documents:600@4,agents:600@5 --roles auto --roles both --roles 3:5 --html page.html
+    Two workers at least, and eight at most:
+      redline simulate chat:1800@5,chat:1800@20,chat:1800@5 --least 2 --roles auto --roles both
     An hour of 2,000 GPUs on a recorded trace:
       redline simulate trace.jsonl --gpus 2000 --price 2.5
     """
@@ -76,6 +91,9 @@ def simulate(
         goodput=tuple(goodput or ()),
         price=price,
         every_s=every,
+        least=least,
+        start_s=start,
+        spare_s=spare,
         time_scale=time_scale,
         seed=seed,
         keep_trace=keep_trace,

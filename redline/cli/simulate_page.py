@@ -99,11 +99,25 @@ def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
             ),
             note="0: every worker computes prompts and answers.",
         ),
+        Plot(
+            title="Workers that run",
+            x_label="time of the trace, s",
+            y_label="workers",
+            series=tuple(
+                Series(
+                    name=each.name,
+                    x=tuple(one.at_s for one in each.over_time),
+                    y=tuple(one.running for one in each.over_time),
+                    style="steps",
+                )
+                for each in runs
+            ),
+            note="On the mean of each piece of time. One that starts, or ends what it has, runs and is paid for.",
+        ),
     ]
     for each in runs:
         if len(each.changes) > 1:
-            rows = tuple((f"{one.at_s:,.0f}", roles_of(one), one.why) for one in each.changes[1:])
-            found.append(
-                Table(title=f"Changes of {each.name}", columns=("at, s", "prompts : answers", "why"), rows=rows)
-            )
+            rows = tuple((f"{one.at_s:,.0f}", roles_of(one), f"{one.running}", one.why) for one in each.changes[1:])
+            columns = "at, s", "prompts : answers", "run", "why"
+            found.append(Table(title=f"Changes of {each.name}", columns=columns, rows=rows))
     return found

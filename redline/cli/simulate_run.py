@@ -19,10 +19,10 @@ from redline.errors import ConfigError
 from redline.progress import Working
 from redline.simulate import traces
 from redline.simulate.figures import Bucket, Figures, figures
-from redline.simulate.fleet import Setting, Simulation, Way
+from redline.simulate.fleet import Counted, Setting, Simulation, Way
 from redline.simulate.models import worker_model
 from redline.simulate.traces import KINDS, Phase, Request
-from redline.tune.roles import Roles, WorkerModel
+from redline.tune.expected import Roles, WorkerModel
 from redline.tune.targets import Targets
 from redline.wire.base import Record
 
@@ -45,6 +45,9 @@ class SimulateConfig(Record, frozen=True):
     goodput: tuple[str, ...] = ()
     price: float | None = None
     every_s: float = 5.0
+    least: int | None = None
+    start_s: float = 120.0
+    spare_s: float = 300.0
     time_scale: float = 1.0
     seed: int = 1
     keep_trace: Path | None = None
@@ -71,6 +74,8 @@ def run(config: SimulateConfig, console: Console) -> int:
 def _run(config: SimulateConfig, console: Console) -> int:
     model = worker_model(config.worker)
     workers = _workers(config.gpus, model)
+    if config.least is not None and config.least > workers:
+        raise ConfigError(f"--least {config.least}: there are {workers} workers; give at most as many")
     targets = _targets(config.goodput)
     asked = [(text, _roles(text, workers)) for text in config.roles]
     for path in (config.html, config.keep_trace):
@@ -115,13 +120,18 @@ def _played(
     targets: dict[str, Targets],
     trace: "_Trace",
 ) -> Figures:
+    workers = _workers(config.gpus, model)
+    counted = None
+    if roles is None and config.least is not None:
+        counted = Counted(config.least, workers, config.start_s, config.spare_s)
     setting = Setting(
         model=model,
-        roles=roles or Roles(both=_workers(config.gpus, model)),
+        roles=roles or Roles(both=workers if counted is None else counted.least),
         targets=targets,
         way=config.way,
         plan_s=config.every_s if roles is None else None,
         seed=config.seed,
+        counted=counted,
     )
     with Working(f"simulate {name}", shown=not config.json) as working:
         seconds = trace.seconds
@@ -219,12 +229,12 @@ def _show(runs: Sequence[Figures], priced: bool, console: Console) -> None:
         say(console, f"\n{each.name}: over time", "bold")
         console.print(_over_time(each))
         for change in each.changes[1:]:
-            say(console, f"{change.at_s:>8,.0f} s  {roles_of(change)}: {change.why}", "dim")
+            say(console, f"{change.at_s:>8,.0f} s  {roles_of(change)}, {change.running} run: {change.why}", "dim")
 
 
 def _over_time(each: Figures) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("from, s", "requests/s", "good/s", "good", "prompts : answers"):
+    for name in ("from, s", "requests/s", "good/s", "good", "prompts : answers", "run"):
         table.add_column(name, justify="right")
     buckets = each.over_time
     size = -(-len(buckets) // ROWS)
@@ -237,6 +247,7 @@ def _over_time(each: Figures) -> Table:
             f"{good:,.2f}",
             f"{good / came:.0%}" if came else "",
             roles_of(some[-1]),
+            f"{_mean(some, 'running'):,.1f}",
         )
     return table
 

@@ -42,6 +42,7 @@ itl_ms = 30
 
 [steer]                                # workers take other roles as the traffic asks; absent: they keep theirs
 every_s = 5                            # between two looks at the traffic
+spare_s = 300                          # for so long fewer workers have to be enough, before one ends
 
 [engine]
 kv_memory = "8GB"
@@ -72,6 +73,7 @@ topic = "kv"                           # of each message; nothing where nothing 
 [[workers]]                            # once for each kind; absent: one worker that does everything
 role = "prefill"                       # computes prompts for others; "decode" answers; "both"
 count = 1
+least = 1                              # of these, that run in any case, the first; the others while [steer] wants them
 devices = [0, 1]                       # GPUs, shared out among them; absent: all that are visible
 cores = [0]                            # of the CPU, each may use all of these; absent: all
 engine = { step_tokens = 4096 }        # what differs from [engine]
@@ -158,12 +160,13 @@ Seconds = Annotated[float, Meta(ge=0.1, le=86400)]
 
 
 class Steer(Record, frozen=True):
-    """How the roles of workers follow the traffic (`redline.fleet.steer`)."""
+    """How the roles of workers, and how many run, follow the traffic (`redline.fleet.steer`)."""
 
     every_s: Seconds = 5.0  # between two looks at it
     window_s: Seconds = 60.0  # of traffic, that a look goes by
     rest_s: Seconds = 30.0  # at least, between two changes
     horizon_s: Seconds = 300.0  # over which a change has to pay
+    spare_s: Seconds = 300.0  # for so long fewer workers have to be enough, before one ends
 
 
 class Cluster(Record, frozen=True):
@@ -204,6 +207,8 @@ class Workers(Record, frozen=True):
 
     role: Role = "both"
     count: Annotated[int, Meta(ge=1, le=64)] = 1
+    # Of these, that run in any case, the first of them; the others run while [steer] wants them. None: all.
+    least: Annotated[int, Meta(ge=0, le=64)] | None = None
     name: str | None = None  # None: its role, or "worker"
     devices: tuple[int, ...] = ()  # GPUs, shared out among `count` workers; none: all that are visible
     cores: tuple[int, ...] = ()  # of the CPU, that each may run on; none: all
@@ -227,6 +232,7 @@ class Place(NamedTuple):
     at: str | None = None  # the machine, where that is another
     weights: str | None = None  # where the checkpoint is there
     alone: bool = False  # no other worker of the deployment has its GPUs
+    spare: bool = False  # it runs only while it is wanted
 
 
 class ServeConfig(Record, frozen=True):
@@ -281,6 +287,7 @@ class ServeConfig(Record, frozen=True):
                 own = name if kind.count == 1 else f"{name}-{number}"
                 devices = kind.devices[number * each : (number + 1) * each]
                 place = _own_folder(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
+                place = place._replace(spare=kind.least is not None and number >= kind.least)
                 at = own if by_ray else kind.at
                 found.append(_elsewhere(place, at, kind.weights or self.weights, kind.drafter))
         return tuple(
@@ -549,11 +556,36 @@ def _check_workers(config: ServeConfig, source: Path) -> None:
                 f"{source}: workers[{number}] has {len(kind.devices) // kind.count} GPUs for each worker, and "
                 f"engine.ranks is {kind.engine.ranks}"
             )
+    _check_spares(config, source)
     names = [place.name for place in config.places]
     if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
         raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
     if all(place.role == "prefill" for place in config.places):
         raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; none would answer: add one with "decode"')
+
+
+def _check_spares(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError for workers that would run only while they are wanted, where that cannot be."""
+    for number, kind in enumerate(config.workers):
+        place = f"{source}: workers[{number}].least is {kind.least}"
+        if kind.least is None:
+            continue
+        if kind.least > kind.count:
+            raise ConfigError(f"{place}, and count is {kind.count}; expected at most as many")
+        if config.steer is None:
+            raise ConfigError(f"{place}, and nobody would start the others; set [steer], or leave it out")
+        if config.resume_s <= 0:
+            raise ConfigError(
+                f"{place}, and resume_s is 0: where a worker ends no answer goes on elsewhere; leave one of the two out"
+            )
+        if config.cluster is not None and config.cluster.kind == "ray":
+            raise ConfigError(f'{place}, and cluster.kind is "ray", which keeps an agent for each; leave it out')
+    places = config.places
+    if any(place.spare for place in places) and all(place.spare or place.role == "prefill" for place in places):
+        raise ConfigError(
+            f"{source}: no [[workers]] that answers runs in any case; set least to 1 or more for one whose role is not "
+            '"prefill"'
+        )
 
 
 def _check_promises(config: ServeConfig, source: Path) -> None:

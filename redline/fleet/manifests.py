@@ -110,7 +110,9 @@ def _check(config: ServeConfig, cluster: Around) -> None:
 
 
 def _check_bundles(config: ServeConfig) -> None:
-    """Ray would give a small worker a large pod, and leave none for the large worker."""
+    """Ray would give a small worker a large pod, and leave none for the large worker; and it keeps all pods."""
+    if any(kind.least is not None for kind in _kinds(config)):
+        raise ConfigError("workers.least: Ray keeps a pod for each worker; use --kind leaderworkerset, or leave it out")
     wanted = {_name(kind): _resources(kind) for kind in _kinds(config)}
     if len({str(resources) for resources in wanted.values()}) > 1:
         each = ", ".join(f"{name} {resources}" for name, resources in wanted.items())
@@ -144,11 +146,12 @@ def _inside(config: ServeConfig, cluster: Around, *, by_ray: bool) -> ServeConfi
                 Workers(
                     role=kind.role,
                     name=_name(kind) if kind.count == 1 else f"{_name(kind)}-{number}",
+                    least=None if kind.least is None or number < kind.least else 0,
                     engine=_engine_inside(kind.engine),
                     at=None if by_ray else f"{cluster.name}-{_name(kind)}-{number}",
                 )
             )
-    handed_over = any(kind.role == "prefill" for kind in workers)
+    handed_over = config.steer is not None or any(kind.role == "prefill" for kind in workers)
     return msgspec.structs.replace(
         config,
         weights=f"{MODELS}/{_folder(config.weights)}",

@@ -26,10 +26,11 @@ from redline.fleet.desk import FleetDesk
 from redline.fleet.doorman import Doorman
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.fleet.front import Doors, end, serve_beside
+from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.signals import Signals
-from redline.fleet.supervisor import SILENCE_S, End, Kept, Supervisor, until_silent
+from redline.fleet.supervisor import Supervisor
 from redline.wire.channel import WRITER_BYTES, AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Ready, Stop
 

@@ -256,7 +256,7 @@ async def _serve_through(
     if config.steer is not None:
         from redline.fleet.steer import Steering  # which brings numpy: `--help` does without
 
-        steering = Steering(config.steer, gateway, supervisor.turn, config.sla)
+        steering = Steering(config.steer, gateway, supervisor, config.sla)
     told = (lambda: None) if steering is None else steering.told
     beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
     if steering is not None:

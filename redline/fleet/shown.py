@@ -51,6 +51,7 @@ ABSENT = {
     "engine.speculation.trace": "nothing is written",
     "engine.speculation.synthetic_acceptance": "drafts are verified",
     "workers.name": "its role",
+    "workers.least": "all",
     "workers.devices": "all that are visible",
     "workers.cores": "all",
     "workers.at": "this one",

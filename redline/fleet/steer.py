@@ -1,4 +1,4 @@
-"""Gives workers other roles as the traffic asks for: every few seconds it looks, and changes one role at most.
+"""Gives workers other roles as the traffic asks for, and starts and ends some: every few seconds one look, one change.
 
 What came lately, as it came, and what steps took lately are put to `tune.roles.choose_roles`, which says which roles
 keep most of what is promised, and whether a change pays. Against changing to and fro the same direction has to be said
@@ -6,8 +6,9 @@ in CONFIRM looks in a row, and `rest_s` has to have passed since the last change
 other, each once the one before is in its role: half of a way may be worse than none. Where nobody is left that answers,
 a worker that computes prompts does so at once.
 
-Each change is a line in the log; it, the last look and its numbers are in /admin/status. How many workers would be
-wanted is said there too, and nobody is started for it.
+Roles come first. Where with the best roles of those that run what is promised is not to be kept, another worker is
+started; where fewer are ample for long, one ends (`spares.py`). Each change is a line in the log; it, the last look
+and its numbers are in /admin/status.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -24,10 +25,13 @@ from redline.api.config import Sla
 from redline.api.gateway import Gateway
 from redline.api.sla import targets_of
 from redline.fleet.config import Steer
+from redline.fleet.spares import Crew, Spares
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
+from redline.tune.count import NEWEST, rising, role_of_another
+from redline.tune.expected import Asked, Predicted, Roles, Traffic, WorkerModel
 from redline.tune.pairs import Work
-from redline.tune.roles import Asked, Choice, Fleet, Predicted, Roles, Traffic, WorkerModel, choose_roles
+from redline.tune.roles import Choice, Fleet, best_roles, choose_roles
 from redline.tune.steps import StepFit, StepModel, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
@@ -43,15 +47,17 @@ log = logging.getLogger("redline.fleet")
 
 
 class Decision(NamedTuple):
-    """What came of one look. at: seconds since the epoch. worker, role: who changes to what; None: nobody does.
+    """What came of one look. at: seconds since the epoch. worker: who changes; None: nobody. does: what it does.
 
-    now, expected: what the present roles and the chosen ones are predicted to do; None where nothing was predicted.
+    role: that it has then; None: it ends. now, expected: what the present roles and the chosen ones are predicted to
+    do; None where nothing was predicted.
     """
 
     at: float
     why: str
     worker: str | None = None
     role: Role | None = None
+    does: Literal["turns", "starts", "ends"] | None = None
     now: Predicted | None = None
     expected: Predicted | None = None
     wanted: int | None = None
@@ -61,6 +67,7 @@ class Decision(NamedTuple):
         return {
             "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.at)),
             "worker": self.worker,
+            "does": self.does,
             "role": self.role,
             "why": self.why,
             "now": None if self.now is None else _told(self.now),
@@ -110,16 +117,13 @@ class Measured:
 
 
 class Steering:
-    """Looks and changes roles. `run` until it is cancelled; `told` is for the operator.
-
-    turn: gives a worker of that name another role: why it cannot, or None (`Supervisor.turn`).
-    """
+    """Looks and changes roles, and who runs. `run` until it is cancelled; `told` is for the operator."""
 
     def __init__(
         self,
         config: Steer,
         gateway: Gateway,
-        turn: Callable[[str, Role], str | None],
+        crew: Crew,
         targets: Mapping[str, Sla],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -128,13 +132,14 @@ class Steering:
         self.changes: deque[Decision] = deque(maxlen=MOST_TOLD)
         self._config = config
         self._gateway = gateway
-        self._turn = turn
+        self._crew = crew
+        self._spares = Spares(crew, gateway.links, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
         self._changed_at = -math.inf
         self._said = 0, 0  # which way to change, and in how many looks in a row
         self._goal: Decision | None = None  # whose roles are being given, one worker after the other
-        self._weighed: tuple[Traffic, StepModel] | None = None  # by the last look that weighed anything
+        self._weighed: tuple[Traffic, Fleet] | None = None  # by the last look that weighed anything
         gateway.loads = self.measured.hear
         gateway.lately.remember()
 
@@ -148,22 +153,22 @@ class Steering:
                 log.exception("the roles of workers could not be weighed")
 
     async def look(self) -> Decision:
-        """Look once, and change a role where that is to be. What came of it."""
-        decision = self._at_once() or self._go_on()
-        if decision is None:
-            asked = self._asked()
-            if isinstance(asked, str):
-                decision = Decision(time.time(), asked)
-            else:
-                # Numpy and a fit: some milliseconds, in which every stream would stand still.
-                choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
-                decision = self._decide(choice)
+        """Look once, and change what is to be changed. What came of it."""
+        decision = self._at_once() or self._go_on() or await self._weigh()
+        if decision.worker is None:
+            decision = await self._count(decision)
+        match decision.does:
+            case "turns":
+                self._changed_at, self._said = self._clock(), (0, 0)
+                log.info("%s becomes %s: %s", decision.worker, decision.role, decision.why)
+            case "starts":
+                log.info("%s is started, and is to be %s: %s", decision.worker, decision.role, decision.why)
+            case "ends":
+                log.info("%s is to run no more: %s", decision.worker, decision.why)
+            case None:
+                log.debug("no worker changes: %s", decision.why)
         if decision.worker is not None:
-            self._changed_at, self._said = self._clock(), (0, 0)
             self.changes.append(decision)
-            log.info("%s becomes %s: %s", decision.worker, decision.role, decision.why)
-        else:
-            log.debug("no worker changes its role: %s", decision.why)
         self.last = decision
         return decision
 
@@ -171,9 +176,10 @@ class Steering:
         """As JSON: the last look and the newest changes."""
         return {
             "roles": self._roles()._asdict(),
+            "workers": self._spares.told(),
             "last": None if self.last is None else self.last.told(),
             "changes": [change.told() for change in reversed(self.changes)],
-            "weighed": None if self._weighed is None else _told_weighed(*self._weighed),
+            "weighed": None if self._weighed is None else _told_weighed(self._weighed[0], self._weighed[1].model.steps),
         }
 
     # -- what is seen
@@ -209,8 +215,29 @@ class Steering:
             self._goal = None
         return decision
 
-    def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
-        """What is to be weighed, with the steps that say what a worker can do; or why nothing is."""
+    async def _weigh(self) -> Decision:
+        """What roles are to be, and how many workers, by what comes."""
+        why_stays = self._why_stays()
+        if why_stays is not None and not self._spares.any:
+            return Decision(time.time(), why_stays)
+        asked, came = self._asked(), self._came()
+        if isinstance(asked, str):
+            if not came:
+                self._spares.saw(0)
+            return Decision(time.time(), why_stays or asked)
+        # Numpy and a fit: some milliseconds, in which every stream would stand still.
+        choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
+        self._spares.saw(choice.ample)
+        if why_stays is not None:
+            return Decision(time.time(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
+        return self._decide(choice)
+
+    def _came(self) -> int:
+        """Requests of the window."""
+        return len(self._gateway.lately.lengths(self._config.window_s))
+
+    def _why_stays(self) -> str | None:
+        """Why no role can change now."""
         able = self._able()
         if (turning := next((link for link in able if link.turning is not None), None)) is not None:
             return f"{turning.name} is still changing its role"
@@ -218,30 +245,40 @@ class Steering:
             return f"a role was changed lately; the next can be in {left:.0f} s"
         if len(able) < 2:
             return f"{len(able)} workers are ready: there is nothing to choose"
+        if (came := self._came()) < LEAST_REQUESTS:
+            window_s = self._config.window_s
+            return f"{came} requests came in {window_s:g} s; {LEAST_REQUESTS} at least are weighed"
+        return None
+
+    def _asked(self) -> tuple[Traffic, Fleet, Sequence[tuple[Work, float]]] | str:
+        """What is to be weighed, with the steps that say what a worker can do; or why nothing is."""
+        able = self._able()
         window_s, lately = self._config.window_s, self._gateway.lately
         lengths = lately.lengths(window_s)
-        if len(lengths) < LEAST_REQUESTS:
-            return f"{len(lengths)} requests came in {window_s:g} s; {LEAST_REQUESTS} at least are weighed"
+        if not able or not lengths:
+            return "no worker is ready" if not able else f"no request came in {window_s:g} s"
         if not self.measured.enough:
             return "no steps with prompts, or none with answers alone, have been measured yet"
         asked = [Asked(each.cached, each.uncached, each.output, each.of) for each in lengths]
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
-        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s)
-        return Traffic(lately.rate(window_s), asked), fleet, self.measured.steps
+        newest_s, rate = NEWEST * window_s, lately.rate(window_s)
+        peak = rising(rate, len(lately.lengths(newest_s)), newest_s)
+        fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
+        return Traffic(rate, asked), fleet, self.measured.steps
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
         fit = StepFit()
         for work, ms in steps:
             fit.add(work, ms)
         worker = msgspec.structs.replace(fleet.model, steps=on_the_mean(fit.model(), steps))
-        self._weighed = traffic, worker.steps
-        return choose_roles(traffic, fleet._replace(model=worker), self._targets)
+        self._weighed = traffic, fleet._replace(model=worker)
+        return choose_roles(*self._weighed, self._targets)
 
     # -- what is done
 
     def _decide(self, choice: Choice) -> Decision:
-        seen = Decision(time.time(), choice.why, None, None, choice.now, choice.expected, choice.wanted)
+        seen = Decision(time.time(), choice.why, None, None, None, choice.now, choice.expected, choice.wanted)
         able = self._able()
         way = choice.roles.prefill - roles_of([link.role for link in able]).prefill
         if not way or choice.roles.workers != len(able):  # somebody has come or gone meanwhile
@@ -262,9 +299,39 @@ class Steering:
         return self._change(link, "prefill" if way > 0 else "both" if alone else "decode", seen)
 
     def _change(self, link: Link, role: Role, seen: Decision) -> Decision:
-        if (why_not := self._turn(link.name, role)) is not None:
+        if (why_not := self._crew.turn(link.name, role)) is not None:
             return seen._replace(why=f"{seen.why}; but {why_not}")
-        return seen._replace(worker=link.name, role=role)
+        return seen._replace(worker=link.name, role=role, does="turns")
+
+    async def _count(self, seen: Decision) -> Decision:
+        """One worker more or less, where so many are to run."""
+        count, running = self._spares.count(), self._spares.running
+        self._gateway.metrics.workers_wanted(count.workers)
+        if not self._spares.any or count.workers == len(running):
+            return seen
+        more = count.workers > len(running)
+        now, does = roles_of([seat.role for seat in running]), "starts" if more else "ends"
+        expected = await self._with(len(running) + (1 if more else -1))
+        wants = now if expected is None else expected.roles
+        if more:
+            role = role_of_another(now, wants)
+            name, why_not = self._spares.start(role)
+        else:
+            role = None
+            name, why_not = self._spares.end(fewer_prompts=wants.prefill < now.prefill)
+        if name is None:
+            return seen._replace(why=f"{seen.why}; {count.why}, but {why_not}")
+        return seen._replace(
+            at=time.time(), why=count.why, worker=name, role=role, does=does,
+            expected=expected or seen.expected,
+        )  # fmt: skip
+
+    async def _with(self, workers: int) -> Predicted | None:
+        """What so many workers are expected to do with the best roles; None where nothing was weighed yet."""
+        if self._weighed is None or workers < 1:
+            return None
+        weighed = *self._weighed, self._targets, workers
+        return await asyncio.get_running_loop().run_in_executor(None, best_roles, *weighed)
 
 
 def roles_of(roles: Sequence[Role]) -> Roles:
@@ -284,6 +351,7 @@ def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
         slots=min(ready.slots for ready in readies),
         kv_tokens=min(ready.pages for ready in readies) * PAGE_TOKENS,
         tokens_per_step=tokens_per_step,
+        step_ms=min((ready.step_ms for ready in readies if ready.step_ms is not None), default=None),
     )
 
 

@@ -1,4 +1,4 @@
-"""Starts the workers of a deployment, and starts each again that ends: once more at once, then after longer and longer.
+"""Starts the workers of a deployment, and starts each again that ends (`kept.py`), unless it is not wanted then.
 
 A start of a worker has an epoch and sockets of its own. Whatever an earlier one still says is read by nobody, so it
 cannot be taken for the word of the one that has its place. Why a start has ended is said in the log, and kept until the
@@ -8,18 +8,18 @@ next one has ended too (`Link.before`).
 import asyncio
 import logging
 import shutil
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
+from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
 from redline.route.links import Link, Links
@@ -33,28 +33,29 @@ from redline.worker.config import WorkerConfig
 
 STOP_S = 10.0  # for a worker to abort what runs, prove its pages and leave
 WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
-SILENCE_S = 60  # without a heartbeat, after which a worker is ended: nothing will come of the answers that wait
-AGAIN_S, LONGEST_S = 0.5, 30.0  # before a second start in a row, doubled with each one more; and at most
-WELL_S = 60.0  # of being ready, after which earlier ends do not count
 REPLACED = "it is replaced"  # by itself: why a start has ended that the operator wanted to end
-MOST_ENDS = 5  # of one worker in a row, after which it is given up
+SPARED = "it is not wanted for now"  # likewise, of a worker that is not started again until it is
 PATIENCE_S = 2.0  # for a machine to join, after which it is said that a worker waits for it
 
 log = logging.getLogger("redline.fleet")
 
 
-class End(NamedTuple):
-    """How one start of a worker has ended."""
+State = Literal["idle", "starting", "ready", "ending", "given up"]
+"""Of a worker. idle: it is not to run; ending: it is not to run, and still does."""
 
-    why: str
-    ready: bool  # whether it had loaded its model
-    seconds: float  # from there on
-    excused: bool = False  # it was asked to, or its machine has gone: nothing follows for the next start
 
-    @property
-    def well(self) -> bool:
-        """Whether it served for long enough that its end says nothing of the next start."""
-        return self.ready and self.seconds >= WELL_S
+class Seat(NamedTuple):
+    """One worker of a deployment, as whoever starts and ends workers sees it.
+
+    spare: it runs only while it is wanted. role: that it has, or will have. failed: why its last start has failed,
+    where it is idle for that.
+    """
+
+    name: str
+    state: State
+    spare: bool
+    role: Role = "both"
+    failed: str | None = None
 
 
 class Follower(Protocol):
@@ -91,60 +92,6 @@ class Follower(Protocol):
         ...
 
 
-class Kept(ABC):
-    """One process of a deployment through all its starts. `given_up` is why there will be no other."""
-
-    def __init__(self, name: str, *, again: bool, at_first: bool = False) -> None:
-        """again: whether it is started again. at_first: also where it has never been ready, since what ends it then is
-        none of the deployment's mistakes, which have been looked for before."""
-        self.name = name
-        self.given_up: str | None = None
-        self.ready = asyncio.Event()  # set when it is ready for the first time
-        self._again = again
-        self._at_first = at_first
-        self._stopping = asyncio.Event()
-        self._in_a_row = 0
-
-    async def live(self) -> None:
-        """Start it, again and again, until it is given up or told to stop; then no process of it is left."""
-        epoch = 0
-        while not self._stopping.is_set():
-            epoch += 1
-            try:
-                end = await self._start(epoch)
-            except ConfigError as error:  # of the deployment: it would be so again
-                self.given_up = str(error)
-                return
-            except Exception as error:  # no process, no socket: as good a reason as any to try again
-                log.exception("%s could not be started", self.name)
-                end = End(f"{self.name} could not be started: {error}", ready=False, seconds=0.0)
-            if self._stopping.is_set():
-                return
-            if end.excused:
-                continue
-            self._in_a_row = 1 if end.well else self._in_a_row + 1
-            again = self._again and (self._at_first or self.ready.is_set())
-            if not again or self._in_a_row >= MOST_ENDS:
-                if again or self._at_first:  # else the server ends, and says it
-                    log.error("%s: %s; it is given up", self.name, end.why)
-                self.given_up = end.why
-                return
-            pause = 0.0 if self._in_a_row == 1 else min(AGAIN_S * 2 ** (self._in_a_row - 2), LONGEST_S)
-            after = f" in {pause:g} s" if pause else ""
-            log.error("%s: %s; it is started again%s", self.name, end.why, after)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
-
-    def stop(self) -> None:
-        """Have it end what it runs and leave; `live` returns once it has."""
-        self._stopping.set()
-
-    @abstractmethod
-    async def _start(self, epoch: int) -> End:
-        """One start, to its end."""
-        ...
-
-
 class Supervised(Kept):
     """One worker through all its starts."""
 
@@ -174,12 +121,57 @@ class Supervised(Kept):
         self._parcels = parcels
         self._drain_s = drain_s
         self._replacing = asyncio.Event()
+        self._runs = False  # a start of it has begun and has not ended
+        self._failed: str | None = None
+        if place.spare:
+            self._wanted.clear()
 
     def replace(self) -> None:
         """Have it answer nothing new, leave once its answers have ended, and be started again."""
         self._replacing.set()
 
+    def want(self, role: Role) -> None:
+        """Have it run, with this role at first."""
+        self.role, self._failed = role, None
+        self._wanted.set()
+
+    def spare(self) -> None:
+        """Have it answer nothing new, leave once its answers have ended, and run again once it is wanted."""
+        self._wanted.clear()
+        self._replacing.set()
+
+    @property
+    def seat(self) -> Seat:
+        """What is to be said of it."""
+        link = next((link for link in self._gateway.links if link.name == self.name), None)
+        state: State = "idle"
+        if self.given_up is not None:
+            state = "given up"
+        elif not self._wanted.is_set():
+            state = "ending" if self._runs else "idle"
+        else:
+            state = "ready" if self._runs and link is not None and link.ready is not None else "starting"
+        return Seat(self.name, state, self.place.spare, self.role, self._failed)
+
+    def _rests(self, why: str) -> bool:
+        if not self.place.spare:
+            return False
+        log.error("%s: %s; it is left out for now", self.name, why)
+        self._wanted.clear()
+        self._failed, self._in_a_row = why, 0
+        return True
+
     async def _start(self, epoch: int) -> End:
+        self._runs = True
+        try:
+            end = await self._run(epoch)
+        finally:
+            self._runs = False
+        if end.why == SPARED:
+            log.info("%s has ended, and is idle until it is wanted", self.name)
+        return end
+
+    async def _run(self, epoch: int) -> End:
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
         if not await self._place_is_there():
             return End("the server is stopping", ready=False, seconds=0.0)
@@ -193,7 +185,7 @@ class Supervised(Kept):
             except OSError as error:
                 self._gateway.lose(link, f"no process can be started: {error}")
                 raise
-            link.pid, ended = process.pid, process.ended
+            link.pid, ended, began = process.pid, process.ended, clock()
             following = asyncio.create_task(self._follow(link, inbox, outbox))
             silence = asyncio.create_task(until_silent(link))
             stopping = asyncio.create_task(self._stopping.wait())
@@ -205,12 +197,14 @@ class Supervised(Kept):
                 if link.ready is not None:
                     ready_at = clock()
                     self.ready.set()
+                    if self.place.spare:
+                        log.info("%s takes requests, %.1f s after its start", link.name, ready_at - began)
                     replacing = asyncio.create_task(self._drained(link, leaving))
                     ends = {ended, following, stopping, silence, replacing}
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     replacing.cancel()
                     if replacing.done() and not replacing.cancelled():
-                        self._gateway.lose(link, REPLACED, asked=True)
+                        self._gateway.lose(link, REPLACED if self._wanted.is_set() else SPARED, asked=True)
                 elif leaving.done():
                     self._gateway.lose(link, REPLACED, asked=True)
                 first.cancel()
@@ -227,7 +221,7 @@ class Supervised(Kept):
                     log.error("what %s said could not be taken in", self.place.name, exc_info=error)
                 self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
             seconds = 0.0 if ready_at is None else clock() - ready_at
-            return End(why, ready_at is not None, seconds, excused=why == REPLACED or process.gone)
+            return End(why, ready_at is not None, seconds, excused=why in (REPLACED, SPARED) or process.gone)
 
     async def _place_is_there(self) -> bool:
         """Returns once its machine has joined; False where it is told to stop before."""
@@ -291,13 +285,14 @@ class Supervised(Kept):
     async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
         """Returns once it is to be replaced, or its machine leaves, and its answers have ended or had drain_s seconds
         to."""
-        self._replacing.clear()
+        if self._wanted.is_set():  # else it has been told meanwhile
+            self._replacing.clear()
         replacing = asyncio.create_task(self._replacing.wait())
         try:
             await asyncio.wait({replacing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             replacing.cancel()
-        log.info("%s is replaced", link.name)
+        log.info("%s is replaced" if self._wanted.is_set() else "%s ends what it has begun", link.name)
         self._gateway.drain(link)
         until = asyncio.get_running_loop().time() + self._drain_s
         while link.jobs and asyncio.get_running_loop().time() < until:
@@ -313,8 +308,8 @@ class Supervised(Kept):
             self._gateway.take(link, messages)
 
     def _why(self, link: Link, process: Process, silent: bool, ready: bool) -> str:
-        if link.lost == REPLACED:
-            return REPLACED
+        if link.lost in (REPLACED, SPARED):
+            return link.lost
         if link.lost is not None:
             at = "" if self.place.at is None else f"{self.place.at}: "
             return f"the worker has ended: {link.lost}" if ready else f"{at}{link.lost}"
@@ -332,7 +327,7 @@ class Supervised(Kept):
         """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
         words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
         if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
-            if self._stopping.is_set() or link.lost == REPLACED:
+            if self._stopping.is_set() or link.lost in (REPLACED, SPARED):
                 link.outbox.put(Stop())
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(process.ended), STOP_S)
@@ -401,13 +396,13 @@ class Supervisor:
         self._lives: list[asyncio.Task[None]] = []
 
     async def start(self, stop: asyncio.Event, serving: "asyncio.Task[None]") -> Ready | None:
-        """Start all of them: what jobs may be like once each is ready; None where `stop` was set before.
+        """Start all that run in any case: what jobs may be like once each is ready; None where `stop` was set before.
 
         Raises ConfigError with the reason of the first that cannot load its model, WorkerLost where it had no time to
         give one, or where `serving` has ended meanwhile.
         """
         self._lives = [asyncio.create_task(worker.live()) for worker in self.workers]
-        all_ready = asyncio.gather(*(worker.ready.wait() for worker in self.workers))
+        all_ready = asyncio.gather(*(worker.ready.wait() for worker in self.workers if not worker.place.spare))
         stopping = asyncio.create_task(stop.wait())
         try:
             while not all_ready.done() and not stopping.done():
@@ -431,10 +426,42 @@ class Supervisor:
         while True:
             await asyncio.sleep(LOOK_S)
             self._gateway.look()
-            left = [worker for worker in self.workers if worker.given_up is None and worker.role != "prefill"]
+            left = [
+                worker
+                for worker in self.workers
+                if worker.given_up is None and (worker.role != "prefill" or worker.place.spare)
+            ]
             if not left or all(life.done() for life in self._lives):
                 reasons = (worker.given_up for worker in self.workers if worker.given_up is not None)
                 return next(reasons, "all workers have ended")
+
+    @property
+    def seats(self) -> Sequence[Seat]:
+        """All of them."""
+        return [worker.seat for worker in self.workers]
+
+    def want(self, name: str, role: Role) -> str | None:
+        """Have an idle worker run: None, or why it cannot. Raises KeyError where there is none of that name."""
+        worker = self._of(name)
+        if worker.seat.state != "idle":
+            return f"{name} is {worker.seat.state}"
+        worker.want(role)
+        return None
+
+    def spare(self, name: str) -> str | None:
+        """Have a worker run no more, its answers going on: None, or why it cannot. Raises KeyError where there is none
+        of that name."""
+        worker = self._of(name)
+        if not worker.place.spare or worker.seat.state != "ready":
+            return f"{name} {'runs in any case' if not worker.place.spare else f'is {worker.seat.state}'}"
+        worker.spare()
+        return None
+
+    def _of(self, name: str) -> Supervised:
+        worker = next((worker for worker in self.workers if worker.place.name == name), None)
+        if worker is None:
+            raise KeyError(name)
+        return worker
 
     def replace(self, name: str) -> bool:
         """Have a worker leave and be started again, its answers going on; False where there is none of that name."""
@@ -448,9 +475,7 @@ class Supervisor:
 
         Raises KeyError where there is none of that name.
         """
-        worker = next((worker for worker in self.workers if worker.place.name == name), None)
-        if worker is None:
-            raise KeyError(name)
+        worker = self._of(name)
         if not isinstance(self._gateway, Gateway):
             return "roles change where one process knows all requests: leave api_replicas out"
         link = next((link for link in self._gateway.links if link.name == name), None)
@@ -473,26 +498,6 @@ class Supervisor:
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._parcels is not None:
             shutil.rmtree(self._parcels, ignore_errors=True)
-
-
-class Beating(Protocol):
-    """What has a heart."""
-
-    beats: int
-
-    @property
-    def ready(self) -> object:
-        """None until it is to be heard of."""
-        ...
-
-
-async def until_silent(link: Beating) -> None:
-    """Returns once no heartbeat has come for SILENCE_S. Seconds are counted by waking up in each: where this process is
-    stopped together with its worker, none pass."""
-    silent, beats = 0, link.beats
-    while silent < SILENCE_S:
-        await asyncio.sleep(1)
-        silent, beats = silent + 1 if link.beats == beats and link.ready is not None else 0, link.beats
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from redline.kernels.by_chip import best, checksum
+from redline.kernels.by_chip import best, checksum, checksums
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.step_inputs import step_inputs
 from redline.kernels.cpu.linear import linear
@@ -49,6 +49,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
         sample,
         step_inputs,
         checksum.cpu,
+        checksums.cpu,
     ),
 )
 
@@ -60,4 +61,5 @@ HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
     checksum.hopper,
+    checksums.hopper,
 )

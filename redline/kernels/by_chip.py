@@ -10,4 +10,5 @@ from redline.kernels.kernel import ByChip
 
 best = ByChip(cpu_best.best, hopper_best.best)
 checksum = ByChip(cpu_checksum.checksum, hopper_checksum.checksum)
+checksums = ByChip(cpu_checksum.checksums, hopper_checksum.checksums)
 linear = ByChip(cpu_linear.linear, hopper_linear.linear)

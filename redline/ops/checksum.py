@@ -28,6 +28,13 @@ class ChecksumArgs(NamedTuple):
     seed: int  # [0, 2^64)
 
 
+class ChecksumsArgs(NamedTuple):
+    """The checksum of each row of some bytes, under its own seed."""
+
+    data_RN: Tensor  # uint8 [R, N], contiguous
+    seeds: tuple[int, ...]  # R, [0, 2^64)
+
+
 def mix(word: int) -> int:
     """64 bits to 64 bits, one to one."""
     word = (word ^ word >> 30) * FIRST % 2**64
@@ -66,6 +73,12 @@ def reference(args: ChecksumArgs) -> Tensor:
     return _mixed(words ^ (signed(mix(args.seed)) + places * signed(GAMMA))).sum()
 
 
+def reference_rows(args: ChecksumsArgs) -> Tensor:
+    """-> int64 [R], whose bits are the checksums."""
+    sums = [reference(ChecksumArgs(row, seed)) for row, seed in zip(args.data_RN, args.seeds, strict=True)]
+    return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=args.data_RN.device)
+
+
 def cost(args: ChecksumArgs) -> Cost:
     """The bytes are read once, and 8 are written."""
     return Cost(args.data_N.nbytes + 8)
@@ -91,4 +104,26 @@ def cases() -> Iterator[Case]:
     yield Case("N=4.5 MB", make(61 * 73_728), small=False)
 
 
+def cost_rows(args: ChecksumsArgs) -> Cost:
+    """As of one, for each row."""
+    return Cost(args.data_RN.nbytes + 8 * len(args.seeds))
+
+
+def cases_rows() -> Iterator[Case]:
+    """One row, rows of less than a GPU's part and of more, pages."""
+
+    def make(rows: int, count: int):
+        def inputs(g: torch.Generator) -> ChecksumsArgs:
+            seeds = [int(each) * 2 + 1 for each in torch.randint(2**63 - 1, (rows,), generator=g)]
+            return ChecksumsArgs(torch.randint(256, (rows, count), generator=g, dtype=torch.uint8), tuple(seeds))
+
+        return inputs
+
+    yield Case("R=1 N=8", make(1, 8))
+    yield Case("R=3 N=1,000", make(3, 1000))
+    yield Case("R=2 N=200,008", make(2, 200_008))
+    yield Case("R=16 N=4.5 MB", make(16, 61 * 73_728), small=False)
+
+
+checksums = Op("checksums", ChecksumsArgs, reference_rows, cost_rows, cases_rows, rtol=0)
 checksum = Op("checksum", ChecksumArgs, reference, cost, cases, rtol=0)

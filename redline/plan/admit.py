@@ -30,11 +30,6 @@ def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
     return None
 
 
-def may_enter(*, need: int, matched_idle: int, free: int, idle: int, running: int) -> bool:
-    """Whether a job enters that needs `need` new pages; arguments as for `short_pages`."""
-    return not short_pages(need=need, matched_idle=matched_idle, free=free, idle=idle, running=running)
-
-
 def short_pages(*, need: int, matched_idle: int, free: int, idle: int, running: int) -> int:
     """How many pages have to become free before a job enters that needs `need` new ones; all but `running`, a number of
     jobs, are numbers of pages.

@@ -37,7 +37,8 @@ class Below(Protocol):
     """Memory below the prefix cache, as the planner sees it. The planner's thread calls it, and is not called back."""
 
     def forgets(self, pages: Sequence[Forgotten]) -> None:
-        """The cache forgets these pages, least recently used first. They may be overwritten once this returns."""
+        """The cache forgets these pages, least recently used first. Once this returns they may be overwritten, on a GPU
+        by what is launched on the stream of steps."""
         ...
 
     def awaits(self, id: JobId, lack: Lack) -> bool:

@@ -34,7 +34,8 @@ class Forecast(Protocol):
 class Beside:
     """Bounds what prompts get of a step that also has decode rows.
 
-    spent_s: of all steps that have settled. bounded: steps whose prompts got less than there was.
+    spent_s: of all steps that have settled. bounded: steps whose prompts took all that they got, which was less than
+    there was, and wanted more.
     """
 
     def __init__(self, step_ms: float | None) -> None:
@@ -43,6 +44,7 @@ class Beside:
         self.spent_s = 0.0
         self.bounded = 0
         self._step_ms = step_ms
+        self._cut = False  # whether the step that is planned has less for prompts than they ask for
 
     def tokens(
         self,
@@ -56,7 +58,7 @@ class Beside:
         """Of `most` tokens, those that prompts get beside these answers: all where nothing bounds the step, or nothing
         is known of its time yet. prompts: that have begun, the oldest first. waiting: others. enter: whether one of
         these may begin now."""
-        forecast, step_ms = self.forecast, self._step_ms
+        forecast, step_ms, self._cut = self.forecast, self._step_ms, False
         if forecast is None or step_ms is None or not decoding or most < 1 or not forecast.known:
             return most
         asked = [self._asked(job) for job in itertools.islice(itertools.chain(prompts, waiting), LOOKED_AT)]
@@ -65,8 +67,12 @@ class Beside:
             return most
         answers = Answers(len(decoding), sum(job.planned for job in decoding))
         chosen = chunk_tokens(forecast.ms, most, step_ms, answers, asked, sharing)
-        self.bounded += chosen < min(most, sum(prompt.tokens for prompt in asked[:sharing]))
+        self._cut = chosen < min(most, sum(prompt.tokens for prompt in asked[:sharing]))
         return chosen
+
+    def left(self, tokens: int) -> None:
+        """Of those of `tokens` so many are left: no prompt took them, since none more could begin."""
+        self.bounded += self._cut and not tokens
 
     def _asked(self, job: ActiveJob) -> Prompt:
         tokens = max(1, job.work if job.slot is None else job.known - job.planned)

@@ -447,6 +447,7 @@ class Planner:
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
         self._admitting = self._admitting and bool(self._waiting and self._free_slots)
+        self._beside.left(budget)
         if not parts:
             elsewhere = self._arriving or self._lent or self._fetches  # they may have the pages that are missing
             assert self._flights or elsewhere or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"

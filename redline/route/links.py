@@ -195,7 +195,7 @@ class Links:
 
     def lose(self, link: Link, reason: str) -> None:
         """A worker has ended: nothing more is sent to it."""
-        link.ready, link.lost = None, reason
+        link.ready, link.load, link.lost = None, None, reason
         self.index.forget(link.name)
         self._look()
 

@@ -65,6 +65,15 @@ class Caches:
             else:
                 del holders[block]
 
+    def forget(self, worker: int) -> None:
+        """A worker has ended, and has nothing any more."""
+        for block in self._of[worker]:
+            if left := self._holders[block] & ~(1 << worker):
+                self._holders[block] = left
+            else:
+                del self._holders[block]
+        self._of[worker].clear()
+
     def check(self) -> None:
         """Raises AssertionError unless both books say the same."""
         holders: dict[int, int] = {}

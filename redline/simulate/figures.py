@@ -21,7 +21,10 @@ class Share(Record, frozen=True):
 
 
 class Bucket(Record, frozen=True):
-    """A piece of the run from `at_s` on. requests_s, good_s: that came in it, a second. Then the workers by role."""
+    """A piece of the run from `at_s` on. requests_s, good_s: that came in it, a second. Then the workers by role.
+
+    running: workers that are paid for, on the mean: also those that start, or end what they have.
+    """
 
     at_s: float
     requests_s: float
@@ -29,15 +32,17 @@ class Bucket(Record, frozen=True):
     prefill: int
     decode: int
     both: int
+    running: float
 
 
 class Change(Record, frozen=True):
-    """From `at_s` on the fleet was to have these roles."""
+    """From `at_s` on the fleet was to have these roles. running: workers that are paid for."""
 
     at_s: float
     prefill: int
     decode: int
     both: int
+    running: int
     why: str
 
 
@@ -46,8 +51,9 @@ class Figures(Record, frozen=True):
 
     goodput: good requests a second, over `seconds` of the trace. itl_ms_p50, itl_ms_p99: of all gaps between two tokens
     of answers; a request is held to its own mean. remote: share of requests whose prompt another worker computed than
-    the one that answered. cost: of all GPUs for `seconds`, in the unit of the price; without a price, in GPU-hours.
-    use: the share of their time that workers computed.
+    the one that answered. workers, gpus: of the fleet, all that may run. cost: of the GPUs of workers that run, for
+    `seconds`, in the unit of the price; without a price, in GPU-hours. use: the share of their time that workers
+    computed while they ran.
     """
 
     name: str
@@ -79,9 +85,10 @@ class Figures(Record, frozen=True):
 def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.0) -> Figures:
     """The figures of a run that has ended. seconds: of its trace. price: of a GPU for an hour."""
     ended = simulation.ended
-    gpus = sum(max(1, worker.model.gpus) for worker in simulation.workers)
+    each_gpus = max(1, simulation.workers[0].model.gpus)
     good = sum(each.good for each in ended)
-    cost = gpus * seconds / 3600 * price
+    cost = each_gpus * worker_seconds(simulation, 0.0, seconds) / 3600 * price
+    ran_s = worker_seconds(simulation, 0.0, max(simulation.now, 1e-9))
     of = Counter(each.of for each in ended)
     good_of = Counter(each.of for each in ended if each.good)
     firsts = sorted(each.first_s for each in ended)
@@ -90,7 +97,7 @@ def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.
     return Figures(
         name=name,
         workers=len(simulation.workers),
-        gpus=gpus,
+        gpus=each_gpus * len(simulation.workers),
         seconds=seconds,
         requests=len(ended),
         unfinished=sum(not math.isfinite(each.first_s) for each in ended),
@@ -106,15 +113,25 @@ def figures(simulation: Simulation, name: str, seconds: float, price: float = 1.
         cached_tokens=sum(each.cached for each in ended),
         output_tokens=tokens,
         remote=round(sum(each.remote for each in ended) / max(1, len(ended)), 4),
-        use=round(busy_s / len(simulation.workers) / max(simulation.now, 1e-9), 4),
+        use=round(busy_s / ran_s, 4),
         cost=round(cost, 2),
         cost_of_1000_good=round(1000 * cost / good, 4) if good else None,
         cost_of_a_million_tokens=round(1e6 * cost / tokens, 4) if tokens else None,
         changes=tuple(
-            Change(at_s=at_s, prefill=roles.prefill, decode=roles.decode, both=roles.both, why=why)
-            for at_s, roles, why in simulation.periods
+            Change(at_s=at_s, prefill=roles.prefill, decode=roles.decode, both=roles.both, running=running, why=why)
+            for at_s, roles, why, running in simulation.periods
         ),
         over_time=_over_time(simulation, ended, seconds),
+    )
+
+
+def worker_seconds(simulation: Simulation, begin_s: float, end_s: float) -> float:
+    """Of all workers together, for how long they ran between two times: what they are paid for."""
+    periods = simulation.periods
+    ends = [*(period.at_s for period in periods[1:]), max(end_s, periods[-1].at_s)]
+    return sum(
+        period.running * max(0.0, min(end, end_s) - max(period.at_s, begin_s))
+        for period, end in zip(periods, ends, strict=True)
     )
 
 
@@ -140,6 +157,7 @@ def _over_time(simulation: Simulation, ended: Sequence[Ended], seconds: float) -
                 prefill=roles.prefill,
                 decode=roles.decode,
                 both=roles.both,
+                running=round(worker_seconds(simulation, at_s, at_s + lasts) / lasts, 3),
             )
         )
     return tuple(found)

@@ -1,7 +1,8 @@
 """A fleet on a trace, by events: requests come, are sent, are played, and keep their targets or do not.
 
 What is the product's: `route.choose` (`predict`, `apart`) says where a request goes, by what `route.pace` has learned,
-and `tune.roles.choose_roles` which roles workers have, where they are not fixed. What is played: workers (`worker.py`),
+`tune.roles.choose_roles` which roles workers have, where they are not fixed, and `tune.count.choose_count` how many
+run. What is played: workers (`worker.py`),
 caches (`caches.py`) and handoffs (a time for each token). In a pool of more than EVERYBODY workers not all are looked
 at for each request, but those that have most of the prompt, and a few at random.
 """
@@ -19,7 +20,9 @@ from redline.route.pace import Busy, Pace
 from redline.simulate.caches import Caches, Depth
 from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
-from redline.tune.roles import Asked, Choice, Roles, Traffic, WorkerModel, choose_roles
+from redline.tune.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
+from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
+from redline.tune.roles import Choice, best_roles, choose_roles
 from redline.tune.roles import Fleet as Chosen
 from redline.tune.targets import Targets
 from redline.wire.news import Role
@@ -37,10 +40,20 @@ Way = Literal["predicted", "remote", "local"]
 """Where prompts are computed: where the router expects less, by the workers for prompts, or where answers are."""
 
 
+class Counted(NamedTuple):
+    """How many workers run, where that follows the traffic; the fields as in `tune.count.Limits`."""
+
+    least: int
+    most: int
+    start_s: float
+    spare_s: float = 300.0
+
+
 class Setting(NamedTuple):
     """What is simulated. plan_s: how often roles are chosen anew; None: they stay. flip_s: a worker that changes its
     role gets nothing new for so long. horizon_s: over which a change has to pay. slow_s: longer gaps between two tokens
-    are counted for each request."""
+    are counted for each request. counted: how many workers run, with plan_s; None: as many as have `roles`, with which
+    it begins."""
 
     model: WorkerModel
     roles: Roles
@@ -51,6 +64,7 @@ class Setting(NamedTuple):
     horizon_s: float = 300.0
     seed: int = 0
     slow_s: float = math.inf
+    counted: Counted | None = None
 
 
 class Ended(NamedTuple):
@@ -70,11 +84,15 @@ class Ended(NamedTuple):
 
 
 class Period(NamedTuple):
-    """From a time on the fleet has these roles. why: what was said of it; empty: at the beginning."""
+    """From a time on the fleet has these roles. why: what was said of it; empty: at the beginning.
+
+    running: workers that are paid for, those that start or end included.
+    """
 
     at_s: float
     roles: Roles
-    why: str = ""
+    why: str
+    running: int
 
 
 class Simulation:
@@ -85,12 +103,16 @@ class Simulation:
         self.now = 0.0
         self.ended: list[Ended] = []
         self.gaps: Counter[int] = Counter()  # milliseconds between two tokens, by class
-        self.periods = [Period(0.0, setting.roles)]
         self.events = 0
-        model, count = setting.model, setting.roles.workers
-        self.workers = [
-            Worker(index, model, role, self.gaps, setting.slow_s) for index, role in enumerate(_each(setting.roles))
-        ]
+        model, runs, counted = setting.model, setting.roles.workers, setting.counted
+        count = runs if counted is None else max(runs, counted.most)
+        self.periods = [Period(0.0, setting.roles, "", runs)]
+        each: list[Role] = [*_each(setting.roles), *["both" for _ in range(count - runs)]]
+        self.workers = [Worker(index, model, role, self.gaps, setting.slow_s) for index, role in enumerate(each)]
+        self._off = set(range(runs, count))  # workers that do not run
+        self._starting: dict[int, Role] = {}
+        self._ending: set[int] = set()  # workers that write what they have, and run no more then
+        self._looks: list[Look] = []
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
         self._pace = Pace()
@@ -103,6 +125,7 @@ class Simulation:
         self._order = itertools.count()
         self._until: dict[int, Role] = {}  # workers that change their role, and to which
         self._said = 0, 0  # more workers for prompts (1) or fewer (-1), and in how many looks in a row
+        self._changed_s = 0.0  # when roles changed last, or the run began
         self._recent: deque[tuple[float, Asked]] = deque()
         self._pool()
 
@@ -119,7 +142,7 @@ class Simulation:
                 break
             if plan_s is not None and plan_at <= soonest:
                 self.now = plan_at
-                self._choose()
+                self._look()
                 plan_at = math.inf if request is None else plan_at + plan_s
                 continue
             self.events += 1
@@ -247,6 +270,7 @@ class Simulation:
 
     def _computed(self, job: Played, worker: Worker) -> None:
         worker.queue -= job.work
+        self._is_over(worker)
         assert job.answerer is not None
         self._pace.computed(job.work, self._model.steps.prompt_ms(job.cached, job.work, self._model.step_tokens) / 1e3)
         if job.travels:
@@ -267,6 +291,7 @@ class Simulation:
         assert job.answerer is not None
         job.answerer.jobs -= 1
         job.answerer.outputs -= job.output
+        self._is_over(job.answerer)
         self._pace.answered(job.of, job.output)
         first_s = job.first - job.came
         itl_s = (self.now - job.first) / (job.output - 1) if job.output > 1 else 0.0
@@ -285,41 +310,114 @@ class Simulation:
     # ----------------------------------------------------------------------------------------------------------- roles
 
     def _pool(self) -> None:
-        """Who answers and who computes prompts for others; those that change their role get nothing new."""
-        there = [worker for worker in self.workers if worker.index not in self._until]
+        """Who answers and who computes prompts for others; those that change their role, or end, get nothing new."""
+        if self._setting.counted is not None:  # one more or one less decides whether those that answer do both
+            answers: Role = "decode" if any(worker.role == "prefill" for worker in self._serving) else "both"
+            for worker in self._serving:
+                worker.role = worker.role if worker.role == "prefill" else answers
+        there = [worker for worker in self._serving if worker.index not in self._until]
         self._answering = [worker for worker in there if worker.role != "prefill"]
         self._computing = [worker for worker in there if worker.role == "prefill"]
         if not self._answering:  # as many as there are: somebody has to
-            self._answering = [worker for worker in self.workers if worker.role != "prefill"] or list(self.workers)
+            self._answering = [worker for worker in self._serving if worker.role != "prefill"] or self._serving
         self._bits = {
             role: sum(1 << worker.index for worker in pool)
             for role, pool in ((True, self._computing), (False, self._answering))
         }
 
-    def _choose(self) -> None:
-        """Roles by what has come lately; what is under way ends where it is."""
+    @property
+    def _serving(self) -> list[Worker]:
+        out = self._off | self._ending | self._starting.keys()
+        return [worker for worker in self.workers if worker.index not in out]
+
+    @property
+    def _roles(self) -> Roles:
+        counts = Counter(worker.role for worker in self._serving)
+        return Roles(counts["prefill"], counts["decode"], counts["both"])
+
+    @property
+    def _running(self) -> int:
+        return len(self.workers) - len(self._off)
+
+    def _look(self) -> None:
+        """Roles, and how many run, by what has come lately; what is under way ends where it is."""
         setting = self._setting
         while self._recent and self._recent[0][0] < self.now - RECENT_S:
             self._recent.popleft()
-        rested = self.now >= self.periods[-1].at_s + REST_S
-        if self._until or not rested or len(self._recent) < LEAST_REQUESTS:
+        rested = self.now >= self._changed_s + REST_S
+        few = len(self._recent) < LEAST_REQUESTS
+        stays = bool(self._until) or not rested or few
+        if stays and setting.counted is None:
             return
-        seconds = min(RECENT_S, self.now)
+        seconds, now = min(RECENT_S, self.now), self._roles
         traffic = Traffic(len(self._recent) / seconds, [asked for _, asked in self._recent])
-        counts = Counter(worker.role for worker in self.workers)
-        now = Roles(counts["prefill"], counts["decode"], counts["both"])
-        fleet = Chosen(len(self.workers), self._model, now, setting.flip_s, setting.horizon_s)
+        fleet = Chosen(now.workers, self._model, now, setting.flip_s, setting.horizon_s)
+        if setting.counted is not None:
+            newest_s = NEWEST * RECENT_S
+            newest = sum(at > self.now - newest_s for at, _ in self._recent)
+            fleet = fleet._replace(peak=rising(traffic.rate, newest, newest_s))
         choice = choose_roles(traffic, fleet, setting.targets)
-        way = (choice.roles.prefill > now.prefill) - (choice.roles.prefill < now.prefill)
-        self._said = (way, self._said[1] + 1 if self._said[0] == way else 1)
-        if way and self._said[1] >= CONFIRM:
-            self._said = 0, 0
-            self._flip(now, choice)
+        if not stays:
+            way = (choice.roles.prefill > now.prefill) - (choice.roles.prefill < now.prefill)
+            self._said = (way, self._said[1] + 1 if self._said[0] == way else 1)
+            if way and self._said[1] >= CONFIRM:
+                self._said = 0, 0
+                self._flip(now, choice)
+                return
+        if setting.counted is not None:
+            self._looks.append(Look(self.now, choice.ample))
+            self._count(setting.counted, traffic, fleet)
+
+    def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
+        """One worker is started, or one ends, where so many are to run (as `fleet/spares.py` does it)."""
+        limits = Limits(counted.least, counted.most, counted.spare_s, counted.start_s)
+        del self._looks[: forgotten(self._looks, limits.kept_s, self.now)]
+        running = fleet.workers + len(self._starting)
+        count = choose_count(self._looks, running, limits, self.now)
+        counts = Counter([*(worker.role for worker in self._serving), *self._starting.values()])
+        now = Roles(counts["prefill"], counts["decode"], counts["both"])
+        if count.workers == running or (count.workers < running and (self._ending or fleet.workers < 2)):
+            return
+        more = count.workers > running
+        wanted = best_roles(traffic, fleet, self._setting.targets, running + (1 if more else -1)).roles
+        if more:
+            index = min(self._off)
+            self._off.discard(index)
+            self._starting[index] = role_of_another(now, wanted)
+            event = (self.now + counted.start_s, next(self._order), -index - 1, 0, None)
+            heapq.heappush(self._heap, event)
+            self._tell(count.why)
+            return
+        fewer_prompts = wanted.prefill < now.prefill
+        answering = sum(worker.role != "prefill" for worker in self._serving)
+        may = [worker for worker in self._serving if worker.role == "prefill" or answering > 1]
+        may = [worker for worker in may if worker.index not in self._until]
+        if may:
+            worker = min(
+                may,
+                key=lambda each: ((each.role == "prefill") != fewer_prompts, each.jobs + (each.queue > 0), -each.index),
+            )
+            self._ending.add(worker.index)
+            self._pool()
+            self._tell(count.why)
+            self._is_over(worker)
+
+    def _is_over(self, worker: Worker) -> None:
+        """One that is to run no more has ended what it had."""
+        if worker.index in self._ending and not worker.jobs and not worker.queue:
+            self._ending.discard(worker.index)
+            self._off.add(worker.index)
+            self._caches.forget(worker.index)
+            self._busy[worker.index] = Busy()
+            self._tell(f"{worker.name} has ended")
+
+    def _tell(self, why: str) -> None:
+        self.periods.append(Period(self.now, self._roles, why, self._running))
 
     def _flip(self, now: Roles, choice: Choice) -> None:
         wanted = _each(Roles(*(max(0, wants - has) for has, wants in zip(now, choice.roles, strict=True))))
         surplus = Counter(_each(Roles(*(max(0, has - wants) for has, wants in zip(now, choice.roles, strict=True)))))
-        for worker in sorted(self.workers, key=lambda each: each.queue + each.jobs):  # the least busy first
+        for worker in sorted(self._serving, key=lambda each: each.queue + each.jobs):  # the least busy first
             if not surplus[worker.role]:
                 continue
             surplus[worker.role] -= 1
@@ -330,12 +428,17 @@ class Simulation:
             self._until[worker.index] = role
             event = (self.now + self._setting.flip_s, next(self._order), -worker.index - 1, 0, None)
             heapq.heappush(self._heap, event)
-        self.periods.append(Period(self.now, choice.roles, choice.why))
+        self._changed_s = self.now
+        self.periods.append(Period(self.now, choice.roles, choice.why, self._running))
         self._pool()
 
     def _changed(self, index: int) -> None:
-        self.workers[index].role = self._until.pop(index)
+        """A worker is in its new role, or has been started."""
+        started = index in self._starting
+        self.workers[index].role = (self._starting if started else self._until).pop(index)
         self._pool()
+        if started:
+            self._tell(f"{self.workers[index].name} takes requests")
 
 
 def _each(roles: Roles) -> list[Role]:

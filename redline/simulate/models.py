@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from redline.errors import ConfigError
-from redline.tune.roles import WorkerModel
+from redline.tune.expected import WorkerModel
 from redline.tune.steps import StepModel
 
 # Decode: fitted to what `redline doctor --on "8 x H200"` predicts for 1 to 32 rows of 1,024 to 32,768 tokens, which

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from heapq import heappop, heappush
 
 from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
-from redline.tune.roles import WorkerModel
+from redline.tune.expected import WorkerModel
 from redline.wire.news import Role
 
 ALIKE = 4  # steps at most that are taken to be alike, where their time is bounded
@@ -260,6 +260,8 @@ class Worker:
         prompts.sort(key=lambda job: not job.placed)
         told = [Prompt(job.remaining, job.prompt - job.remaining, job.came + job.ttft_s - now) for job in prompts]
         sharing = None if self._slots < self.model.slots else sum(job.placed for job in prompts)
+        if sharing == 0:
+            return most
         answers = Answers(self.rows, self._context)
         return chunk_tokens(self.model.steps.step_ms, most, step_ms, answers, told, sharing)
 

@@ -1,98 +1,28 @@
 """How many workers compute prompts for others, how many answer, or whether all do both: whichever keeps most promises.
 
-Each split is predicted from the step model and from a sample of requests as they came, so that long prompts with short
-answers and short ones with long answers are not averaged away. Workers for prompts are a queue with so many servers;
-answers fill steps until as many begin as end; prompts that would wait too long are computed where answers are. A change
-has to pay, over a horizon, for what the workers that change do not do meanwhile. Roles come first: that more or fewer
-workers are wanted is said beside. Pure functions.
+Each split is predicted (`expected.py`). A change has to pay, over a horizon, for what the workers that change do not do
+meanwhile. Roles come first: how many workers are wanted is said beside. Pure functions.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from redline.tune.steps import StepModel
+from redline.tune.expected import RATES, Predicted, Roles, Sample, Traffic, WorkerModel
 from redline.tune.targets import Targets
-from redline.wire.base import Record
 
-SAMPLE = 512  # requests that are looked at: more change nothing
 LEAST_GAIN = 0.02  # of all requests: what is predicted errs by as much
 NEAR = 0.01  # likewise: what is less good by so little is as good
-MOST_USE = 0.995  # of a queue's servers: beyond, it is taken to grow for as long as one looks
-RATES = 0.8, 1.0, 1.25  # times the rate: what comes next is not known better, and room is worth something
-COSTS_TWICE = 2  # what is not cached is taken to count as often where a job is sent (`route/choose.py`)
-HELD_UP = 0.5  # likewise, of an answer that a prompt holds up: there it is weighed by what is promised
-TURNS = 48  # of finding how many answers there are at once
-ANY = 1e9  # seconds, where nothing is promised
 GRID = 16  # of so many times as many workers not every split is looked at
+ALONE = 1e-6  # times the rate, of which no request meets another
 MOST_TIMES = 4  # as many workers as there are, when more are asked for
-
-_Array = NDArray[np.float64]
-
-
-class WorkerModel(Record, frozen=True):
-    """What one worker does and holds.
-
-    gpus: that it has; 0: none, its cost counts as one. step_tokens: positions of a step at most. slots: answers at
-    once at most. kv_tokens: of all its pages. tokens_per_step: of an answer, more than 1 with a drafter. handoff_ms
-    and handoff_token_ms: from the end of a prompt to its first token at another worker, and what a token of it adds.
-    step_ms: that a step with prompts beside answers may take (`tune.chunks`); None: any time.
-    """
-
-    name: str
-    steps: StepModel
-    step_tokens: int
-    slots: int
-    kv_tokens: int
-    gpus: int = 1
-    tokens_per_step: float = 1.0
-    handoff_ms: float = 0.0
-    handoff_token_ms: float = 0.0
-    step_ms: float | None = None
-
-
-class Asked(NamedTuple):
-    """Tokens of one request: what of its prompt was cached and what was not, and its answer. of: its class."""
-
-    cached: int
-    uncached: int
-    output: int
-    of: str = ""
-
-
-class Traffic(NamedTuple):
-    """What comes: requests a second, and requests as they came lately, for the joint distribution of their lengths."""
-
-    rate: float
-    requests: Sequence[Asked]
-
-
-class Roles(NamedTuple):
-    """How many workers have each role."""
-
-    prefill: int = 0
-    decode: int = 0
-    both: int = 0
-
-    @property
-    def workers(self) -> int:
-        """All of them."""
-        return self.prefill + self.decode + self.both
-
-    def flips(self, other: "Roles") -> int:
-        """How many of as many workers change their role to become `other`. Between "decode" and "both" nothing has to
-        change where a worker is concerned; it counts all the same, since prompts then go elsewhere."""
-        return sum(max(0, b - a) for a, b in zip(self, other, strict=True))
 
 
 class Fleet(NamedTuple):
     """Who there is. now: their roles; None: nobody has one yet, so that nothing speaks against a change.
 
     flip_s: for which a worker that changes its role does nothing. horizon_s: over which a change has to pay.
-    attainment: the share of requests that are to be good, for which workers are counted.
+    attainment: the share of requests that are to be good, for which workers are counted. peak: requests a second that
+    may have begun to come, where these are more than the rate.
     """
 
     workers: int
@@ -101,38 +31,22 @@ class Fleet(NamedTuple):
     flip_s: float = 5.0
     horizon_s: float = 300.0
     attainment: float = 0.95
-
-
-class Predicted(NamedTuple):
-    """What a split is expected to do.
-
-    goodput: good requests a second. steady: of all requests the share that is good, on the mean over RATES. prefill,
-    decode: the share of their time, or of the answers that they can hold, that is in use; beyond 1 their queue grows.
-    """
-
-    roles: Roles
-    goodput: float
-    attainment: float
-    steady: float
-    prefill: float
-    decode: float
-
-    @property
-    def rank(self) -> tuple[float, float]:
-        """The larger the better: good requests, and of none or as many the split with more room."""
-        return round(self.steady, 4), -max(self.prefill, self.decode)
+    peak: float = 0.0
 
 
 class Choice(NamedTuple):
     """Which roles, and why. now: what the present roles are expected to do; None where there were none.
 
     wanted: as many workers as keep the fleet's attainment with the best roles; more than there are: these do not.
+    ample: as many as keep it with room, where as much more comes as the most of RATES. Neither asks for what no number
+    of workers would keep.
     """
 
     roles: Roles
     expected: Predicted
     now: Predicted | None
     wanted: int
+    ample: int
     why: str
 
 
@@ -146,35 +60,45 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
         raise ValueError(f"{fleet.workers} workers with roles {fleet.now}")
     if "" not in targets:
         raise ValueError('targets has no "", for requests of every other class')
-    sample = _Sample(traffic, fleet.model, targets, fleet.horizon_s)
+    sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
     now = None if fleet.now is None else sample.predict(fleet.now)
     if not sample.rate:
         stay = fleet.now or Roles(both=fleet.workers)
-        return Choice(stay, now or sample.predict(stay), now, 1, "nothing is asked")
+        return Choice(stay, now or sample.predict(stay), now, 1, 1, "nothing is asked")
     found = _splits(fleet.workers, sample)
     best = max(found, key=lambda each: each.rank)
     if (there := fleet.now) is not None:  # of those that are as good, what is nearest
         near = [each for each in found if each.steady >= best.steady - NEAR]
         best = min(near, key=lambda each: (there.flips(each.roles), *(-part for part in each.rank)))
-    wanted = _wanted(sample, best, fleet)
+    peak = RATES[-1] * max(1.0, fleet.peak / sample.rate)
+    wanted, ample = (_wanted(sample, best, fleet, times) for times in (1.0, peak))
     if now is None or best.roles == now.roles:
-        return Choice(best.roles, best, now, wanted, f"{best.attainment:.0%} of requests are expected to be good")
+        return Choice(
+            best.roles, best, now, wanted, ample, f"{best.attainment:.0%} of requests are expected to be good"
+        )
     flips = now.roles.flips(best.roles)
     gain = (best.steady - now.steady) * sample.rate * fleet.horizon_s
     price = flips * fleet.flip_s * sample.rate / fleet.workers
     if best.steady - now.steady < LEAST_GAIN or gain <= price:
         why = f"{flips} workers would change for {gain:.0f} good requests in {fleet.horizon_s:.0f} s"
-        return Choice(now.roles, now, now, wanted, f"{why}: it does not pay")
+        return Choice(now.roles, now, now, wanted, ample, f"{why}: it does not pay")
     why = f"{now.attainment:.0%} of requests are expected to be good as it is, {best.attainment:.0%} so"
-    return Choice(best.roles, best, now, wanted, why)
+    return Choice(best.roles, best, now, wanted, ample, why)
+
+
+def best_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], workers: int) -> Predicted:
+    """What is expected of so many workers with the roles that are best for them, whatever `fleet` has. targets: as
+    `choose_roles`."""
+    sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
+    return max(_splits(workers, sample), key=lambda each: each.rank)
 
 
 def predict_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], roles: Roles) -> Predicted:
     """What is expected of these roles, whatever `fleet` has. targets: as `choose_roles`."""
-    return _Sample(traffic, fleet.model, targets, fleet.horizon_s).predict(roles)
+    return Sample(traffic, fleet.model, targets, fleet.horizon_s).predict(roles)
 
 
-def _splits(workers: int, sample: "_Sample") -> list[Predicted]:
+def _splits(workers: int, sample: Sample) -> list[Predicted]:
     """All do both; and every number of workers for prompts, or of many every so manieth, and those around the best."""
     found = [sample.predict(Roles(both=workers))]
 
@@ -192,8 +116,10 @@ def _splits(workers: int, sample: "_Sample") -> list[Predicted]:
     return found
 
 
-def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet) -> int:
-    """The fewest workers whose best roles keep the attainment; MOST_TIMES as many where no number looked at does."""
+def _wanted(sample: Sample, best: Predicted, fleet: Fleet, times: float) -> int:
+    """The fewest workers whose best roles keep the attainment, or as much of it as a request that is alone would, with
+    so many times the rate; MOST_TIMES as many where no number looked at does."""
+    enough = min(fleet.attainment, sample.share(Roles(both=1), ALONE) - NEAR)
 
     def keeps(workers: int) -> bool:
         share = best.roles.prefill / best.roles.workers
@@ -202,7 +128,7 @@ def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet) -> int:
             Roles(prefill=count, decode=workers - count)
             for count in range(max(1, prefill - 2), min(workers - 1, prefill + 2) + 1)
         ]
-        return any(sample.predict(roles).attainment >= fleet.attainment for roles in near)
+        return any(sample.share(roles, times) >= enough for roles in near)
 
     low, high = 0, fleet.workers
     while not keeps(high):
@@ -213,199 +139,3 @@ def _wanted(sample: "_Sample", best: Predicted, fleet: Fleet) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if keeps(middle) else (middle, high)
     return high
-
-
-class _Beside(NamedTuple):
-    """Seconds that prompts take beside some rows: of each, and of the first so many the sum, and that of squares."""
-
-    service_s: _Array
-    sums: _Array
-    squares: _Array
-
-
-class _Sample:
-    """Requests as arrays, those with the shortest prompts first, and what a split does with them."""
-
-    def __init__(self, traffic: Traffic, model: WorkerModel, targets: Mapping[str, Targets], horizon_s: float) -> None:
-        some = traffic.requests[:: max(1, len(traffic.requests) // SAMPLE)]
-        pair = model.steps.prompt, model.steps.pair
-        requests = sorted(
-            some, key=lambda each: each.uncached * (pair[0] + pair[1] * (each.cached + each.uncached / 2))
-        )
-        self.rate = traffic.rate if requests else 0.0
-        self._model, self._horizon_s = model, horizon_s
-        if not self.rate:
-            return
-        wanted = [targets.get(each.of, targets[""]) for each in requests]
-        self._ttft_s: _Array = np.array([min(each.ttft_s, ANY) for each in wanted])
-        self._itl_s: _Array = np.array([min(each.itl_s, ANY) for each in wanted])
-        self._cached: _Array = np.array([each.cached for each in requests], dtype=float)
-        self._uncached: _Array = np.array([each.uncached for each in requests], dtype=float)
-        self._output: _Array = np.array([max(1, each.output) for each in requests], dtype=float)
-        self._steps = self._output / model.tokens_per_step
-        lengths = self._cached + self._uncached
-        self._context = float((self._steps * (lengths + self._output / 2)).sum() / self._steps.sum())
-        held = float((self._steps * (lengths + self._output)).sum() / self._steps.sum())
-        self._most = max(1.0, min(model.slots, model.kv_tokens / held))  # answers of a worker at once
-        self._beside: dict[int, _Beside] = {}
-        self._chunks = np.concatenate(([0.0], np.cumsum(np.ceil(self._uncached / model.step_tokens))))
-        self._alone_s = self._prompts_s(0.0)
-        self._handoff_s = (model.handoff_ms + model.handoff_token_ms * lengths) / 1e3
-
-    def predict(self, roles: Roles) -> Predicted:
-        """Roles with some that do both and some for prompts alone count those that do both as if they answered."""
-        if not self.rate:
-            return Predicted(roles, 0.0, 1.0, 1.0, 0.0, 0.0)
-        answering = roles.decode + roles.both
-        if not answering:
-            return Predicted(roles, 0.0, 0.0, 0.0, math.inf, math.inf)
-        at = {times: self._split(times * self.rate, roles.prefill, answering) for times in RATES}
-        share, prefill, decode = at[1.0]
-        steady = sum(each[0] for each in at.values()) / len(RATES)
-        return Predicted(roles, self.rate * share, share, steady, prefill, decode)
-
-    def _split(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
-        """(share of requests that are good, use of those who compute prompts, of those who answer)."""
-        here, count = self._here(rate, prefill, decode), len(self._output)
-        each = rate / count
-        rows, full = self._rows(rate / decode, here, each / decode)
-        used, in_time = 0.0, np.zeros(count)
-        if here < count:
-            within_s = (self._ttft_s - self._handoff_s)[here:]
-            used, in_time[here:] = self._in_time((count - here) * each, self._alone_s[here:], prefill, within_s)
-        if here:
-            service_s = self._prompts(rows).service_s[:here]
-            used_here, in_time[:here] = self._in_time(here * each, service_s, decode, self._ttft_s[:here])
-            used = max(used, used_here)
-        good = in_time * self._in_pace(rows, here, each / decode, decode) * self._room(full)
-        return float(good.mean()), used, full
-
-    def _here(self, rate: float, prefill: int, decode: int) -> int:
-        """How many of the sample's prompts, the shortest, are computed where their answers are: none, until one would
-        wait with the workers for prompts for longer than what it costs there. That is weighed by the answers that it
-        holds up (`route/choose.py`), and less for a short one, so that short ones go first."""
-        count = len(self._output)
-        if not prefill:
-            return count
-        each = rate / count
-
-        def may_be(here: int) -> bool:
-            """Whether the shortest of the others waits no longer than that."""
-            wait_s = self._wait_s((count - here) * each, self._alone_s[here:], prefill)[2]
-            rows, _ = self._rows(rate / decode, here, each / decode)
-            return wait_s <= COSTS_TWICE * float(self._alone_s[here]) * max(1.0, HELD_UP * rows)
-
-        if may_be(0):
-            return 0
-        low, high = 0, count
-        while high - low > max(1, count // 64):
-            middle = (low + high) // 2
-            low, high = (low, middle) if may_be(middle) else (middle, high)
-        return high
-
-    def _prompts_s(self, rows: float) -> _Array:
-        """Seconds of each prompt's steps, beside so many rows."""
-        model, steps = self._model.steps, self._model
-        chunk = max(1.0, steps.step_tokens - rows)
-        count = np.ceil(self._uncached / chunk)
-        beside = model.base + rows * (model.row + model.context * self._context)
-        shares = count * model.share(chunk / 2 + rows)  # of a chunk of some length
-        pairs = self._uncached * (self._cached + (self._uncached + 1) / 2)
-        expanded = count * self._cached + chunk * count * (count - 1) / 2 + self._uncached  # each chunk's end
-        own = model.prompt * self._uncached + model.pair * pairs + model.expand * expanded
-        return (count * beside + model.experts * shares + own) / 1e3
-
-    def _prompts(self, rows: float) -> "_Beside":
-        """All prompts beside so many rows, to half a row."""
-        near = round(2 * rows)
-        if near not in self._beside:
-            service_s = self._prompts_s(near / 2)
-            sums = np.concatenate(([0.0], np.cumsum(service_s)))
-            self._beside[near] = _Beside(service_s, sums, np.concatenate(([0.0], np.cumsum(service_s**2))))
-        return self._beside[near]
-
-    def _decode_s(self, rows: float) -> float:
-        return self._model.steps.decode_ms(rows, self._context) / 1e3
-
-    def _wait_s(self, rate: float, service_s: _Array, servers: int) -> tuple[float, float, float]:
-        """(use of the servers, share that waits, seconds that all wait on the mean): a queue with several servers and
-        any distribution of service, by the approximation of Allen and Cunneen."""
-        mean = float(service_s.mean())
-        used = rate * mean / servers
-        if used > MOST_USE:
-            return used, 1.0, math.inf
-        waits = used ** (math.sqrt(2 * (servers + 1)) - 1)
-        spread = (1 + float(service_s.var()) / mean**2) / 2
-        return used, waits, waits * spread * mean / (servers * (1 - used))
-
-    def _in_time(self, rate: float, service_s: _Array, servers: int, within_s: _Array) -> tuple[float, _Array]:
-        """(use of the servers, how likely each prompt is done within its time): waits are exponential."""
-        used, waits, wait_s = self._wait_s(rate, service_s, servers)
-        left = within_s - service_s
-        if math.isinf(wait_s):  # who comes early finds a short queue; it grows by (used - 1) seconds a second
-            return used, np.clip(left / (max(used - MOST_USE, 1e-3) * self._horizon_s), 0.0, 1.0)
-        late = waits * np.exp(-np.maximum(left, 0) * waits / max(wait_s, 1e-9))
-        return used, np.where(left > 0, 1 - late, 0.0)
-
-    def _rows(self, rate: float, here: int, each: float) -> tuple[float, float]:
-        """(answers of a worker at once, share of those that it can hold), where so many requests a second come to it,
-        and it computes the first `here` prompts of the sample itself, each of them so often a second."""
-        steps = float(self._steps.mean())
-        rows = 0.0
-        for _ in range(TURNS):
-            last, rows = rows, rate * (steps * self._step_s(rows, here, each) + self._behind_s(rows, here, each))
-            if rows > 4 * self._most or abs(rows - last) < 0.005 * rows:
-                break
-        return min(rows, self._most), rows / self._most
-
-    def _step_s(self, rows: float, here: int, each: float) -> float:
-        """Seconds between two tokens of an answer, on the mean, beside such prompts, and beside so many other answers:
-        who comes finds as many as there are on the mean, and is one more."""
-        plain = self._decode_s(rows + 1)
-        busy = each * float(self._prompts(rows).sums[here]) if here else 0.0  # of a second
-        if busy >= 1:
-            return math.inf
-        # In a second so many steps have a chunk, and what time is left is for plain ones.
-        return 1 / (each * float(self._chunks[here]) + (1 - busy) / plain)
-
-    def _behind_s(self, rows: float, here: int, each: float) -> float:
-        """Seconds for which an answer stands still at its beginning, on the mean: prompts that came while its own was
-        computed are before it, and those that come meanwhile."""
-        if not here:
-            return 0.0
-        beside = self._prompts(rows)
-        left = 1 - each * float(beside.sums[here])
-        return math.inf if left <= 0 else each * float(beside.squares[here]) / (2 * left**2)
-
-    def _in_pace(self, rows: float, here: int, each: float, workers: int) -> _Array:
-        """How likely each answer keeps its pace: rows vary as what comes by chance does, shared by the workers; and
-        some answers are met by more prompts than others. Prompts come behind prompts, so their sum has a long tail:
-        where there are any, the pace is taken to be distributed log-normally."""
-        mean = self._step_s(rows, here, each)
-        behind_s = self._behind_s(rows, here, each)
-        if not math.isfinite(mean + behind_s):
-            return np.zeros_like(self._itl_s)
-        more = self._step_s(rows + 1, here, each) - mean  # what one more answer adds
-        if not math.isfinite(more):
-            more = mean
-        deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(rows / workers))
-        if not here:
-            off = (self._itl_s - mean) / np.maximum(deviation, 1e-6)
-        else:
-            beside = self._prompts(rows)
-            used, squares = each * float(beside.sums[here]), each * float(beside.squares[here])
-            # Each prompt that meets an answer brings those behind it: of such a busy time the second moment.
-            met = self._steps * self._decode_s(rows) * squares / (1 - used) ** 3
-            still = behind_s**2 * (2 - used) / max(used, 1e-9)  # nobody is before most, and many before few
-            means = mean + behind_s / self._steps
-            deviation = np.hypot(deviation, np.sqrt(met + still) / self._steps)
-            width = np.sqrt(np.log1p((deviation / means) ** 2))
-            off = (np.log(self._itl_s / means) + width**2 / 2) / np.maximum(width, 1e-6)
-        return 1 / (1 + np.exp(-1.702 * np.clip(off, -20, 20)))
-
-    def _room(self, full: float) -> float:
-        """Of answers, those that find room at a worker before their time is over."""
-        if full <= MOST_USE:
-            return 1.0
-        patience = float(self._ttft_s.mean())
-        return min(1.0, patience / (max(full - MOST_USE, 1e-3) * self._horizon_s))

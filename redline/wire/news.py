@@ -21,6 +21,7 @@ class Ready(Message, frozen=True):
     format: str = ""  # of its parcels
     step_tokens: int = 512  # positions of a step, at most
     slots: int = 64  # jobs at once, at most
+    step_ms: float | None = None  # that its steps with prompts beside answers may take; None: any time
     read_bytes_per_s: float = 0.0  # of its device's memory, as measured before it was ready; 0: it was not
     ops_per_s: float = 0.0  # of its device's matrix products, as measured then
 

@@ -144,3 +144,4 @@ class RankConfig(Record, frozen=True):
     inbox: str  # the address of the commands that it reads
     memory: int  # the file that it inherits, of memory that the ranks share (`worker.rank_memory`)
     alone: bool = False  # as rank 0 has it: all take the pages of the one that has room for the fewest
+    aside: int = 0  # bytes of its GPU that are for others, likewise

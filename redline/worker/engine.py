@@ -42,7 +42,7 @@ from redline.run.fit import Layout, Sizes, fit, in_steps
 from redline.run.kv import KvPool
 from redline.run.runner import Runner
 from redline.run.tiers.disk import DiskPages
-from redline.run.tiers.pages import WholePages
+from redline.run.tiers.pages import WholePages, staged_bytes
 from redline.run.tiers.store import Store
 from redline.tune.floor import StepFloor
 from redline.tune.forecast import StepForecast
@@ -108,7 +108,7 @@ class EngineCore:
         self._random = config.random_weights
         plan = plan_of(config, model.device, loaded.step_tokens)
         self.step_tokens = plan.step_tokens
-        self._slots = plan.max_running
+        self._slots, self._step_ms = plan.max_running, plan.step_ms
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
         make = Runner if ranks is None else functools.partial(LeadingRunner, ranks)
         self.runner = make_runner(make, loaded, config)
@@ -122,9 +122,7 @@ class EngineCore:
             time.monotonic,
         )
         if plan.step_ms is not None:
-            shape = model.config
-            experts = (shape.n_routed_experts, shape.num_experts_per_tok) if shape.moe_layers else (0, 0)
-            self.planner.foresee(StepForecast(*experts))
+            self.planner.foresee(StepForecast(*_experts(model.config)))
         self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 
@@ -143,10 +141,9 @@ class EngineCore:
         """Load a checkpoint's folder, and a drafter's where the config names one, onto a device, and start other ranks.
 
         device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. lost: as
-        `Ranks` has it. aside: bytes of the device that are for others. alone: whether nobody else is to have a GPU's
-        memory (`run.fit`). Raises CheckpointError for files that cannot be
-        read, ConfigError for what the config asks and cannot be had, such as more memory than is free, RankLost where
-        another rank could not load.
+        `Ranks` has it. aside: bytes of each rank's device that are for others. alone: whether nobody else is to have a
+        GPU's memory (`run.fit`). Raises CheckpointError for files that cannot be read, ConfigError for what the config
+        asks and cannot be had, such as more memory than is free, RankLost where another rank could not load.
         """
         device = device or pick_device(config.device)
         if config.ranks == 1:
@@ -154,7 +151,7 @@ class EngineCore:
         model = K2Config.from_folder(Path(folder))
         check_ranks(model, config.ranks, device)
         with ExitStack() as started:
-            ranks = Ranks(str(folder), config, device, model, lost, alone=alone)
+            ranks = Ranks(str(folder), config, device, model, lost, alone=alone, aside=aside)
             started.callback(ranks.close)
             loaded = load_model(folder, config, ranks.device, ranks.group, progress, aside, alone)
             engine = cls(loaded, config, ranks)
@@ -195,6 +192,7 @@ class EngineCore:
             summary=summary,
             step_tokens=self.step_tokens,
             slots=self._slots,
+            step_ms=self._step_ms,
             read_bytes_per_s=self._floor.bytes_per_s if self._floor is not None else 0.0,
             ops_per_s=self._floor.ops_per_s if self._floor is not None else 0.0,
         )
@@ -430,15 +428,18 @@ def load_model(
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
+    elif config.host_memory is not None or config.disk is not None:
+        aside += staged_bytes(sizes_of(geometry, config, device, dtype, free, drafter).page_bytes)
     sizes = sizes_of(geometry, config, device, dtype, free - aside, drafter)
     sizes = replace(sizes, step_tokens=least(group, sizes.step_tokens, device))
     # The group is open: what it has taken is no longer free, and among what is needed.
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
-    # The CPU's kernels have threads of their own; torch does small things beside them.
-    alone = device.type == "cpu" and native.library() is not None
-    torch.set_num_threads(1 if alone else max(1, native.threads() // group.ranks))
+    # The CPU's kernels have threads of their own; torch does small things beside them. For a GPU it reads the files,
+    # and so do the other ranks.
+    has_threads = device.type == "cpu" and native.library() is not None
+    torch.set_num_threads(1 if has_threads else max(1, native.threads() // group.ranks))
     if checkpoint is None:
         assert config.random_weights is not None, "there is nothing to read"
         # Prompts' tokens, and what every running job decodes: no step has more.
@@ -527,7 +528,12 @@ def tiers_of(
             _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
     others = None if ranks is None else RankPages(ranks, kv)
     store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type], others=others)
-    return Tiers(planner, store, step_tokens=step_tokens)
+    return Tiers(planner, store, step_tokens=step_tokens, experts=_experts(loaded.model.config))
+
+
+def _experts(config: K2Config) -> tuple[int, int]:
+    """Of a layer's routed experts, how many there are and how many a token chooses; 0: there are none."""
+    return (config.n_routed_experts, config.num_experts_per_tok) if config.moe_layers else (0, 0)
 
 
 def _keep(folder: Path) -> FileLock:

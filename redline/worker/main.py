@@ -130,7 +130,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             time.sleep(FLUSH_S)
             os._exit(1)  # nothing else ends a thread that is inside a kernel
 
-        with Heart(pulse, beats, engine.step_tokens, hung):
+        with Heart(pulse, beats, engine.step_tokens, hung, engine.model.device.type):
             hearers.put(ready)
             hearers.put(Beat())
             engine.serve(

@@ -20,9 +20,9 @@ from redline.wire.replicas import Replica
 from redline.worker.hearers import Hearers
 
 BEAT_S = 0.25  # between two beats; a worker that misses four is taken for silent (route.links.MOVE_S)
-# A turn is one step. The first of a shape compiles kernels, for up to some minutes, and no machine that is of use
-# takes two seconds for a token.
-TURN_S, TURN_S_PER_TOKEN = 300, 2
+# A turn is one step. The first of a shape compiles kernels, for up to some minutes, and no CPU that is of use takes two
+# seconds for a token, and no GPU a tenth: of 8,192 tokens two seconds each would be four hours and a half.
+TURN_S, TURN_S_PER_TOKEN = 300, {"cpu": 2.0, "cuda": 0.1}
 
 
 class Pulse:
@@ -38,12 +38,15 @@ class Pulse:
 class Heart:
     """Sends a Beat every BEAT_S seconds while inside, from its own thread and through outboxes that nobody else uses.
 
-    step_tokens: the most positions of a step; the limit `most_s`, in seconds, grows with it. hung: called, in that
-    thread, with one line once the loop has been in one turn for longer than that.
+    step_tokens: the most positions of a step; the limit `most_s`, in seconds, grows with it, on each kind of device as
+    fast as suits it. hung: called, in that thread, with one line once the loop has been in one turn for longer.
     """
 
-    def __init__(self, pulse: Pulse, outbox: Outbox, step_tokens: int, hung: Callable[[str], object]) -> None:
-        self.most_s = TURN_S + TURN_S_PER_TOKEN * step_tokens
+    def __init__(
+        self, pulse: Pulse, outbox: Outbox, step_tokens: int, hung: Callable[[str], object], device: str = "cpu"
+    ) -> None:
+        """device: by whose kind steps are run, "cpu" or "cuda"."""
+        self.most_s = TURN_S + TURN_S_PER_TOKEN[device] * step_tokens
         self._pulse = pulse
         self._hearers = Hearers(outbox)
         self._hung = hung

@@ -62,7 +62,7 @@ def _follow(config: RankConfig) -> None:
         native.share_processors(engine.ranks)
     model = K2Config.from_folder(Path(config.weights))
     group = open_group(Path(config.folder), config.rank, engine.ranks, device, model)
-    loaded = load_model(config.weights, engine, device, group, alone=config.alone)
+    loaded = load_model(config.weights, engine, device, group, aside=config.aside, alone=config.alone)
     inbox = SocketInbox(config.inbox)
     with torch.inference_mode():
         runner = make_runner(Runner, loaded, engine)

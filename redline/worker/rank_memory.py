@@ -53,7 +53,10 @@ class RankMemory:
         try:
             exported = chip.export(size)
         except RuntimeError as error:
-            raise ConfigError(f"engine.ranks: {human(size)} of the GPU's memory for pages ({error})") from error
+            raise ConfigError(
+                f"engine.ranks: they share {human(size)} of rank 0's GPU for pages that come, which it does not give "
+                f"({error}); a smaller engine.kv_memory leaves it more"
+            ) from error
         memory = Memory(exported.address, size, chip.device, owner=exported)
         self._exported.append(memory)
         return memory, Export(handle=exported.handle, size=size)

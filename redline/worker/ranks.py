@@ -98,12 +98,13 @@ class Ranks:
         lost: Callable[[str], object] | None = None,
         *,
         alone: bool = False,
+        aside: int = 0,
     ) -> None:
         """Starts them; they load while the caller does.
 
         lost: called once, in a thread of its own, with one line where a rank has ended that should not, or does not
-        run. None: the group is told. alone: as `EngineCore.load` has it. Raises ConfigError where they cannot be
-        started, RankLost where one has ended.
+        run. None: the group is told. alone, aside: as `EngineCore.load` has them. Raises ConfigError where they cannot
+        be started, RankLost where one has ended.
         """
         self.step = 0  # the number of the last one
         self.waits: int | None = None  # the number of the step that rank 0 waits for
@@ -136,6 +137,7 @@ class Ranks:
                         inbox=inbox,
                         memory=self.memory.file,
                         alone=alone,
+                        aside=aside,
                     )
                 )
             self.device = device_of(0, device)

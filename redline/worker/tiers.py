@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from redline.plan.below import Fetch, Kept, Lack
 from redline.plan.planner import Planner
 from redline.plan.prefix import Forgotten
-from redline.run.tiers.store import Reading, Saved, Store, Tier
+from redline.run.tiers.store import Found, Reading, Saved, Store, Tier
 from redline.tune.tiers import Choice, PrefillTimes, ReadTimes, choose
 from redline.wire.delta import Brought
 from redline.wire.job import PAGE_TOKENS, JobId, PageHash
@@ -40,8 +40,10 @@ class _Coming:
     fetch: Fetch
     reading: Reading
     choice: Choice
-    began: float  # seconds
+    began: float  # seconds, before room was made for them
     ahead_s: float  # that it was to wait for others
+    saved: int  # pages, to make room
+    room_s: float  # that saving them was predicted to take of its time
     busy: bool  # whether steps ran when it was chosen
     owner: JobId  # for whom they are read
     jobs: set[JobId]  # that wait for them, the owner included
@@ -80,22 +82,26 @@ class Tiers:
         store: Store,
         *,
         step_tokens: int,
+        experts: tuple[int, int] = (0, 0),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """step_tokens: positions that a step computes, at most."""
+        """step_tokens: positions that a step computes, at most. experts: of a layer, how many there are and how many a
+        token chooses; 0: all weights are read by every step."""
         self.changes = 0
         self.store = store
-        self.prefills = PrefillTimes()
+        self.prefills = PrefillTimes(*experts)
         self._planner, self._clock, self._step_tokens = planner, clock, step_tokens
         self._jobs: dict[JobId, _Waiting] = {}  # in the order in which they came
         self._coming: list[_Coming] = []
         self._tallies = {tier: _Tally() for tier in TIERS}
         self._of_prefills = _Tally()
         page_s, share = [store.page_s[tier] for tier in TIERS], store.share
+        save_s = store.page_s["host"]
         self.readings = {  # by whether steps run
-            False: ReadTimes(BEGIN_S, page_s),
-            True: ReadTimes(BEGIN_S, [seconds / share for seconds in page_s]),
+            False: ReadTimes(BEGIN_S, page_s, save_s),
+            True: ReadTimes(BEGIN_S, [seconds / share for seconds in page_s], save_s),
         }
+        self._saved = 0  # pages, since the start
         planner.attach(self)
 
     @property
@@ -111,7 +117,7 @@ class Tiers:
 
     def forgets(self, pages: Sequence[Forgotten]) -> None:
         """As `Below.forgets`."""
-        self.store.save([Saved(*page) for page in pages])
+        self._saved += self.store.save([Saved(*page) for page in pages])
 
     def awaits(self, id: JobId, lack: Lack) -> bool:
         """As `Below.awaits`."""
@@ -122,6 +128,7 @@ class Tiers:
 
     def took(self, step: Step, seconds: float) -> None:
         """As `Below.took`."""
+        self.store.parts.took("step", seconds)
         rows = [(row.start, row.count) for row in step.rows if row.start is not None]
         if not rows:
             return
@@ -194,7 +201,7 @@ class Tiers:
         found = self.store.find(lack.hashes, exact=lack.exact, drafted=lack.drafted)
         if not found:
             return Choice(0)
-        pages = [sum(one.tier == tier for one in found) for tier in TIERS]
+        pages = _by_tier(found)
         begin_s, *page_s = self.readings[self.store.busy].predict(pages)
         by_tier = dict(zip(TIERS, page_s, strict=True))
         return choose(
@@ -232,14 +239,22 @@ class Tiers:
                 self.store.let_go(reading)
             self._go_on(id)
             return
-        ahead_s = self._ahead()
-        fetch = self._planner.fetch(id, choice.pages)
+        ahead_s, before, began = self._ahead(), self._saved, self._clock()
+        with self.store.parts.of("room"):
+            fetch = self._planner.fetch(id, choice.pages)
         if fetch is None:
             self.store.let_go(reading)
             return
-        # Room has been made by now, which takes a copy of each page that goes, and would where it was computed.
-        began = self._clock()
-        waiting.coming = coming = _Coming(fetch, reading, choice, began, ahead_s, self.store.busy, id, {id})
+        # Making room takes a copy of each page that goes. It would where the prompt was computed, so it was no part of
+        # the choice; but the first token waits for it.
+        busy, saved = self.store.busy, self._saved - before
+        pages = _by_tier(reading.found)
+        begin_s, *page_s = self.readings[busy].predict(pages, saved)
+        fetch_s = ahead_s + begin_s + sum(count * page for count, page in zip(pages, page_s, strict=True))
+        room_s, choice = fetch_s - choice.fetch_s, choice._replace(fetch_s=fetch_s)
+        waiting.coming = coming = _Coming(
+            fetch, reading, choice, began, ahead_s, saved, room_s if saved else 0.0, busy, id, {id}
+        )
         self._coming.append(coming)
         self.store.read(reading, fetch.pages, READ_S + LATE * choice.fetch_s)
 
@@ -271,11 +286,11 @@ class Tiers:
         if not reading.kept:
             return None
         took = self._clock() - coming.began
-        brought = [sum(one.tier == tier for one in reading.kept) for tier in TIERS]
+        brought = _by_tier(reading.kept)
         whole = len(reading.kept) == len(reading.hashes)
-        saved = 0.0 if choice.compute_s is None else choice.saves_s + choice.fetch_s - took
+        saved = 0.0 if choice.compute_s is None else choice.saves_s + choice.fetch_s - (took - coming.room_s)
         if whole:  # what was given up half-way was not predicted
-            self.readings[coming.busy].observed(brought, took - coming.ahead_s)
+            self.readings[coming.busy].observed(brought, took - coming.ahead_s, coming.saved)
         for tier, count in zip(TIERS, brought, strict=True):
             share, tally = count / len(reading.kept), self._tallies[tier]
             tally.hit_tokens += count * PAGE_TOKENS
@@ -295,6 +310,11 @@ class Tiers:
             predicted_s=choice.fetch_s,
             compute_s=choice.saves_s + choice.fetch_s if known else None,
         )
+
+
+def _by_tier(found: Sequence[Found]) -> list[int]:
+    """How many of these pages each tier has."""
+    return [sum(one.tier == tier for one in found) for tier in TIERS]
 
 
 def _load(name: str, tally: _Tally, **there: object) -> TierLoad:

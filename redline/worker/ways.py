@@ -22,7 +22,7 @@ from redline.worker.arrivals import Arrivals, Budget
 from redline.worker.config import PEER_SHARE
 from redline.worker.departures import Departures
 from redline.worker.exported_parcels import ExportedParcels
-from redline.worker.parcel_memory import GpuParcels, HostParcels, ParcelMemory, PinnedParcels
+from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
 Out = TypeVar("Out")  # whatever a parcel that leaves is for
 In = TypeVar("In")  # whatever one that comes is for
@@ -143,7 +143,8 @@ def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
     if name is None or device.type != "cuda":
         return 0
     own = name in ("peer", "auto") or (name == "nixl" and ranks == 1)
-    staged = 2 * PinnedParcels.sizes.landing if ranks > 1 or name == "nixl" else 0
+    # What a follower copies from rank 0, and what goes through pinned memory: to be added up, and again to be placed.
+    staged = max(STAGED_BYTES, 2 * PinnedParcels.sizes.landing) if ranks > 1 or name == "nixl" else 0
     return (GpuParcels.sizes.area + GpuParcels.sizes.landing if own else 0) + staged
 
 

@@ -17,10 +17,15 @@ from redline.wire.delta import Brought, Delta, Drafted, Preempted, Resumed
 from redline.wire.job import JobId
 
 
-def story() -> Story:
+def begun() -> Story:
     one = Story(0, 100, time.perf_counter())
     here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
     one.goes(Route(Link("a", MemoryChannel()), None, here, (there,)), "")
+    return one
+
+
+def story() -> Story:
+    one = begun()
     one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), time.perf_counter())
     for _ in range(MOST_PAUSES + 4):
         lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
@@ -58,6 +63,26 @@ def test_no_collection_walks_through_what_is_kept() -> None:
     for number in range(500):
         stories.begin(str(number), [story()])
     assert tracked() - before < 50
+
+
+def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_known() -> None:
+    one = begun()
+
+    def preempted(after_tokens: int) -> str:
+        lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
+        one.notes(lost, JobId("a"), GoesOn(0.5, 0.25), after_tokens)
+        return said()
+
+    def said() -> str:
+        console = Console(record=True, width=400, file=io.StringIO())
+        show({"jobs": [one.told()]}, console)
+        return console.export_text()
+
+    one.comes(Delta(job=JobId("-"), tokens=(1,)), time.perf_counter())
+    assert preempted(1).count("it has not") == 1
+    assert preempted(5).count("it went on elsewhere") == 1, "its worker ended, and another took it from there"
+    one.ends("length", 9, time.perf_counter())
+    assert said().count("it went on elsewhere") == 2
 
 
 def test_a_story_says_what_was_expected_and_what_came() -> None:
@@ -103,6 +128,8 @@ def test_redline_explain_prints_them() -> None:
     assert "read 64 tokens from the host's memory in 0.100 s, expected 0.200" in said
     assert "pre-empted 4 times before the newest 16" in said
     assert "pre-empted on a after 1 tokens, for a page of job b: all 40 were held, and it began last of 4; " in said
-    assert "expected to go on in 0.750 s (0.500 until there are pages, 30 tokens to compute again); it has not" in said
-    assert "; it did in 0.600 (0.400 until there were, 26 tokens computed again)" in said
+    expected = "expected to go on in 0.750 s (0.500 until there are pages, 30 tokens to compute again)"
+    assert f"{expected}; it was pre-empted again before" in said
+    assert f"{expected}; it did in 0.600 (0.400 until there were, 26 tokens computed again)" in said
+    assert "it has not" not in said
     assert "4 of these took 10.00 ms each, expected 9.00, and without drafts 5.00: for 2.00 tokens each" in said

@@ -120,12 +120,36 @@ def test_classes_of_requests_have_targets_and_roles_are_steered_by_them(tmp_path
         ("every_s = 2", "every = 2", "unknown key steer.every; did you mean steer.every_s?"),
         ("count = 2", "count = 1", "[steer] gives workers other roles, and there is one"),
         ("[sla.default]", "api_replicas = 2\n[sla.default]", "api_replicas is 2, and [steer] is set"),
+        ("every_s = 2", "spare_s = 0", "$.steer.spare_s"),
+        ("count = 2", "count = 2\nleast = 3", "workers[0].least is 3, and count is 2; expected at most as many"),
+        ("count = 2", "count = 2\nleast = 0", "no [[workers]] that answers runs in any case; set least to 1 or more"),
+        (
+            "[steer]\nevery_s = 2\n[[workers]]",
+            "[[workers]]\nleast = 1",
+            "least is 1, and nobody would start the others",
+        ),
     ],
 )
 def test_targets_and_steering_that_cannot_be_are_named(tmp_path: Path, old: str, new: str, complaint: str):
     with pytest.raises(ConfigError) as error:
         read(write(tmp_path, STEERED.replace(old, new)), {})
     assert complaint in str(error.value)
+
+
+def test_workers_beyond_the_least_run_only_while_they_are_wanted(tmp_path: Path):
+    kinds = STEERED.replace("count = 2", 'count = 4\nleast = 1\ndevices = [0, 1, 2, 3]\n[[workers]]\nrole = "prefill"')
+    places = read(write(tmp_path, kinds), {}).places
+    assert [(place.name, place.spare, place.devices) for place in places] == [
+        ("worker-0", False, (0,)), ("worker-1", True, (1,)), ("worker-2", True, (2,)), ("worker-3", True, (3,)),
+        ("prefill", False, ()),
+    ]  # fmt: skip
+    for more, complaint in (
+        ("resume_s = 0", "workers[0].least is 1, and resume_s is 0"),
+        ('cluster = { listen = "10.0.0.1:1", key_file = "k", kind = "ray" }', 'least is 1, and cluster.kind is "ray"'),
+    ):
+        with pytest.raises(ConfigError) as error:
+            read(write(tmp_path, f"{more}\n{STEERED}least = 1\n"), {})
+        assert complaint in str(error.value)
 
 
 def test_suffix_drafts_without_a_folder(tmp_path: Path):

@@ -209,6 +209,29 @@ def test_the_server_reads_the_deployment_with_each_worker_at_a_pod_of_its_set(tm
         assert there.transport == "nixl", "pods share no memory"
 
 
+SPARES = """
+weights = "kimi-k2.6"
+[sla.default]
+ttft_ms = 2000
+[steer]
+[[workers]]
+count = 3
+least = 1
+"""
+
+
+def test_workers_that_need_not_run_are_those_of_the_sets_last_pods(tmp_path: Path) -> None:
+    (config_map,) = kinds(of(tmp_path, SPARES), "ConfigMap")
+    (tmp_path / "inside").mkdir()
+    file = tmp_path / "inside" / "deployment.toml"
+    file.write_text(config_map["data"]["deployment.toml"])
+    places = read(file, {"cluster.listen": "10.0.0.1:7600"}).places
+    assert [(place.at, place.spare) for place in places] == [
+        ("redline-worker-0", False), ("redline-worker-1", True), ("redline-worker-2", True)
+    ]  # fmt: skip
+    assert {place.transport for place in places} == {"nixl"}, "any of them may come to compute prompts"
+
+
 def test_ray_has_a_pod_for_each_worker_that_the_server_asks_it_for(tmp_path: Path) -> None:
     made = of(tmp_path, ALIKE, "kuberay")
     (tmp_path / "inside").mkdir()
@@ -315,6 +338,7 @@ def test_a_pod_has_as_long_to_end_as_its_answers_and_then_some(tmp_path: Path) -
         ('weights = "w"\n[[workers]]\nname = "join"', {}, "workers.name is join, as a part of the manifests"),
         ('weights = "w"', {"name": "a" * 31}, "--name is 'a+'; Kubernetes wants"),
         ('weights = "w"', {"kind": "helm"}, "--kind is 'helm'; expected leaderworkerset or kuberay"),
+        (SPARES, {"kind": "kuberay"}, "workers.least: Ray keeps a pod for each worker"),
         (WHOLE, {"kind": "kuberay"}, "want different pods, among which Ray would not tell: prompts .*4.*, decode .*8"),
         (
             'weights = "a/w"\n[engine.speculation]\ntype = "learned"\ndrafter = "b/w"',

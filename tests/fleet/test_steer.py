@@ -1,7 +1,9 @@
 """Who gives workers other roles: what it sees, what it does, and what keeps it from doing too much."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import pytest
 
 from redline.api.config import Sla
@@ -9,9 +11,11 @@ from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.chat.template import K2_6
 from redline.fleet.config import Steer
+from redline.fleet.spares import AGAIN_S
 from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
+from redline.fleet.supervisor import Seat
 from redline.route.roles import is_done, refusal
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER
@@ -50,23 +54,42 @@ def step(number: int, prompt: int, rows: int, tokens: int | None = None) -> Time
 class Fleet:
     """Workers a, b ... with these roles, which do as they are told, and who steers them; the clock stands."""
 
-    def __init__(self, *roles: Role, **config: float) -> None:
+    def __init__(self, *roles: Role, spares: int = 0, sla: Mapping[str, Sla] = SLA, **config: float) -> None:
+        """spares: workers behind these, idle at first, which run while they are wanted."""
         self.now = 0.0
+        self.states: dict[str, Seat] = {}
         self.gateway = Gateway(TOKENIZER, K2_6, Metrics("m"), clock=lambda: self.now, resume_s=5.0)
         self.turned: list[tuple[str, Role]] = []
-        self.steering = Steering(
-            Steer(window_s=60, rest_s=30, **config), self.gateway, self.turn, SLA, lambda: self.now
-        )
+        self.steering = Steering(Steer(window_s=60, rest_s=30, **config), self.gateway, self, sla, lambda: self.now)
         for name, role in zip("abcd", roles, strict=False):
-            engine = FakeEngine(lambda _: ())
-            link = engine.serve(self.gateway, name=name, role=role)
-            link.ready = Ready(
-                max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows"
-            )
-            self.gateway.deliver(link, Beat())
+            self.states[name] = Seat(name, "ready", spare=False)
+            self.serves(name, role)
+        for name in "wxyz"[:spares]:
+            self.states[name] = Seat(name, "idle", spare=True)
         self.steps = 0
         self.now = 1000.0
         self.heard()
+
+    def serves(self, name: str, role: Role) -> None:
+        """A worker is ready."""
+        epoch = 1 + sum(link.name == name for link in self.gateway.links)
+        link = FakeEngine(lambda _: ()).serve(self.gateway, name=name, role=role, epoch=epoch)
+        link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows")
+        self.gateway.deliver(link, Beat())
+
+    @property
+    def seats(self) -> list[Seat]:
+        return list(self.states.values())
+
+    def want(self, name: str, role: Role) -> str | None:
+        self.states[name] = Seat(name, "starting", spare=True)
+        self.turned.append((name, role))
+        return None
+
+    def spare(self, name: str) -> str | None:
+        self.states[name] = Seat(name, "ending", spare=True)
+        self.gateway.drain(next(link for link in self.gateway.links if link.name == name))
+        return None
 
     def turn(self, name: str, role: Role) -> str | None:
         link = next(link for link in self.gateway.links if link.name == name)
@@ -141,6 +164,22 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     assert weighed["requests_per_s"] == pytest.approx(3, rel=0.02)
     assert weighed["step_ms"] == pytest.approx({"1": BASE_MS + ROW_MS, "16": BASE_MS + 16 * ROW_MS}, rel=0.02)
     assert weighed["prompt_ms"] == pytest.approx(BASE_MS + 512 * PROMPT_MS, rel=0.02)
+
+
+async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> None:
+    """A prompt takes half a second in whole chunks: an answer of ten tokens that meets one does not keep 40 ms between
+    them. Beside a page each takes 37 ms."""
+    promised = {"default": Sla(ttft_ms=20_000, itl_ms=40)}
+    for step_ms, changes in ((None, True), (60.0, False)):
+        fleet = Fleet("both", "both", "both", "both", sla=promised)
+        for link in fleet.gateway.links:
+            assert link.ready is not None
+            link.ready = msgspec.structs.replace(link.ready, step_ms=step_ms)
+        fleet.measure()
+        fleet.comes(prompt=1000, output=10, per_s=1.5)
+        decision = await fleet.steering.look()
+        assert decision.expected is not None
+        assert (decision.expected.roles != Roles(both=4)) == changes, decision.why
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
@@ -222,6 +261,113 @@ async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
     assert decision.worker is None
     assert "but a has no area for parcels" in decision.why
     assert not fleet.turned
+
+
+MANY = {"prompt": 20, "output": 200, "per_s": 80.0}  # more than three workers can answer as promised
+
+
+async def look(fleet: Fleet, times: int, seconds: float = 5.0) -> list[str]:
+    """So many looks, one behind the other: what came of them."""
+    found: list[str] = []
+    for _ in range(times):
+        decision = await fleet.steering.look()
+        found.append(f"{decision.worker} {decision.does}" if decision.does else "")
+        fleet.passes(seconds)
+    return found
+
+
+async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_started_one_look_after_another() -> None:
+    fleet = Fleet("both", "both", spares=2)
+    fleet.measure()
+    fleet.comes(**MANY)
+    first = await fleet.steering.look()
+    assert first.worker is None
+    assert first.wanted is not None
+    assert first.wanted > 4
+    second = await fleet.steering.look()
+    assert (second.worker, second.does) == ("w", "starts")
+    assert second.why == f"to keep what is promised {first.wanted} workers are wanted, and 2 run"
+    assert second.now is not None
+    assert second.expected is not None
+    assert second.expected.roles.workers == 3
+    assert (second.role == "prefill") == (second.expected.roles.prefill > 0), "in the role that the best three lack"
+    assert second.expected.attainment >= second.now.attainment
+    third = await fleet.steering.look()
+    assert (third.worker, third.does) == ("x", "starts"), "one that is being started is not another time wanted"
+    assert (await fleet.steering.look()).worker is None, "there are no more"
+    told = fleet.steering.told()
+    assert told["workers"] == {
+        "least": 2, "most": 4, "wanted": 4, "states": {"ready": 2, "starting": 2}, "failed": {}
+    }  # fmt: skip
+    assert [(change["worker"], change["does"]) for change in told["changes"]] == [("x", "starts"), ("w", "starts")]
+
+
+async def test_where_other_roles_are_enough_nobody_is_started() -> None:
+    fleet = Fleet("both", "both", "both", "both", spares=1)
+    fleet.measure()
+    fleet.comes(prompt=1000, output=100, per_s=3)
+    assert await look(fleet, 3) == ["", "a turns", "b turns"]
+    assert fleet.states["w"].state == "idle"
+
+
+async def test_who_is_not_wanted_any_more_ends_after_long_and_one_at_a_time() -> None:
+    fleet = Fleet("both", spares=2, spare_s=60.0)
+    for name in "wx":
+        fleet.states[name] = Seat(name, "ready", spare=True)
+        fleet.serves(name, "both")
+    for link in fleet.gateway.links:
+        link.jobs = {"a": 0, "w": 2, "x": 1}[link.name]
+    assert await look(fleet, 13) == [""] * 12 + ["x ends"], "it has less to end, and the one without any runs always"
+    assert (await fleet.steering.look()).why.endswith("but x ends already")
+    fleet.states["x"] = Seat("x", "idle", spare=True)
+    fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "x"), "not wanted", asked=True)
+    assert await look(fleet, 1) == ["w ends"]
+    fleet.states["w"] = Seat("w", "idle", spare=True)
+    assert await look(fleet, 3) == [""] * 3
+
+
+async def test_a_wave_in_between_keeps_those_who_run() -> None:
+    fleet = Fleet("both", spares=1, spare_s=60.0)
+    fleet.measure()
+    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.serves("w", "both")
+    assert await look(fleet, 6, seconds=10) == [""] * 6
+    fleet.comes(prompt=20, output=200, per_s=12)
+    assert await look(fleet, 8, seconds=10) == [""] * 8, "while it is in the window, and a minute more"
+    assert "w ends" in await look(fleet, 6, seconds=10)
+
+
+async def test_one_whose_start_fails_is_left_out_for_a_while_and_another_is_tried() -> None:
+    fleet = Fleet("both", spares=2)
+    fleet.measure()
+    fleet.comes(prompt=20, output=200, per_s=16)
+    assert await look(fleet, 2, seconds=1) == ["", "w starts"]
+    fleet.states["w"] = Seat("w", "idle", spare=True, failed="no memory")
+    assert await look(fleet, 1, seconds=1) == ["x starts"]
+    fleet.states["x"] = Seat("x", "idle", spare=True, failed="no memory")
+    last = await fleet.steering.look()
+    assert last.worker is None
+    assert fleet.steering.told()["workers"]["failed"] == {"w": "no memory", "x": "no memory"}
+    fleet.passes(AGAIN_S)
+    fleet.comes(prompt=20, output=200, per_s=16)
+    assert await look(fleet, 1) == ["w starts"]
+
+
+async def test_where_a_worker_that_runs_in_any_case_is_given_up_another_is_started_without_a_look_at_the_traffic() -> (
+    None
+):
+    fleet = Fleet("both", "both", spares=1)
+    fleet.states["b"] = Seat("b", "given up", spare=False)
+    assert await look(fleet, 2) == ["w starts", ""]
+
+
+async def test_who_is_the_last_that_answers_does_not_end() -> None:
+    fleet = Fleet("prefill", spares=1, spare_s=5.0)
+    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.serves("w", "decode")
+    assert await look(fleet, 3) == [""] * 3
+    assert fleet.steering.last is not None
+    assert fleet.steering.last.why.endswith("but of those that need not run none can be spared yet")
 
 
 async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:

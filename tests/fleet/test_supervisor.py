@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from redline.fleet import process, supervisor
-from redline.fleet.config import ServeConfig
-from redline.fleet.supervisor import MOST_ENDS, Supervisor
+from redline.fleet import kept, process, supervisor
+from redline.fleet.config import ServeConfig, Workers
+from redline.fleet.kept import MOST_ENDS
+from redline.fleet.supervisor import Supervisor
 from redline.worker.config import WorkerConfig
 from tests.api.world import World, answer
 
@@ -50,7 +51,7 @@ async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_th
 ) -> None:
     start = NoProcess()
     monkeypatch.setattr(supervisor, "start_worker", start)
-    monkeypatch.setattr(supervisor, "AGAIN_S", 0.001)
+    monkeypatch.setattr(kept, "AGAIN_S", 0.001)
     async with World(answer("a"), resume_s=5.0) as world:
         one = Supervisor(ServeConfig(weights=""), world.gateway, tmp_path / "sockets")
         world.gateway.lose(world.link, "not used")
@@ -78,6 +79,38 @@ async def test_a_worker_that_could_not_be_started_once_is_started_again(
         one.stop()
         await asyncio.wait_for(life, 10)
         assert one.given_up is None
+
+
+async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_out_where_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    start = NoProcess()
+    monkeypatch.setattr(supervisor, "start_worker", start)
+    config = ServeConfig(weights="", workers=(Workers(count=2, least=1),))
+    async with World(answer("a"), resume_s=5.0) as world:
+        world.gateway.lose(world.link, "not used")
+        all_ = Supervisor(config, world.gateway, tmp_path / "sockets")
+        one = all_.workers[1]
+        life = asyncio.create_task(one.live())
+        await asyncio.sleep(0.05)
+        assert start.epochs == []
+        assert [seat.state for seat in all_.seats] == ["starting", "idle"]
+        assert all_.spare("worker-1") == "worker-1 is idle"
+        assert all_.spare("worker-0") == "worker-0 runs in any case"
+        for epoch in (1, 2):
+            assert all_.want("worker-1", "decode") is None
+            assert all_.want("worker-1", "decode") == "worker-1 is starting"
+            async with asyncio.timeout(10):
+                while one.seat.state != "idle":
+                    await asyncio.sleep(0.01)
+            assert start.epochs == [*range(1, epoch + 1)], "once, and not five times in a row"
+            assert "Resource temporarily unavailable" in (one.seat.failed or "")
+            assert one.role == "decode"
+        one.stop()
+        await asyncio.wait_for(life, 10)
+        assert one.given_up is None
+        with pytest.raises(KeyError):
+            all_.want("cook", "both")
 
 
 @pytest.mark.parametrize("free", [0, 1 << 40])

@@ -44,7 +44,19 @@ def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any, Any]):
 
 
 # Ops that read all they are given and write all that they return, once.
-WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "head_8", "sample", "checksum"}
+WHOLE = {
+    "linear",
+    "add_norm",
+    "route_experts",
+    "best",
+    "absorb",
+    "unabsorb",
+    "head",
+    "head_8",
+    "sample",
+    "checksum",
+    "checksums",
+}
 
 
 def small(op: Op[Any, Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:

@@ -35,17 +35,17 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
 
 
 def world(forecast: Linear | None, step_ms: float | None, **config: float) -> World:
-    config = {"step_tokens": 512, "max_running": 8, "ahead": 0, **config}
+    config = {"pages": 400, "max_model_len": 8000, "step_tokens": 512, "max_running": 8, "ahead": 0, **config}
     more = {} if step_ms is None else {"step_ms": step_ms}
     seconds = (
         None if forecast is None else (lambda step, _: forecast.ms(Work(sum(row.count for row in step.rows))) / 1e3)
     )
-    return World(pages=400, max_model_len=8000, forecast=forecast, seconds=seconds, **config, **more)  # type: ignore[arg-type]
+    return World(forecast=forecast, seconds=seconds, **config, **more)  # type: ignore[arg-type]
 
 
-def decoding(world: World, count: int) -> None:
+def decoding(world: World, count: int, length: int = 10) -> None:
     for number in range(count):
-        world.submit(prompt(10, number), max_tokens=400)
+        world.submit(prompt(length, number), max_tokens=400)
     step = world.plan()
     assert step is not None
     world.settle()
@@ -93,6 +93,21 @@ def test_a_step_is_whole_where_nothing_bounds_it_or_nothing_is_known(forecast: L
     assert [next_chunks(free) for _ in range(2)] == [[508], [492]]
     assert free.planner.load().bounded == 0
     free.finish()
+
+
+def test_a_step_whose_prompts_cannot_begin_is_not_called_bounded():
+    """Of ten pages two answers have eight or more: a prompt of five has no room until one ends, and no step cuts it."""
+    full = world(Flat(), 17, pages=10, max_model_len=400)
+    decoding(full, 2, 230)
+    full.submit(prompt(310, 9), max_tokens=1)
+    steps = 0
+    while full.planner.load().waiting:
+        full.plan()
+        full.settle()
+        steps += 1
+    assert steps > 20
+    assert full.planner.load().bounded == 0
+    full.finish()
 
 
 def test_a_step_without_answers_is_whole():

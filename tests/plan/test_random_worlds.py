@@ -113,7 +113,7 @@ def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
     assert sum(world.runner.replays for world in worlds) > 1000
-    assert sum(load.bounded for load in loads) > 10
+    assert sum(load.bounded for load in loads) > 2
     assert sum(load.grammar_draft_tokens for load in loads) > 200
     assert all(load.grammar_draft_tokens == load.grammar_accepted_tokens for load in loads)
     if not draft_tokens:

@@ -69,7 +69,7 @@ with torch.inference_mode():
 assert ends == config.max_running
 over.set()
 watcher.join()
-sizes = sizes_of(engine.model.config, config, engine.model.device, kv_dtype_of(config.kv_dtype), engine.drafter)
+sizes = sizes_of(engine.model.config, config, engine.model.device, kv_dtype_of(config.kv_dtype), 0, engine.drafter)
 needs = sizes.needs(reach)
 print(json.dumps([peak - before, engine.layout.kv_bytes, needs.whole, needs.scratch, loaded]))
 """

@@ -8,15 +8,15 @@ from redline.run.tiers.memory import SLAB_BYTES, Slots
 HALF = SLAB_BYTES // 2  # of a slab, in one slot
 
 
-def slots(total: int, ahead: int = 0) -> Slots:
+def slots(total: int, ahead: int | None = None) -> Slots:
     made = Slots(HALF, total * HALF, pinned=False)
-    made.ahead = ahead * HALF
+    made.ahead = None if ahead is None else ahead * HALF
     return made
 
 
 def test_what_is_not_pinned_is_made_when_it_is_needed() -> None:
     made = slots(5)
-    assert not made.short
+    assert not made.short(busy=False)
     taken = {made.take() for _ in range(5)}
     assert taken == {0, 1, 2, 3, 4}
     assert made.take() is None
@@ -25,15 +25,16 @@ def test_what_is_not_pinned_is_made_when_it_is_needed() -> None:
 
 def test_some_is_made_ahead_of_who_takes_it() -> None:
     made = slots(5, ahead=3)
-    while made.short:
+    while made.short(busy=True):
         made.add(made.slab())
     made.check(set())
     assert made.free == 5
+    assert made.short(busy=False), "all of it is made where no step waits for it"
     held = {slot for slot in (made.take(), made.take()) if slot is not None}
     made.check(held)
-    assert made.short, "two of four are free, three are wanted"
+    assert made.short(busy=True), "two of four are free, three are wanted"
     made.add(made.slab())
-    assert not made.short, "all that may be is made"
+    assert not made.short(busy=False), "all that may be is made"
     assert made.slab() is None
 
 
@@ -59,4 +60,4 @@ def test_where_the_system_gives_no_more_what_there_is_is_all(
     monkeypatch.setattr(torch, "empty", refused)
     made.add(made.slab())
     assert "the host gives no more memory for pages" in caplog.text
-    assert (made.total, made.free, made.short) == (2, 2, False)
+    assert (made.total, made.free, made.short(busy=False)) == (2, 2, False)

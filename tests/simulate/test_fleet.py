@@ -1,15 +1,19 @@
 """Fleets on traces: everybody ends, the books are right at the end, targets are held, roles follow the traffic."""
 
 import math
+import random
 
 import msgspec
 import pytest
 
-from redline.simulate.figures import figures
-from redline.simulate.fleet import EVERYBODY, Setting, Simulation
+from redline.bench.runs.bounded_steps import TTFT_S, mixed
+from redline.simulate.figures import figures, worker_seconds
+from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
-from redline.tune.roles import Roles
+from redline.tune.expected import Asked, Roles, Traffic
+from redline.tune.roles import Fleet as Chosen
+from redline.tune.roles import choose_roles, predict_roles
 from redline.tune.targets import Targets
 
 TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.05)}
@@ -64,6 +68,68 @@ def test_roles_follow_the_traffic():
     assert all(period.at_s >= 100 for period in simulation.periods if period.roles.prefill)
     assert all(period.roles.workers == 8 for period in simulation.periods)
     assert simulation.periods[-1].why
+
+
+def test_workers_that_follow_a_shifting_load_keep_what_the_best_fixed_number_keeps_and_are_paid_for_less():
+    """The fewest that are always there and keep nearly all; one less keeps much less."""
+    phases = [Phase(CHAT, 100, rate) for rate in (3.0, 6.0, 11.0, 6.0, 3.0, 3.0)]
+    seconds, strict = 600.0, {"": Targets(ttft_s=1.0, itl_s=0.05)}
+    fixed = {count: simulated(phases, Roles(both=count), targets=strict) for count in (2, 3)}
+    kept = {count: figures(run, "", seconds).attainment for count, run in fixed.items()}
+    assert kept[2] < 0.9 < 0.98 < kept[3]
+    counted = Counted(least=1, most=4, start_s=15.0, spare_s=60.0)
+    follows = simulated(phases, Roles(both=1), targets=strict, plan_s=5.0, counted=counted)
+    assert figures(follows, "", seconds).attainment > kept[3] - 0.01
+    paid_s = worker_seconds(follows, 0.0, seconds)
+    assert paid_s < 0.85 * worker_seconds(fixed[3], 0.0, seconds) == 0.85 * 3 * seconds
+    running = [period.running for period in follows.periods]
+    assert (running[0], max(running)) == (1, 3)
+    assert running[-1] < 3
+
+
+def test_roles_stay_where_bounded_chunks_keep_what_is_promised():
+    """Long prompts beside short answers: a whole chunk takes as long as eight tokens may, a bounded step never longer
+    than one. Played, workers that do both keep the promise with the bound; roles are chosen by what is predicted."""
+    draw, requests, at = random.Random(1), list[Request](), 0.0
+    while at < 200.0:
+        at += draw.expovariate(6.0)
+        requests.append(Request(at, 20_000 if draw.random() < 0.3 else 200, 40, ()))
+    targets, now = {"": Targets(ttft_s=15.0, itl_s=0.05)}, Roles(both=4)
+    traffic = Traffic(6.0, [Asked(0, each.prompt, each.output) for each in requests])
+    found = {}
+    for step_ms in (None, 50.0):
+        model = msgspec.structs.replace(KIMI_8_H200, step_ms=step_ms)
+        found[step_ms] = choose_roles(traffic, Chosen(4, model, now), targets)
+    assert found[None].roles.prefill > 0
+    assert found[50.0].roles == now
+    assert found[50.0].expected.attainment > 0.99
+    simulation = Simulation(Setting(model, now, targets))
+    simulation.run(requests)
+    assert figures(simulation, "", 200.0).attainment > 0.99
+
+
+@pytest.mark.parametrize("load", [1.0, 2.0, 3.0])
+def test_what_is_predicted_of_bounded_steps_is_what_is_played(load: float):
+    """All kinds together, to workers that do both, from hardly any load to twice what they can do."""
+    targets = {name: Targets(ttft_s, 0.05) for name, ttft_s in TTFT_S.items()}
+    model, roles, requests = msgspec.structs.replace(KIMI_8_H200, step_ms=50.0), Roles(both=4), mixed(load, 100.0, 1)
+    simulation = Simulation(Setting(model, roles, targets))
+    simulation.run(requests)
+    played = figures(simulation, "", 100.0).attainment
+    asked = [Asked(each.cached, each.prompt - each.cached, each.output, each.of) for each in simulation.ended]
+    predicted = predict_roles(Traffic(len(requests) / 100.0, asked), Chosen(4, model), targets, roles)
+    assert predicted.attainment == pytest.approx(played, abs=0.05)
+
+
+def test_who_ends_takes_nothing_new_and_writes_what_it_has():
+    counted = Counted(least=1, most=3, start_s=10.0, spare_s=20.0)
+    simulation = simulated([Phase(CHAT, 60, 0.5)], Roles(both=3), plan_s=5.0, counted=counted)
+    assert simulation.periods[-1].running == 1
+    assert all(math.isfinite(each.first_s) for each in simulation.ended), "nobody is lost by it"
+    told = figures(simulation, "", 60.0)
+    assert [change.running for change in told.changes] == sorted([change.running for change in told.changes])[::-1]
+    assert told.cost == pytest.approx(8 * worker_seconds(simulation, 0.0, 60.0) / 3600, abs=0.01)
+    assert told.cost < 8 * 3 * 60 / 3600
 
 
 def test_remote_local_and_predicted_send_prompts_where_they_say():

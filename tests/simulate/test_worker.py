@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from redline.simulate.worker import Played, Worker, gap_ms
+from redline.tune.expected import WorkerModel
 from redline.tune.pairs import Work, expanded_of, pairs_of
-from redline.tune.roles import WorkerModel
 from redline.tune.steps import StepModel
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Step

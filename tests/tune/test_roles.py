@@ -2,7 +2,8 @@
 
 import pytest
 
-from redline.tune.roles import Asked, Fleet, Roles, Traffic, WorkerModel, choose_roles, predict_roles
+from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
+from redline.tune.roles import Fleet, choose_roles, predict_roles
 from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
 

@@ -148,3 +148,42 @@ def test_a_pace_that_the_fit_has_learnt_is_not_counted_twice() -> None:
         computed(times, positions, lambda slow=slow: slow)
     assert median(off) < 0.03
     assert max(off) < 0.2
+
+
+def test_the_few_tokens_behind_what_was_read_do_not_read_every_expert() -> None:
+    """As one H100 computes all layers of Kimi K2.6: 64 tokens read three quarters of the experts, 1,024 all."""
+    true = StepModel(base=56.0, experts=196.0, prompt=0.09, expand=0.005, experts_of=384, experts_chosen=8)
+    times, draw = PrefillTimes(384, 8), random.Random(5)
+    for _ in range(24):
+        for first, count in (
+            (0, draw.randrange(900, 2048)),
+            (1024 * draw.randrange(1, 9), draw.choice((64, 128, 256))),
+        ):
+            times.observed([(first, count)], 0, true.prompt_ms(first, count, 2048) / 1e3 * draw.gauss(1, 0.01))
+    for first, count in ((1024, 40), (1024, 64), (8192, 64)):
+        true_s = true.prompt_ms(first, count, 2048) / 1e3
+        assert times.predict(first, first + count, 2048) == pytest.approx(true_s, rel=0.05)
+
+
+def test_steps_of_about_the_size_say_most_of_one() -> None:
+    """Where the fit is wrong of one size, since steps of another take what no term of it tells."""
+    times, off = PrefillTimes(), list[float]()
+    for number in range(60):
+        for first, count in ((0, 500), (0, 250), (1024, 40), (1024, 64 + number % 3 * 20)):
+            true_s = TRUE.prompt_ms(first, count, STEP_TOKENS) / 1e3 * (2 if 60 < count < 120 else 1)
+            predicted_s = times.predict(first, first + count, STEP_TOKENS)
+            if predicted_s is not None and number >= 20 and count == 250:
+                off.append(abs(predicted_s - true_s) / true_s)
+            times.observed([(first, count)], 0, true_s)
+    assert median(off) < 0.08
+
+
+def test_pages_that_are_saved_first_are_of_a_readings_time() -> None:
+    times = ReadTimes(BEGIN_S, (HOST_S, DISK_S), HOST_S / 4)
+    for _ in range(6):
+        times.observed((128, 0), true_s((128, 0)) + 128 * 2 * HOST_S, saved=128)
+        times.observed((128, 0), true_s((128, 0)))
+    for saved in (0, 128):
+        begin_s, host_s, _ = times.predict((128, 0), saved)
+        want = true_s((128, 0)) + saved * 2 * HOST_S
+        assert begin_s + 128 * host_s == pytest.approx(want, rel=0.02)

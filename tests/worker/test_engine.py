@@ -299,10 +299,12 @@ def test_the_summary_says_what_there_is(engine: Engine):
     assert ready.pages == 1_000_000 // engine.engine.layout.page_bytes
     assert "cpu" in ready.summary
     assert f"{ready.pages * 64:,} tokens" in ready.summary
+    assert (ready.step_tokens, ready.slots, ready.step_ms) == (64, 8, None)
 
 
 def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: Engine, folder: Path):
-    with Engine.open(folder, msgspec.structs.replace(CONFIG, kv_dtype="fp8")) as other:
+    with Engine.open(folder, msgspec.structs.replace(CONFIG, kv_dtype="fp8", step_ms=50.0)) as other:
+        assert other.engine.ready.step_ms == 50
         assert other.engine.layout.pages == 1_000_000 // (engine.engine.layout.page_bytes // 2)
         assert f"{other.engine.ready.pages * 64:,} tokens, fp8" in other.engine.ready.summary
         asked, again = job(engine, "one", prompt(7, 100)), job(other, "one", prompt(7, 100))

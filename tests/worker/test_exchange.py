@@ -732,3 +732,37 @@ def test_where_messages_were_lost_nothing_goes_on_that_was_under_way() -> None:
         finished(both)
     finally:
         both.close()
+
+
+@pytest.mark.xfail(strict=True, reason="parcels are filled from pages that the job has no more")
+@pytest.mark.parametrize("layered", [False, True], ids=["step by step", "layer by layer"])
+def test_a_prompt_that_loses_its_pages_while_its_parcels_wait_for_room_leaves_once_it_is_computed_again(
+    layered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older answer beside it takes a page more. What fills a parcel then is nobody's."""
+    computes = open_engine(tiny_model(), step_tokens=4, pages=11, max_running=2, max_model_len=512)
+    answers = open_engine(tiny_model(), step_tokens=100)
+    page_B = computes.runner.kv.planes[0, 0].nbytes
+    monkeypatch.setattr(HostParcels, "sizes", HostParcels.sizes._replace(parcel=page_B, area=4 * page_B))
+    both, one = Pair(computes, answers, layered=layered), asked(length=330)
+    planner, given = computes.planner, list[Delta]()
+    try:
+        with torch.inference_mode():
+            planner.submit(job("older", prompt(seed=9, length=180), max_tokens=160))
+            for _ in range(90):
+                both.computes.turn()
+            both.send([one])
+            waits: list[bool] = []  # for room, when it lost its pages
+            for turn in range(1000):
+                both.computes.turn()
+                if turn < 4 or waits:  # who reads comes back once it has happened
+                    given += both.answers.turn()
+                if planner.load().preemptions > len(waits):
+                    waits += [out.piece is not None for out in both.computes.exchange._out.values()]
+                if both.answers.exchange.counts["taken over"] and both.answers.idle and both.computes.idle:
+                    break
+        assert waits == [True]
+        finished(both)
+    finally:
+        both.close()
+    assert told(joined(given)) == alone(one)

@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "time.sleep(1000)",
-            "pulse.BEAT_S, pulse.TURN_S, pulse.TURN_S_PER_TOKEN = 0.02, 0.5, 0",
+            'pulse.BEAT_S, pulse.TURN_S, pulse.TURN_S_PER_TOKEN = 0.02, 0.5, {"cpu": 0, "cuda": 0}',
             "a step has not ended in 1 s: a kernel, or the device, hangs",
             [],
         ),

@@ -15,7 +15,7 @@ from redline.wire.codec import decode, encode
 from redline.wire.handoff import Piece
 from redline.wire.job import PageId
 from redline.wire.ranks import Export, Grow, Scatter
-from redline.worker import rank_memory
+from redline.worker import parcel_memory, rank_memory
 from redline.worker.parcel_memory import HostParcels, pin
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from tests.transport.books import Book
@@ -98,7 +98,9 @@ def test_a_gpu_that_does_not_copy_ends_its_rank(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match=r"has not ended a copy from rank 0's in 0\.05 s"):
         other.scatter(command)
     assert memory.taken(1) == 0
-    with pytest.raises(ConfigError, match=r"engine\.ranks: .*of the GPU's memory for pages .*out of memory"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.ranks: .* of rank 0's GPU .*out of memory\); a smaller engine\.kv_memory"
+    ):
         memory.export(book.gpu(), 1 << 41)
     memory.close()
 
@@ -128,3 +130,29 @@ def test_memory_that_is_pinned_is_not_pinned_twice(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "cudart", refused)
     pin(cast("torch.Tensor", Pinned()))
+
+
+def test_that_memory_cannot_be_pinned_is_told_once_and_to_no_later_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA gives the error of a refusal to whatever is launched next: that is a launch for nothing else."""
+    launched: list[str] = []
+
+    def refuse(*_: int) -> int:
+        return 801
+
+    def check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA error {code}: operation not supported")
+
+    def zeros(_: int, *, device: str) -> None:
+        launched.append(device)
+        raise RuntimeError("CUDA error: what was refused, again")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=refuse))
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    memory_B = torch.empty(64, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    held = len(parcel_memory._pinned)
+    with pytest.raises(RuntimeError, match="CUDA error 801"):
+        pin(memory_B)
+    assert launched == ["cuda"]
+    assert len(parcel_memory._pinned) == held

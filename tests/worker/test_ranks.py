@@ -151,7 +151,7 @@ def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.Monke
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
 
 
-def test_followers_are_told_whether_their_gpus_are_for_the_worker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_followers_are_told_what_of_their_gpus_is_for_the_workers_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """All take the pages of the rank that has room for the fewest."""
 
     class Enough(Exception):
@@ -166,8 +166,8 @@ def test_followers_are_told_whether_their_gpus_are_for_the_worker_alone(monkeypa
 
     monkeypatch.setattr(Ranks, "_start", start)
     with pytest.raises(Enough):
-        Ranks("", config(ranks=4), CPU, kernel_config(), alone=True)
-    assert [each.alone for each in told] == [True] * 3
+        Ranks("", config(ranks=4), CPU, kernel_config(), alone=True, aside=7)
+    assert [(each.alone, each.aside) for each in told] == [(True, 7)] * 3
 
 
 ENDS = sys.executable, "-c", "print('there is no room')"

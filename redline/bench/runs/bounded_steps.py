@@ -24,7 +24,7 @@ from redline.simulate.figures import figures
 from redline.simulate.fleet import Ended, Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.tune.targets import Targets
 
 TTFT_S = {"": 1.0, "documents": 10.0, "agents": 3.0}

@@ -22,7 +22,7 @@ from redline.bench.record import provenance
 from redline.simulate.fleet import Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Kind, Phase, Request, made
-from redline.tune.roles import Roles
+from redline.tune.expected import Roles
 from redline.tune.targets import Targets
 
 TARGETS = {
@@ -76,7 +76,7 @@ def _shifting(seed: int, times: float, prefills: Iterable[int]) -> dict[str, Any
         "good_per_s": {"chosen": chosen, **static},
         "of_the_best_of_each_phase": [round(a / b, 4) for a, b in zip(chosen, best, strict=True)],
         "of_the_best_fixed_over_all": round(sum(chosen) / max(sum(each) for each in static.values()), 4),
-        "changes": [[round(at_s), *roles, why] for at_s, roles, why in simulation.periods],
+        "changes": [[round(at_s), *roles, why] for at_s, roles, why, _ in simulation.periods],
         "goal": "0.95 of the best fixed ratio in each phase; above 1 over all",
     }
 

@@ -11,6 +11,12 @@ Timed is the first token. Beside what was measured stands what had been predicte
 and of each prompt that was computed; beside these errors their floor, which is what the same work differs by from its
 own median in this run. `regret` counts hits that were slower than computing was predicted to be, or was.
 
+`parts` says where the time until a first token goes, by tier and length: medians of the milliseconds of each part in
+it. Parts of several threads lie beside one another. Of the loop's: `room`, to make room for a reading, in it `save:
+...`, which saves displaced pages; `step`, from a step's launch to its end. Of the thread that launches steps: `launch`.
+Of the store's: `read: ...`, and `thread: ...`, to add up, write and pin. A launch or a step that is longer where the
+store's thread pins waits for that.
+
 `served`: the same over HTTP, in turns at two servers, with host memory and without (`tiers_served.py`). `repeated`: on
 a CPU the same reading again and again, and what of its time is waiting for a core (`tiers_repeated.py`). About four
 minutes on a CPU with a core to itself, one on a GPU. With `--shape` pages have the real model's bytes and prompts take
@@ -44,6 +50,8 @@ from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import ConfigError, RedlineError
 from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import shape
+from redline.run.tiers.parts import Span
+from redline.run.tiers.parts import told as told_parts
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
 from redline.wire.news import TierLoad
@@ -51,13 +59,16 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of, pick_device
 
 MORE, ANSWER = 64, 4  # tokens that a return adds, and those of each answer
+LEFT = 64  # spans of the prompt before, of which some may reach into this one's time
 WARM = (
     1500,
-    700,
+    704,
     200,
     100,
 )  # tokens of prompts that do not count, each asked again with MORE: what they take is learnt
 TIERS = "host", "disk"
+SETTLE_S = 120.0  # for memory to be made
+NONE = {"ms": 0.0}  # of a part that was not met
 
 
 class Series(NamedTuple):
@@ -75,7 +86,8 @@ SERIES = {
 
 class Asked(NamedTuple):
     """One prompt. Of times in ms: of the first token, as it was and as it was predicted (None: not known); of the
-    reading before it (0: none), both too; and what computing all of it was predicted to take."""
+    reading before it (0: none), both too; and what computing all of it was predicted to take. parts: of the time until
+    the first token (`run.tiers.parts.told`)."""
 
     tier: str  # where most of its pages came from: "host", "disk", "cache"; "none": it was computed
     tokens: int
@@ -85,6 +97,22 @@ class Asked(NamedTuple):
     read_ms: float
     read_predicted_ms: float
     compute_ms: float | None
+    parts: dict[str, dict[str, float]]
+
+
+class Launches:
+    """Hears of the parts of steps (`Runner.begins`), and keeps how long each step was launched."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        self._spans = spans
+        self._began: float | None = None
+
+    def __call__(self, part: str) -> None:
+        """A part begins; "": the step is launched."""
+        now = time.perf_counter()
+        if not part and self._began is not None:
+            self._spans.append(Span("launch", self._began, now))
+        self._began = (self._began or now) if part else None
 
 
 class Talks:
@@ -94,10 +122,13 @@ class Talks:
         tiers = engine.engine.tiers
         assert tiers is not None, "an engine with tiers"
         self._engine, self._tiers, self._asked = engine, tiers, 0
+        self._spans = tiers.store.parts.kept = list[Span]()
+        engine.engine.runner.begins = Launches(self._spans)
 
     def ask(self, prompt: Sequence[int]) -> tuple[Asked, tuple[int, ...]]:
         """A prompt's times, and its answer. Raises RedlineError where it has none."""
         self._asked += 1
+        del self._spans[:-LEFT]
         sampling = Sampling(max_tokens=ANSWER, min_tokens=ANSWER, temperature=0.0)
         job = make_job(JobId(str(self._asked)), tuple(prompt), sampling, self._engine.fingerprint)
         believed, before = copy.deepcopy(self._tiers.prefills), self._tiers.load()
@@ -126,8 +157,16 @@ class Talks:
             read_ms=1e3 * read_s,
             read_predicted_ms=1e3 * predicted_s,
             compute_ms=None if compute_s is None else 1e3 * compute_s,
+            parts=told_parts(tuple(self._spans), began, came[0]),
         )
         return asked, tuple(token for delta in deltas for token in delta.tokens)
+
+    def settle(self) -> float:
+        """Seconds until all memory is there that is made while nothing else is to be done. Raises RedlineError."""
+        began = time.perf_counter()
+        if not self._tiers.store.settle(SETTLE_S):
+            raise RedlineError(f"memory of the host was not made in {SETTLE_S:g} s")
+        return time.perf_counter() - began
 
     def warm(self, draw: random.Random, size: int) -> None:
         """As a worker that has served some prompts. size: of the vocabulary. Raises RedlineError."""
@@ -160,12 +199,15 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     turns = [(at, back) for number in range(len(prompts) + lag) for at, back in ((number, False), (number - lag, True))]
     turns = [(at, back) for at, back in turns if 0 <= at < len(prompts)]
 
+    made_s = list[float]()  # until the host's memory was there, once the engine had nothing to do
+
     def opened(turns: Sequence[tuple[int, bool]]) -> tuple[float, list[Asked], dict[int, tuple[int, ...]]]:
         """Seconds until the engine was open; what was asked; the answers of those that return."""
         began, asked, answers = time.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
         with Engine.open(folder, EngineConfig(**config)) as engine:
             opened_s, talks = time.perf_counter() - began, Talks(engine)
             talks.warm(draw, size)
+            made_s.append(talks.settle())
             for at, back in turns:
                 one, answer = talks.ask(prompts[at] + more[at] if back else prompts[at])
                 asked.append(one)
@@ -189,6 +231,7 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
         "conversations": series.conversations,
         "longest_bytes": longest * of_token,
         "opened_again_s": round(opened_s, 2),
+        "memory_made_s": [round(seconds, 2) for seconds in made_s],
         "other_answers_from_disk": parted,
         **told(asked),
         "prompts": [{key: _short(value) for key, value in one._asdict().items()} for one in asked],
@@ -215,6 +258,7 @@ def told(asked: Sequence[Asked]) -> dict[str, Any]:
             **{f"first token, {tier}": _of_tokens(hits, tier) for tier in TIERS},
             "first token, computed": _of_tokens(prompts, "none"),
         },
+        "parts": {tier: _parts([one for one in asked if one.tier == tier]) for tier in (*TIERS, "none")},
         "asked": {tier: sum(one.tier == tier for one in asked) for tier in (*TIERS, "cache", "none")},
         "regret": {
             "hits": len(hits),
@@ -224,6 +268,19 @@ def told(asked: Sequence[Asked]) -> dict[str, Any]:
             "slower_than_computing_was": sum(one.ms > ms for one, ms in beside),
         },
     }
+
+
+def _parts(asked: Sequence[Asked]) -> dict[str, dict[str, float]]:
+    """By tokens: milliseconds of the first token and of each part, medians; a part that one has not took it nothing."""
+    found: dict[str, dict[str, float]] = {}
+    for tokens in sorted({one.tokens for one in asked}):
+        those = [one for one in asked if one.tokens == tokens]
+        names = sorted({name for one in those for name in one.parts})
+        found[str(tokens)] = {
+            "first token": round(median(one.ms for one in those), 2),
+            **{name: round(median(one.parts.get(name, NONE)["ms"] for one in those), 2) for name in names},
+        }
+    return found
 
 
 def _computed_lengths(asked: Sequence[Asked]) -> list[int]:

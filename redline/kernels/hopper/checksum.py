@@ -1,4 +1,4 @@
-"""`checksum` on a GPU, by Triton, without waiting for it."""
+"""`checksum` and `checksums` on a GPU, by Triton, without waiting for them."""
 
 from torch import Tensor
 
@@ -18,4 +18,18 @@ def fits(args: meaning.ChecksumArgs) -> bool:
     return args.data_N.is_contiguous() and args.data_N.data_ptr() % 8 == 0
 
 
+def run_rows(args: meaning.ChecksumsArgs) -> Tensor:
+    """The reference's result: int64 [R] on the device, by one launch."""
+    from redline.kernels.hopper.triton.checksum import checksums
+
+    return checksums(args.data_RN, args.seeds)
+
+
+def fits_rows(args: meaning.ChecksumsArgs) -> bool:
+    """Whether the bytes are contiguous, and each row begins and ends at a whole word."""
+    data_RN = args.data_RN
+    return data_RN.is_contiguous() and data_RN.data_ptr() % 8 == 0 and data_RN.shape[1] % 8 == 0
+
+
 checksum = Kernel(meaning.checksum, run, "hopper", fits)
+checksums = Kernel(meaning.checksums, run_rows, "hopper", fits_rows)

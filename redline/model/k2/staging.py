@@ -17,13 +17,16 @@ PIECE_BYTES = 32 << 20  # that are copied together, at most
 class Event(Protocol):
     """A place in a device's work, as torch has it."""
 
-    def record(self) -> None:
-        """The place is behind all that has been launched."""
-        ...
-
     def synchronize(self) -> None:
         """Returns once the device is there."""
         ...
+
+
+def recorded_on(device: torch.device) -> Event:
+    """An event behind what the current stream of this GPU has, which need not be torch's current GPU."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class Staging:
@@ -34,13 +37,14 @@ class Staging:
         device: torch.device,
         size: int = STAGING_BYTES,
         piece: int = PIECE_BYTES,
-        event: Callable[[], Event] = torch.cuda.Event,
+        recorded: Callable[[torch.device], Event] = recorded_on,
     ) -> None:
-        """size: of the ring; piece: of what goes together, at most; both in bytes. event: makes a new one."""
+        """size: of the ring; piece: of what goes together, at most; both in bytes. recorded: gives an event behind all
+        that a device's current stream has."""
         self._device = device
         self._ring = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._piece = piece
-        self._event = event
+        self._recorded = recorded
         self._next = 0
         self._under_way: deque[tuple[int, int, Event]] = deque()  # bytes [first, last) of the ring, oldest first
 
@@ -58,9 +62,7 @@ class Staging:
             staged = self._ring[start : start + part.nbytes].view(part.dtype).view(part.shape)
             staged.copy_(part)  # by torch's threads, which fetch different pages of the file
             places[first : first + together].copy_(staged, non_blocking=True)
-            event = self._event()
-            event.record()
-            self._under_way.append((start, start + part.nbytes, event))
+            self._under_way.append((start, start + part.nbytes, self._recorded(self._device)))
         return out
 
     def wait(self) -> None:
@@ -70,8 +72,13 @@ class Staging:
 
     def _room(self, size: int) -> int:
         """Where so many bytes have room in the ring. It waits for what lies there to have come."""
-        start = self._next if self._next + size <= self._ring.numel() else 0
-        while any(first < start + size and start < last for first, last, _ in self._under_way):
-            self._under_way.popleft()[2].synchronize()
+        start, under_way = self._next, self._under_way
+        if start + size > self._ring.numel():
+            while under_way and under_way[0][0] >= start:  # of the turn before this one: nothing comes there any more
+                under_way.popleft()[2].synchronize()
+            start = 0
+        # Places are taken in turn, so it is the oldest that are in the way.
+        while under_way and under_way[0][0] < start + size and start < under_way[0][1]:
+            under_way.popleft()[2].synchronize()
         self._next = -(-(start + size) // 256) * 256  # where every format may begin
         return start

@@ -2,14 +2,18 @@
 
 Memory is taken from the system a slab at a time, as it is needed, or at once where several ranks read it. On a GPU it
 is pinned: copies from memory that is not make a tenth of the speed, and hold up who asks for them. Pinning takes longer
-than to copy what lies there, so some is pinned before it is needed (`Slots.short`). One thread at a time may use what
-is here, but for `Slots.slab`.
+than to copy what lies there, and a step that is launched meanwhile waits. So it is done while no step runs, all of it,
+and only where little is left beside steps (`Slots.short`). One thread at a time may use what is here, but for
+`Slots.slab`.
 """
 
+import contextlib
+import ctypes
 import logging
+import mmap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,28 +24,29 @@ Memory = Callable[[int], Tensor]
 """Gives so many bytes of the host, uint8."""
 
 SLAB_BYTES = 64 << 20  # at least one slot; pinning takes tens of milliseconds for so much
-AHEAD_BYTES = 1 << 30  # of pinned memory, made before it is needed: Kimi's pages of a prompt of 8,192 tokens are 0.6 GB
+AHEAD_BYTES = 512 << 20  # of pinned memory, made before it is needed though steps run: that waits, if it is less
 
 _log = logging.getLogger(__name__)
 
 
 class Entry:
-    """A page in memory. checksum: None: it is not sealed yet. readings: that want it, so that it stays, as it does
-    while it is being written to the disk."""
+    """A page in memory. checksum: None: it is not sealed yet. coming: the end of its copy, while a GPU may still write
+    it; None: it is here. readings: that want it. It stays while it comes, is wanted, or is written to the disk."""
 
-    __slots__ = ("checksum", "flags", "readings", "slot", "writing")
+    __slots__ = ("checksum", "coming", "flags", "readings", "slot", "writing")
 
     def __init__(self, slot: int, flags: int, checksum: int | None) -> None:
         self.slot = slot
         self.flags = flags
         self.checksum = checksum
+        self.coming: torch.cuda.Event | None = None
         self.readings = 0
         self.writing = False
 
     @property
     def stays(self) -> bool:
         """Whether its slot cannot be given up."""
-        return self.readings > 0 or self.writing
+        return self.readings > 0 or self.writing or self.coming is not None
 
 
 class HostPages:
@@ -135,8 +140,8 @@ class Slots:
     def __init__(self, slot_bytes: int, most_bytes: int, *, pinned: bool, memory: Memory | None = None) -> None:
         """memory: gives all of it at once, uint8 [bytes]; None: it is taken from the system, a slab at a time."""
         self.total = max(1, most_bytes // slot_bytes)
-        self.ahead = AHEAD_BYTES if pinned else 0  # bytes
-        self._slot_bytes, self._pinned = slot_bytes, pinned
+        self.ahead = AHEAD_BYTES if pinned else None  # bytes; None: nothing is made before it is needed
+        self._slot_bytes, self._pinned = slot_bytes, pinned and memory is None
         self._per_slab = max(1, min(self.total, SLAB_BYTES // slot_bytes))
         self._slabs: list[Tensor] = []
         self._free: list[int] = []
@@ -150,10 +155,11 @@ class Slots:
         """Slots that nobody has, those included whose memory is not there yet."""
         return len(self._free) + self.total - self._made
 
-    @property
-    def short(self) -> bool:
-        """Whether another slab should be made before it is needed."""
-        return self._made < self.total and len(self._free) * self._slot_bytes < self.ahead
+    def short(self, *, busy: bool) -> bool:
+        """Whether another slab should be made before it is needed. busy: whether steps run."""
+        if self.ahead is None or self._made >= self.total:
+            return False
+        return not busy or len(self._free) * self._slot_bytes < self.ahead
 
     def take(self) -> int | None:
         """A slot that nobody has; None where there is none, or the system gives no more memory."""
@@ -169,8 +175,10 @@ class Slots:
             return None
         try:
             with torch.inference_mode(False):  # the store's thread writes to it too, which is not in that mode
-                return torch.empty(count, self._slot_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        except RuntimeError as error:  # torch's word for no memory
+                if self._pinned:
+                    return pinned(count * self._slot_bytes).view(count, self._slot_bytes)
+                return torch.empty(count, self._slot_bytes, dtype=torch.uint8)
+        except (RuntimeError, OSError) as error:  # torch's words, and the system's, for no memory
             held = self._made * self._slot_bytes / 1e9
             _log.warning("the host gives no more memory for pages: %.2f GB are held, and that is all (%s)", held, error)
             return None
@@ -182,6 +190,8 @@ class Slots:
             self.total = self._made
         elif len(slab) == min(self._per_slab, self.total - self._made):
             self._has(slab)
+        elif self._pinned:
+            unpin(slab)
 
     def give(self, slot: int) -> None:
         """The slot is nobody's."""
@@ -198,8 +208,40 @@ class Slots:
         assert not held & set(self._free), f"slots {sorted(held & set(self._free))} are free and held"
         assert len(held) + len(self._free) == self._made, f"of {self._made} slots {len(held)} are held"
 
+    def close(self) -> None:
+        """Nobody copies from its memory or to it any more: the driver lets it go."""
+        if self._pinned:
+            for slab in self._slabs:
+                unpin(slab)
+
     def _has(self, slab: Tensor) -> None:
         """Slots more, uint8 [slots, slot_bytes]."""
         self._slabs.append(slab)
         self._free.extend(range(self._made + len(slab) - 1, self._made - 1, -1))
         self._made += len(slab)
+
+
+def pinned(size: int) -> Tensor:
+    """New memory of the host, zeros, that the GPU's driver keeps in its place until `unpin`: uint8 [size]. It is
+    written to first, which the driver has no part in and no launch waits for; in large pages, where the system has
+    them, the rest takes a moment. Raises OSError or RuntimeError where there is not so much."""
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a system that was built without
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory_B = torch.frombuffer(mapped, dtype=torch.uint8)
+    ctypes.memset(memory_B.data_ptr(), 0, size)  # by this thread alone, and without Python's lock
+    runtime: Any = torch.cuda.cudart()
+    try:
+        torch.cuda.check_error(runtime.cudaHostRegister(memory_B.data_ptr(), size, 0))
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # CUDA tells the next launch of it too: this one, and no step
+        raise
+    return memory_B
+
+
+def unpin(memory: Tensor) -> None:
+    """The driver lets go of what `pinned` gave. It stays as it is, for as long as it is used."""
+    runtime: Any = torch.cuda.cudart()
+    runtime.cudaHostUnregister(memory.data_ptr())

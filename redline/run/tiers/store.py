@@ -3,38 +3,39 @@
 Whoever drives it (the loop's thread) saves pages that the cache forgets, asks what there is, and begins readings. One
 thread of its own does the rest, one thing after another: it seals what was saved with a checksum, reads, verifies and
 puts pages in their place, writes to the disk what memory will give up next, and pins memory before it is needed. So a
-step never waits for the disk.
+step never waits for the disk. On a GPU to save is to launch: whatever is launched on the stream of steps from then on
+waits for the device to have gathered the pages, and the host for nothing.
 
 Where a page's checksum is not the one that it was sealed with, or its bytes are not all there, it is forgotten, which
 is logged once, and whoever wanted it computes.
 """
 
-import contextlib
 import heapq
 import itertools
 import logging
-import math
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from redline.run.tiers.copies import Copied, Copies, Leaving, wait
 from redline.run.tiers.disk import DiskPages, Place
-from redline.run.tiers.memory import Entry, HostPages
-from redline.run.tiers.pages import WholePages, seal
+from redline.run.tiers.memory import Entry, HostPages, pinned, unpin
+from redline.run.tiers.pages import TOGETHER, WholePages, seal, seed_of
+from redline.run.tiers.parts import Parts
 from redline.wire.job import PageHash, PageId
 
 Tier = Literal["host", "disk"]
 
 EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
 AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
-TOGETHER = 16  # pages that a GPU copies between two looks at their checksums, and at whether they are still wanted
-LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of
+LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of, or saved pages are here
 REST_S = 60.0  # for a disk that took no page
 DISK_S = 1e-9  # for a byte from the disk, as a first guess
 
@@ -84,10 +85,10 @@ class _Fetched(NamedTuple):
 
 
 class _Put(NamedTuple):
-    """A page that is on its way to its place."""
+    """Pages that are on their way to their places."""
 
-    page: _Fetched
-    sum: Tensor  # int64 [], of what has come
+    pages: tuple[_Fetched, ...]
+    copied: Copied
 
 
 class _Order(IntEnum):
@@ -115,7 +116,7 @@ class Others(Protocol):
 class Store:
     """Pages of one engine.
 
-    busy: whether steps run, which readings make room for. page_s: seconds for a page of each tier, as a first guess.
+    page_s: seconds for a page of each tier, as a first guess. parts: what its time goes to.
     """
 
     def __init__(
@@ -131,7 +132,8 @@ class Store:
         """host_bytes: of the host's memory, for pages. share: of the thread's time, that readings take while steps run.
         The disk is the store's from now on: its thread reads the index first. others: where several ranks share the
         model; pages are saved from this one's alone, since they are the same on all."""
-        self.busy = False
+        self._busy = False
+        self.parts = Parts()
         self.share = share
         self.counts: Counter[tuple[Tier, str]] = Counter()
         self.disk = disk
@@ -141,8 +143,10 @@ class Store:
         self._others = others
         memory = None if others is None else others.memory
         self._host = HostPages(pages.size, host_bytes, pinned=gpu, memory=memory)
-        self._stream = torch.cuda.Stream(pages.device) if gpu else None
-        self._together = TOGETHER if gpu or others is not None else 1
+        self._copies = Copies(pages)
+        self._together = pages.together if others is None else TOGETHER
+        # Times so many pages, that are put and not looked at yet.
+        self._under_way = 2 if pages.together > 1 and others is None else 1
         self._lock = threading.Condition()  # of all that follows
         self._on_disk: Mapping[PageHash, Place] = {} if disk is None else disk.places
         self._held: dict[Reading, list[Entry]] = {}  # by readings that have not ended
@@ -152,10 +156,13 @@ class Store:
         self._rests_until = 0.0  # the disk takes nothing before
         self._warned: set[str] = set()
         self._ended = False
-        size = self._together * pages.size
-        scratch = torch.empty(size, dtype=torch.uint8, pin_memory=gpu) if memory is None else memory(size)
-        self._scratch = scratch.view(self._together, pages.size)
-        self.page_s: Mapping[Tier, float] = self._measure()
+        places = self._under_way * self._together
+        size = places * pages.size
+        if memory is None:
+            memory = pinned if gpu else partial(torch.empty, dtype=torch.uint8)
+        self._scratch = memory(size).view(places, pages.size)
+        page_s = self._copies.measure(self._scratch[0], clock)
+        self.page_s: Mapping[Tier, float] = {"host": page_s, "disk": page_s + DISK_S * pages.size}
         self._thread = threading.Thread(target=self._serve, name="tiers", daemon=True)
         self._thread.start()
         if disk is not None:
@@ -163,6 +170,19 @@ class Store:
             self._put(_Order.SEAL, lambda: self._load(disk))
 
     # ------------------------------------------------------------------------------------------ the caller's thread
+
+    @property
+    def busy(self) -> bool:
+        """Whether steps run, which readings make room for, and beside which memory is pinned only where it must be."""
+        return self._busy
+
+    @busy.setter
+    def busy(self, busy: bool) -> None:
+        if busy == self._busy:
+            return
+        with self._lock:
+            self._busy = busy
+            self._lock.notify_all()
 
     @property
     def host_pages(self) -> int:
@@ -174,11 +194,12 @@ class Store:
         """Pages that the host's memory has room for."""
         return self._host.slots.total
 
-    def save(self, pages: Sequence[Saved]) -> None:
-        """Keeps pages that nobody writes to; they may be overwritten once this returns. Those that are kept already,
-        and no better now, are only marked as used. Where there is no room for one, it is lost, and counted."""
+    def save(self, pages: Sequence[Saved]) -> int:
+        """Keeps pages that nobody writes to; once this returns they may be overwritten, on a GPU by what is launched on
+        the stream of steps. Those that are kept already, and no better now, are only marked as used. Where there is no
+        room for one, it is lost, and counted. -> how many were copied."""
         new: list[tuple[Saved, int]] = []
-        with self._lock:
+        with self.parts.of("save: room"), self._lock:
             for one in pages:
                 flags = _flags(one.exact, one.drafted)
                 entry = self._host.find(one.hash)
@@ -191,23 +212,33 @@ class Store:
                 if entry is not None:
                     self._host.drop(one.hash)
                 slot = self._room()
+                if slot is None and self._land():
+                    slot = self._room()
                 if slot is None:
                     self.counts["host", "lost"] += 1
                     continue
                 new.append((one, slot))
         if not new:
-            return
-        with self._copying():
-            for one, slot in new:
-                self._pages.take(one.page, self._host.slots.bytes_of(slot))
-        self._copied()
+            return 0
+        with self.parts.of("save: launch"):
+            leaving = list[Leaving]()
+            for one, slot in reversed(new):  # what was freed last is filled first
+                seed = seed_of(one.hash, _flags(one.exact, one.drafted))
+                leaving.append(Leaving(one.page, self._host.slots.bytes_of(slot), seed))
+            copied = self._copies.save(leaving)
+        if self._others is not None:  # a rank that runs ahead would not wait for what this one's stream does
+            with self.parts.of("save: wait"):
+                wait(copied.ended)
         sealing: list[tuple[PageHash, Entry]] = []
-        with self._lock:
+        with self.parts.of("save: books"), self._lock:
             for one, slot in new:
                 entry = self._host.put(one.hash, slot, _flags(one.exact, one.drafted))
+                entry.coming = copied.ended if self._others is None else None
                 sealing.append((one.hash, entry))
                 self.counts["host", "stored"] += 1
-        self._put(_Order.SEAL, lambda: self._seal(sealing))
+        sealing.reverse()  # as they were copied
+        self._put(_Order.SEAL, lambda: self._seal(sealing, copied))
+        return len(new)
 
     def find(self, hashes: Sequence[PageHash], *, exact: bool = False, drafted: bool = False) -> list[Found]:
         """The longest run of these, from the first on, that is kept. exact, drafted: only such pages count."""
@@ -219,15 +250,6 @@ class Store:
                     break
                 found.append(Found(one[0], bool(one[1] & EXACT), bool(one[1] & DRAFTED)))
         return found
-
-    def _copying(self) -> contextlib.AbstractContextManager[object]:
-        """Inside, a GPU's copies go to the stream of this store's own."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _copied(self) -> None:
-        """Waits for the copies that were launched."""
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def hold(self, hashes: Sequence[PageHash]) -> Reading | None:
         """Keeps these where they are until they are read or let go; None where one is kept no more."""
@@ -253,10 +275,13 @@ class Store:
         self._put(_Order.READ, lambda: self._read(reading))
 
     def flush(self, seconds: float) -> None:
-        """Writes to the disk what is in memory alone, most lately used first, for so long at most."""
+        """Writes to the disk what is in memory alone, most lately used first, for so long at most. It is to be closed
+        then."""
         if self.disk is None:
             return
         until = self._clock() + seconds
+        with self._lock:
+            self._host.slots.ahead = None  # nobody needs more memory
         self.settle(seconds)
         with self._lock:
             hashes = list(reversed(self._host.dirty))
@@ -267,7 +292,7 @@ class Store:
     def settle(self, seconds: float) -> bool:
         """Waits until the thread has nothing to do, for so long at most; whether it is so."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._work and not self._working, seconds)
+            return self._lock.wait_for(lambda: not self._working and not self._wanted(), seconds)
 
     def close(self) -> None:
         """Ends the thread once it is done with what it does now, and lets go of the files. Readings end as they are."""
@@ -277,6 +302,10 @@ class Store:
         self._thread.join()
         for reading in list(self._held):
             self._end_of(reading)
+        self._copies.close()
+        self._host.slots.close()
+        if self._pages.device.type == "cuda" and self._others is None:
+            unpin(self._scratch)
         if self.disk is not None:
             self.disk.close()
 
@@ -307,6 +336,18 @@ class Store:
             self.counts["host", "lost" if given_up == "dirty" and self.disk is not None else "given up"] += 1
         return slot
 
+    def _wanted(self) -> bool:
+        """Whether the thread has something to do."""
+        return bool(self._work) or self._host.slots.short(busy=self._busy)
+
+    def _land(self) -> bool:
+        """Waits for the pages that are still coming, so that they can be given up; whether there were any."""
+        coming = [entry for entry in self._host if entry.coming is not None]
+        for entry in coming:
+            wait(entry.coming)
+            entry.coming = None
+        return bool(coming)
+
     def _holds(self, reading: Reading, entry: Entry) -> None:
         entry.readings += 1
         self._held.setdefault(reading, []).append(entry)
@@ -332,7 +373,7 @@ class Store:
             with self._lock:
                 self._working = False
                 self._lock.notify_all()
-                self._lock.wait_for(lambda: self._work or self._ended or self._host.slots.short)
+                self._lock.wait_for(lambda: self._ended or self._wanted())
                 if self._ended:
                     return
                 work = heapq.heappop(self._work)[2] if self._work else self._make_room
@@ -344,7 +385,8 @@ class Store:
 
     def _make_room(self) -> None:
         """Makes a slab of memory before it is needed: pinning is waited for by nobody, but who needs it meanwhile."""
-        slab = self._host.slots.slab()
+        with self.parts.of("thread: pin"):
+            slab = self._host.slots.slab()
         with self._lock:
             self._host.slots.add(slab)
 
@@ -357,10 +399,28 @@ class Store:
         except OSError as error:
             self._rest(error)
 
-    def _seal(self, new: Sequence[tuple[PageHash, Entry]]) -> None:
-        for hash, entry in new:
-            # Memory may have given it up: then the number is nobody's.
-            entry.checksum = seal(self._host.slots.bytes_of(entry.slot), hash, entry.flags)
+    def _seal(self, new: Sequence[tuple[PageHash, Entry]], copied: Copied) -> None:
+        """Seals pages once they are copied. A reading goes before them."""
+        with self.parts.of("thread: wait for saved"):
+            while copied.ended is not None and not copied.ended.query():
+                with self._lock:
+                    if self._ended:
+                        return
+                    if self._work and self._work[0][0] < _Order.SEAL:
+                        again = _Order.SEAL, next(self._numbers), lambda: self._seal(new, copied)
+                        heapq.heappush(self._work, again)
+                        return
+                    self._lock.wait(LOOK_S)
+        numbers = None if copied.sums is None else copied.sums.tolist()
+        with self.parts.of("thread: seal"):
+            for at, (hash, entry) in enumerate(new):
+                # Memory may have given it up: then the number is nobody's.
+                seed = seed_of(hash, entry.flags)
+                found = seal(self._host.slots.bytes_of(entry.slot), seed) if numbers is None else numbers[at]
+                entry.checksum = found % 2**64
+        with self._lock:
+            for _, entry in new:
+                entry.coming = None
         self._write_ahead()
 
     def _write_ahead(self) -> None:
@@ -386,7 +446,8 @@ class Store:
         try:
             if self.disk is not None and self._clock() >= self._rests_until:
                 page = self._host.slots.bytes_of(entry.slot).numpy().data
-                self.disk.write(hash, page, entry.checksum, entry.flags)
+                with self.parts.of("thread: write"):
+                    self.disk.write(hash, page, entry.checksum, entry.flags)
                 self.counts["disk", "stored"] += 1
                 with self._lock:
                     self._host.written(hash)
@@ -414,27 +475,27 @@ class Store:
 
     def _read(self, reading: Reading) -> None:
         """Puts pages in their place until one cannot be had, or the reading is wanted no more."""
-        kept, put = list[Found](), list[_Put]()
+        kept, put, at, whole = list[Found](), deque[_Put](), 0, True
         try:
-            for at, hash in enumerate(reading.hashes):
-                if reading.cancelled or self._clock() >= reading.until or self._ended:
+            while put or (whole and at < len(reading.hashes)):
+                if whole and at < len(reading.hashes) and len(put) < self._under_way:
+                    began, busy = self._clock(), self.busy
+                    fetched = self._fetch_some(reading, at)
+                    whole = len(fetched) == min(self._together, len(reading.hashes) - at)
+                    if fetched:
+                        with self.parts.of("read: launch"):
+                            put.append(self._bring(reading.pages[at : at + len(fetched)], fetched))
+                    at += len(fetched)
+                    if busy and self.share < 1:
+                        time.sleep((self._clock() - began) * (1 / self.share - 1))
+                    continue
+                of = put.popleft()
+                good = self._there(reading, len(kept), of)
+                kept += good
+                if len(good) < len(of.pages):
                     break
-                began, busy = self._clock(), self.busy
-                one = self._fetch(reading, hash, self._scratch[at % self._together])
-                if one is None:
-                    break
-                with self._copying():
-                    put.append(_Put(one, self._pages.put(reading.pages[at], one.bytes_B, hash, one.flags)))
-                if len(put) == self._together:
-                    kept += self._there(reading, len(kept), put)
-                    put.clear()
-                    if len(kept) <= at:
-                        break
-                if busy and self.share < 1:
-                    time.sleep((self._clock() - began) * (1 / self.share - 1))
-            kept += self._there(reading, len(kept), put)
         finally:
-            self._copied()
+            self._copies.brought()
             reading.kept = kept
             self._end_of(reading)
         with self._lock:
@@ -444,12 +505,33 @@ class Store:
             files = {place.file for hash in reading.hashes if (place := self._on_disk.get(hash)) is not None}
             self.disk.use(files, time.time_ns())
 
+    def _fetch_some(self, reading: Reading, at: int) -> list[_Fetched]:
+        """The next pages of a reading, from that one on, as many as go together; fewer where one cannot be had, or it
+        is wanted no more."""
+        fetched = list[_Fetched]()
+        with self.parts.of("read: fetch"):
+            for number, hash in enumerate(reading.hashes[at : at + self._together], at):
+                if reading.cancelled or self._clock() >= reading.until or self._ended:
+                    break
+                one = self._fetch(reading, hash, self._scratch[number % len(self._scratch)])
+                if one is None:
+                    break
+                fetched.append(one)
+        return fetched
+
+    def _bring(self, pages: Sequence[PageId], fetched: Sequence[_Fetched]) -> _Put:
+        """Puts pages into their places."""
+        seeds = [seed_of(one.hash, one.flags) for one in fetched]
+        return _Put(tuple(fetched), self._copies.bring(pages, [one.bytes_B for one in fetched], seeds))
+
     def _fetch(self, reading: Reading, hash: PageHash, scratch: Tensor) -> _Fetched | None:
         """A page's bytes, in memory that stays until they are copied; None where they cannot be had. Where memory has
         no room for what comes from the disk it goes through `scratch`."""
         with self._lock:
             entry, place = self._host.find(hash), self._on_disk.get(hash)
         if entry is not None:
+            if (coming := entry.coming) is not None:
+                self._copies.after(coming)
             return _Fetched("host", hash, entry.flags, entry.checksum, self._host.slots.bytes_of(entry.slot))
         if place is None or self.disk is None:
             return None
@@ -472,27 +554,25 @@ class Store:
             return None
         return _Fetched("disk", hash, place.flags, place.checksum, into)
 
-    def _good(self, put: Sequence[_Put]) -> list[Found]:
+    def _good(self, put: _Put) -> list[Found]:
         """What is known of the first of these pages, up to one whose bytes are wrong: that one is forgotten."""
-        self._copied()
-        if not put:
-            return []
-        with self._copying():
-            sums = torch.stack([one.sum for one in put]).tolist()
+        wait(put.copied.ended)
+        assert put.copied.sums is not None, "what is brought is added up"
         good: list[Found] = []
-        for (one, _), got in zip(put, sums, strict=True):
+        for one, got in zip(put.pages, put.copied.sums.tolist(), strict=True):
             if one.checksum is not None and one.checksum != got % 2**64:
                 self._spoilt(one.tier, one.hash, "has another checksum than it was sealed with")
                 break
             good.append(Found(one.tier, bool(one.flags & EXACT), bool(one.flags & DRAFTED)))
         return good
 
-    def _there(self, reading: Reading, first: int, put: Sequence[_Put]) -> list[Found]:
+    def _there(self, reading: Reading, first: int, put: _Put) -> list[Found]:
         """As `_good`, of the reading's pages from `first` on; and the other ranks have them too. Raises RankLost."""
-        good = self._good(put)
+        with self.parts.of("read: wait"):
+            good = self._good(put)
         if self._others is not None:
             pages = reading.pages[first : first + len(good)]
-            told = [self._others.put(page, one.page.bytes_B) for page, one in zip(pages, put, strict=False)]
+            told = [self._others.put(page, one.bytes_B) for page, one in zip(pages, put.pages, strict=False)]
             while not all(ended() for ended in told):
                 time.sleep(LOOK_S)
         return good
@@ -504,22 +584,10 @@ class Store:
             self._warn(f"a page of the {tier} {why} ({hash.hex()}): it is forgotten, and computed; others are counted")
 
         with self._lock:
-            if self._host.find(hash) is not None:
+            if (entry := self._host.find(hash)) is not None and entry.coming is None:
                 self._host.drop(hash)
         if self.disk is not None:
             self.disk.spoil(hash)
-
-    def _measure(self) -> dict[Tier, float]:
-        """Seconds that a page takes, as a first guess: of a page of zeros, into nobody's page."""
-        page = self._scratch[0].zero_()
-        seconds = math.inf
-        for _ in range(3):
-            began = self._clock()
-            with self._copying():
-                self._pages.put(self._pages.nobody, page, PageHash(bytes(16)), 0)
-            self._copied()
-            seconds = min(seconds, self._clock() - began)
-        return {"host": seconds, "disk": seconds + DISK_S * self.page_bytes}
 
 
 def _from_disk(disk: DiskPages, place: Place, into: Tensor) -> str | None:

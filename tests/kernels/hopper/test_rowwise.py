@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.by_chip import checksum
+from redline.kernels.by_chip import checksum, checksums
 from redline.kernels.hopper.decode.drafter_rows import join_rows, norm_states
 from redline.kernels.hopper.decode.grouped import attend_grouped, keep_rows
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
@@ -18,6 +18,7 @@ KERNELS: tuple[Kernel[Any, Any, Any], ...] = (
     *(norm_rows, split_a, rotate_heads, swiglu),
     *(norm_states, join_rows, keep_rows, attend_grouped),
     checksum.hopper,
+    checksums.hopper,
 )
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")

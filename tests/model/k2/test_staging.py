@@ -1,8 +1,13 @@
 """What goes through pinned memory arrives as it was, and nothing is written where something has not left yet."""
 
+import random
+from collections import deque
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from redline.model.k2 import staging as staging_module
 from redline.model.k2.staging import Staging
 
 CPU = torch.device("cpu")
@@ -15,18 +20,16 @@ class Events:
         self.recorded = 0
         self.waited: list[int] = []
 
-    def __call__(self) -> "Event":
-        return Event(self)
+    def __call__(self, device: torch.device) -> "Event":
+        assert device == CPU, "another device than has the copies"
+        self.recorded += 1
+        return Event(self, self.recorded - 1)
 
 
 class Event:
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: Events, number: int) -> None:
         self._events = events
-        self._number = 0
-
-    def record(self) -> None:
-        self._number = self._events.recorded
-        self._events.recorded += 1
+        self._number = number
 
     def synchronize(self) -> None:
         self._events.waited.append(self._number)
@@ -67,3 +70,45 @@ def test_room_is_taken_again_once_what_lay_there_has_come() -> None:
     assert events.waited == [0, 1, 2], "behind 300 bytes, over the end of the second's place and into the third's"
     staging.wait()
     assert events.waited == [0, 1, 2, 3, 4, 5]
+
+
+def test_whatever_the_sizes_nothing_is_written_where_something_is_under_way() -> None:
+    """Beside a book of what lies where."""
+    random_, events = random.Random(0), Events()
+    staging = Staging(CPU, 4096, 2048, events)
+    there: dict[int, tuple[int, int]] = {}  # by the event behind it
+    most = 0
+    for number in range(500):
+        size = random_.choice([1, 7, 255, 256, 257, 1000, 2048])
+        staging.put(torch.zeros(size, dtype=torch.uint8))
+        first, last, _ = staging._under_way[-1]
+        assert (last - first, last <= 4096, first % 256) == (size, True, 0)
+        for waited in events.waited:
+            there.pop(waited, None)
+        assert not [place for place in there.values() if place[0] < last and first < place[1]]
+        there[number] = first, last
+        most = max(most, len(there))
+    assert most > 5, "several are under way at once"
+
+
+def test_a_tensor_takes_as_long_however_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model has thousands in a ring: those that are looked at are counted, not the seconds."""
+    looked = 0
+
+    class Counting(deque[tuple[int, int, Event]]):
+        def __getitem__(self, index: int) -> tuple[int, int, Event]:  # type: ignore[override]
+            nonlocal looked
+            looked += 1
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Iterator[tuple[int, int, Event]]:
+            for one in super().__iter__():
+                nonlocal looked
+                looked += 1
+                yield one
+
+    monkeypatch.setattr(staging_module, "deque", Counting)
+    staging = Staging(CPU, 100_000, 1024, Events())
+    for _ in range(1000):
+        staging.put(torch.zeros(16, dtype=torch.uint8))
+    assert looked < 5000

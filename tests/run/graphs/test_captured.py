@@ -160,7 +160,7 @@ def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch
 
 def test_memory_is_counted_for_all_that_is_recorded(captured: Open):
     config = EngineConfig(speculation=SUFFIX, max_model_len=20_000)
-    counted = sizes_of(tiny_model().config, config, tiny_model().device, torch.bfloat16)
+    counted = sizes_of(tiny_model().config, config, tiny_model().device, torch.bfloat16, free=0)
     counted = dataclasses.replace(counted, device="cuda", gpu_kernels=True).recorded_steps(20_000)
     runner = captured(speculation=SUFFIX, max_running=64, max_model_len=20_000, pages=320).runner
     try:

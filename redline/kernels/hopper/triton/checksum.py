@@ -2,6 +2,8 @@
 # Triton is typed by what it compiles, not by annotations.
 """The checksum of bytes: every program adds up a part of the words, and adds that to the whole, in any order."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -25,9 +27,8 @@ def _mix(x):
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["count", "key"])  # a 1 is a number too
-def _checksum(data, out, count, key, BLOCK: tl.constexpr, TURNS: tl.constexpr):
-    count, key = count.to(tl.int64), key.to(tl.int64)
+@triton.jit
+def _add_up(data, out, count, key, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     words = data.to(tl.pointer_type(tl.int64))
     whole = count // 8
     total = tl.zeros([BLOCK], tl.int64)
@@ -45,6 +46,17 @@ def _checksum(data, out, count, key, BLOCK: tl.constexpr, TURNS: tl.constexpr):
     tl.atomic_add(out, tl.sum(total, 0))
 
 
+@triton.jit(do_not_specialize=["count", "key"])  # a 1 is a number too
+def _checksum(data, out, count, key, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+    _add_up(data, out, count.to(tl.int64), key.to(tl.int64), BLOCK, TURNS)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _checksums(data, out, keys, count, BLOCK: tl.constexpr, TURNS: tl.constexpr):
+    row, count = tl.program_id(1).to(tl.int64), count.to(tl.int64)
+    _add_up(data + row * count, out + row, count, tl.load(keys + row), BLOCK, TURNS)
+
+
 def checksum(data_N: Tensor, seed: int) -> Tensor:
     """`ops.checksum`: -> int64 []. The bytes begin at a whole word."""
     out = torch.zeros((), dtype=torch.int64, device=data_N.device)
@@ -52,3 +64,15 @@ def checksum(data_N: Tensor, seed: int) -> Tensor:
     programs = max(1, triton.cdiv(count // 8, BLOCK * TURNS))
     _checksum[(programs,)](data_N, out, count, signed(mix(seed)), BLOCK=BLOCK, TURNS=TURNS, num_warps=8)
     return out
+
+
+def checksums(data_RN: Tensor, seeds: Sequence[int]) -> Tensor:
+    """`ops.checksums`: -> int64 [R]. Each row begins and ends at a whole word."""
+    rows, count = data_RN.shape
+    keys_R = torch.tensor([signed(mix(seed)) for seed in seeds], dtype=torch.int64)
+    if data_RN.is_cuda:  # behind what the stream has, so nobody waits
+        keys_R = keys_R.pin_memory().to(data_RN.device, non_blocking=True)
+    out_R = torch.zeros(rows, dtype=torch.int64, device=data_RN.device)
+    programs = max(1, triton.cdiv(count // 8, BLOCK * TURNS)), rows
+    _checksums[programs](data_RN, out_R, keys_R, count, BLOCK=BLOCK, TURNS=TURNS, num_warps=8)
+    return out_R
