@@ -57,7 +57,7 @@ from redline.route.roles import STAY_S, is_done
 from redline.tune.targets import Targets
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
-from redline.wire.delta import Delta, Finish, Note, Preempted
+from redline.wire.delta import Delta, Finish, Note, Preempted, Resumed
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import PAGE_TOKENS, Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role, RoleTaken, TakeRole
@@ -281,26 +281,34 @@ class Gateway:
                 raise AssertionError(f"a worker does not send {type(message).__name__}")
 
     def _note(self, lane: "_Lane", link: Link, notes: Sequence[Note]) -> None:
+        computes = None if lane.heard or lane.route is None else lane.route.prefill
         for note in notes:
             if not isinstance(note, Preempted):
+                lane.waits = lane.waits and not isinstance(note, Resumed)
                 lane.story.notes(note, lane.job.id)
                 continue
-            beside = [
-                Beside(
-                    -(-(len(other.job.tokens) + other.tokens) // PAGE_TOKENS),
-                    *(other.tokens, other.job.sampling.max_tokens, other.generation.caller.sla),
-                )
-                for other in self._lanes_of(link)
-                if other is not lane and other.heard
-            ]
-            expected = goes_on(note, beside, self.links.pace)
+            lane.waits = True
+            # What another computes beside this one's prompt is not known here, and none of it is an answer.
+            expected = goes_on(note, self._beside(lane, link) if computes is None else (), self.links.pace)
             lane.story.notes(note, lane.job.id, expected, lane.tokens)
             log.info(
                 "job %s is pre-empted on %s after %d tokens, for a page of %s: all %d are held; %d tokens to compute "
                 "again; it is predicted to go on in %.3f s, of which %.3f s until there are pages",
-                *(lane.job.id, link.name, lane.tokens, "its own" if note.by == lane.job.id else f"job {note.by}"),
+                *(lane.job.id, (computes or link).name, lane.tokens),
+                "its own" if note.by == lane.job.id else f"job {note.by}",
                 *(note.pages, note.again_tokens, sum(expected), expected.wait_s),
             )
+
+    def _beside(self, lane: "_Lane", link: Link) -> list[Beside]:
+        """The other answers that a worker writes; one that has lost its pages too has none to give back."""
+        return [
+            Beside(
+                -(-(len(other.job.tokens) + other.tokens) // PAGE_TOKENS),
+                *(other.tokens, other.job.sampling.max_tokens, other.generation.caller.sla),
+            )
+            for other in self._lanes_of(link)
+            if other is not lane and other.heard and not other.waits
+        ]
 
     def _deliver(self, lane: "_Lane", delta: Delta) -> None:
         if delta.fault == "lost" and lane.link is not None:  # its worker ends, and has not said so yet
@@ -512,11 +520,12 @@ class Gateway:
 
     def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
-        lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
+        lane.route, lane.link, lane.sent_at, lane.waits = route, route.link, time.perf_counter(), False
         if not lane.heard:
             lane.came.cached = route.expected.cached_tokens
-        if (ttft_s := self._promised(lane.generation.caller.sla).ttft_s) < math.inf:
-            job = msgspec.structs.replace(job, ttft_ms=1e3 * ttft_s)
+            if (ttft_s := self._promised(lane.generation.caller.sla).ttft_s) < math.inf:
+                left_s = ttft_s - (lane.sent_at - lane.began)  # it may have waited for a worker
+                job = msgspec.structs.replace(job, ttft_ms=1e3 * left_s)
         self.links.sent(route, job)
         lane.story.goes(route, lane.moved_because)
         if route.prefill is None:
@@ -954,6 +963,7 @@ class _Lane:
         "sent_at",
         "story",
         "untold",
+        "waits",
     )
 
     def __init__(
@@ -981,6 +991,7 @@ class _Lane:
         self.cached_tokens = 0  # what the first worker has found
         self.read = 0  # decoded
         self.heard = False  # a delta has come
+        self.waits = False  # its worker has taken its pages, and it has had no token since
         self.opened = False  # a batch has gone out
         self.ended = False  # its End has gone out
         self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for

@@ -115,8 +115,13 @@ class Story(msgspec.Struct, gc=False):
                 self.preemptions += 1
                 self.paused = (*self.paused[1 - MOST_PAUSES :], tuple(paused))
             case Resumed() if self.paused:
-                last = (*self.paused[-1][:-3], note.again_tokens, note.waited_s, note.paused_s)
-                self.paused = (*self.paused[:-1], last)
+                last = Paused(*self.paused[-1])
+                # Of a prompt that another worker computes both are told with its first token.
+                at_s = min(last.at_s, time.perf_counter() - self.began - (note.paused_s or 0.0))
+                last = last._replace(
+                    at_s=at_s, again_tokens=note.again_tokens, waited_s=note.waited_s, paused_s=note.paused_s
+                )
+                self.paused = (*self.paused[:-1], tuple(last))
             case Resumed():
                 pass  # another worker than told of its beginning
             case Brought():

@@ -198,6 +198,7 @@ _TABLES: dict[str, type[Record]] = {
     "events": Events,
 }  # fmt: skip
 _TCP = re.compile(r"tcp://([^\s/]+):([0-9]{1,5})")  # an address of the internet
+_EVERY = {"*", "0.0.0.0", "[::]"}  # all addresses of a machine
 _NAMED = re.compile(r"[A-Za-z0-9_-]{1,32}")  # what a worker, or a class of requests, may be called
 
 
@@ -332,11 +333,24 @@ def _check_events(config: ServeConfig, source: Path) -> None:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     addresses = [address for each in told for address in (each.endpoint, each.replay) if address is not None]
-    if len(set(addresses)) < len(addresses):
+    if _meet(addresses):
         raise ConfigError(
             f"{source}: events.endpoint and events.replay meet: each of {len(told)} workers has a port of both, one "
             f"behind another; let them be {len(told)} apart"
         )
+
+
+def _meet(addresses: list[str]) -> bool:
+    """Whether two of them cannot both be listened at: they are one, or `*` of one port is every address of it."""
+    hosts: dict[str, set[str]] = {}  # by port; a path by itself
+    for address in addresses:
+        tcp = _TCP.fullmatch(address)
+        host, place = ("", address) if tcp is None else (tcp[1], tcp[2])
+        there = hosts.setdefault(place, set())
+        if host in there or (there and ({host} | there) & _EVERY):
+            return True
+        there.add(host)
+    return False
 
 
 def _own_folder(place: Place) -> Place:

@@ -2,7 +2,8 @@
 
 Its hashes are its own; but a block comes with its tokens and its parent's hash, so its prompt is known from the first
 token on, and its pages get the names that our jobs give them. A page has PAGE_TOKENS tokens, a block as many or a part
-of it: so many blocks are one page, which is there while all of them are. A cache may forget a block from the middle and
+of it: so many blocks are one page, which is there while all of them are. Two names of the same content (older releases
+do not tell of salts) are one page, known by the newest that was whole. A cache may forget a block from the middle and
 go on behind it, so what a block was is known for a while after it has gone. What hangs on a block that is not known, or
 whose content is not tokens alone (an adapter, an image), is left out: too little is known then, and nothing wrong.
 """
@@ -29,9 +30,7 @@ class _Block:
     salt: str
     parent: BlockHash | None
     page: PageHash | None = None  # that it completes
-    pages: set[PageHash] = field(
-        default_factory=set[PageHash]
-    )  # that it is a part of, and of which all parts are known
+    pages: set[PageHash] = field(default_factory=set[PageHash])  # that it is a part of, of which all parts are known
     there: bool = True
 
 
@@ -129,6 +128,8 @@ class Blocks:
                 known = self._blocks[name]
                 known.there = True
                 found += [page for page in known.pages if self._is_whole(page)]
+                if known.page is not None and known.page not in known.pages:
+                    found += self._completed(known, PAGE_TOKENS // size)
             elif name not in self._blocks:
                 self._blocks[name] = block
                 if len(block.tokens) == PAGE_TOKENS:
@@ -141,6 +142,10 @@ class Blocks:
         parts = self._parts(block)
         if len(parts) < count:  # of one nothing is known any more
             return []
+        if page in self._pages:  # by other names
+            if self._is_whole(page):
+                return []
+            self._forget(page)
         self._pages[page] = parts
         for part in parts:
             part.pages.add(page)
@@ -156,6 +161,8 @@ class Blocks:
             return None
         if last.page is not None:
             return _Block(last.page, tokens, last.salt, parent)
+        if len(last.tokens) + len(tokens) > PAGE_TOKENS:  # their sizes differ
+            return None
         return _Block(last.before, last.tokens + tokens, last.salt, parent)
 
     def _parts(self, block: _Block) -> list[_Block]:
@@ -178,9 +185,13 @@ class Blocks:
             name = next(iter(self._gone))
             del self._gone[name]
             for page in tuple(self._blocks.pop(name).pages):
-                for part in self._pages.pop(page):
-                    part.pages.discard(page)
+                self._forget(page)
         return found
+
+    def _forget(self, page: PageHash) -> None:
+        """What a page is made of."""
+        for part in self._pages.pop(page):
+            part.pages.discard(page)
 
 
 def _salt_of(keys: Any, *, first: bool) -> str | None:

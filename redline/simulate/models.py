@@ -50,13 +50,15 @@ def worker_model(asked: str) -> WorkerModel:
         model = msgspec.json.decode(path.read_bytes(), type=WorkerModel)
     except OSError:
         raise ConfigError(f"--worker {asked}: no file, and no worker that is known: {', '.join(MODELS)}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"--worker {asked}: is no worker: {error}") from None
     for name in ("step_tokens", "slots", "kv_tokens"):
         if getattr(model, name) < 1:
             raise ConfigError(f"--worker {asked}: `{name}` is {getattr(model, name)}; give 1 or more")
     if model.tokens_per_step < 1 or model.gpus < 0:
         raise ConfigError(f"--worker {asked}: `tokens_per_step` is at least 1, `gpus` at least 0")
+    if model.step_ms is not None and not model.step_ms > 0:
+        raise ConfigError(f"--worker {asked}: `step_ms` is {model.step_ms:g}; give more than 0, or leave it out")
     costs = [getattr(model.steps, name) for name in StepModel.__struct_fields__]
     if min(costs) < 0 or model.steps.base <= 0:
         raise ConfigError(f"--worker {asked}: no field of `steps` is below 0, and `base` is more")

@@ -43,11 +43,14 @@ def chunk_tokens(
     prompts: Sequence[Prompt],
     sharing: int | None = None,
 ) -> int:
-    """Tokens of prompts for a step beside answers: pages, or `most`, which is all that there may be.
+    """Tokens of prompts for a step beside answers: pages, or `most`, which is all that there may be, and where nobody
+    has a share.
 
     ms: what a step is predicted to take; with more in it it does not take less. step_ms: that it may take. prompts: the
     oldest first. sharing: so many of them, the first, may have a share of the step; None: all.
     """
+    if most < 1 or not prompts[:sharing]:
+        return most
     pages, share = -(-most // PAGE_TOKENS), _Share(prompts[:sharing], answers)
 
     def work(count: int) -> Work:

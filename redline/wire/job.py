@@ -80,7 +80,7 @@ class Job(Message, frozen=True):
     answer: tuple[int, ...] = ()  # what another worker has given of the answer: this one goes on behind it
     scored: int = 0  # prompt tokens whose log probabilities another worker has given
     pages_from: PagesFrom | None = None  # who computes its prompt; None: whoever answers
-    ttft_ms: float | None = None  # from its coming, within which its first token was promised; None: nothing was
+    ttft_ms: float | None = None  # left of what was promised of its first token, when it comes; None: nothing was
     replica: str = ""  # of the API, which sent it and is told what comes of it; empty: there is but one
 
 

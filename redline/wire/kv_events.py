@@ -6,11 +6,13 @@ that only its worker can compute; with its tokens and its parent's name others c
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
+from msgspec import Meta
 
 BlockHash = bytes | int
+Token = Annotated[int, Meta(ge=0, lt=1 << 32)]  # pages are named by four bytes of each
 
 GPU = "GPU"  # the medium of what a worker computes from, whatever its device is; others lie below it
 
@@ -26,7 +28,7 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     block_hashes: list[BlockHash]
     parent_block_hash: BlockHash | None  # of the block before the first; None: it begins a prompt
-    token_ids: list[int]  # of all of them
+    token_ids: list[Token]  # of all of them
     block_size: int  # tokens of one
     lora_id: int | None = None
     medium: str | None = None
@@ -75,8 +77,14 @@ def encode_batch(batch: KvBatch) -> bytes:
 
 def decode_batch(data: bytes) -> KvBatch:
     """The batch in `data`; events of other names are left out. Raises msgspec.ValidationError, which names the place,
-    where it is no batch, and msgspec.DecodeError where it is no msgpack."""
-    parts = msgspec.msgpack.decode(data, type=list[Any])
+    where it is no batch, and msgspec.DecodeError where it is no msgpack, is nested too deeply or has
+    texts that are none."""
+    try:
+        parts = msgspec.msgpack.decode(data, type=list[Any])
+    except RecursionError:
+        raise msgspec.DecodeError("a batch of events is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"a text is no UTF-8: {error}") from None
     if len(parts) < 2:
         raise msgspec.ValidationError(f"a batch of events has a time and events; got {len(parts)} parts")
     at, events = msgspec.convert(parts[0], float), msgspec.convert(parts[1], list[Any])
@@ -93,6 +101,8 @@ def _event(said: Any, place: int) -> KvEvent | None:
         fields = cast("dict[str, Any]", said)
         name = fields.get("type")
     else:
+        name, fields = None, {}
+    if not isinstance(name, str):
         raise msgspec.ValidationError(f"an event is a map or an array that begins with its name - at `$[1][{place}]`")
     if name not in _PLACES:
         return None

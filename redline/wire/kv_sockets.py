@@ -117,36 +117,47 @@ class Subscriber:
         self._sub = _connected(zmq.SUB, endpoint)
         self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
         self._last = -1  # number
+        self._last_hash = b""  # of its batch
         self._again: dict[int, bytes] = {}  # hashes of those said again, that may still come as they were said first
 
     def receive(self, timeout_s: float) -> list[Numbered]:
-        """What has come, in order, waiting so long for the first. A number that is left out was missed; one that is not
-        higher than the last belongs to another start of the publisher."""
+        """What has come, in order, waiting so long for the first, and REPLAY_S where some were missed. A number that is
+        left out was missed; one that is not higher than the last belongs to another start of the publisher."""
         found: list[Numbered] = []
         wait_ms = max(0, int(1e3 * timeout_s))
-        while self._sub.poll(wait_ms):
+        while len(found) < MOST_KEPT and self._sub.poll(wait_ms):
             wait_ms = 0
             frames = self._sub.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
                 continue  # no message of this kind
-            number, batch = int.from_bytes(frames[1], "big"), frames[2]
-            if number > self._last + 1:
-                found += self.catch_up()
-            if self._was_said_again(number, batch):
+            message = Numbered(int.from_bytes(frames[1], "big"), frames[2])
+            if self._was_said_again(message):
                 continue
-            if number <= self._last:  # another start
-                self._again.clear()
-            found.append(Numbered(number, batch))
-            self._last = number
+            if message.number <= self._last:
+                self._starts_anew()
+            if message.number > self._last + 1:
+                found += self.catch_up()
+                if self._was_said_again(message):
+                    continue
+            found.append(message)
+            self._last, self._last_hash = message.number, _hashed(message.batch)
         return found
 
     def catch_up(self) -> list[Numbered]:
         """What was said before it listened, or since `receive`, and is still kept there. None where nobody answers."""
         if self._replay_at is None:
             return []
-        found = self._missed(self._replay_at)
+        found = self._said_from(max(0, self._last), self._replay_at)
+        if found and found[0].number == self._last:
+            if _hashed(found[0].batch) == self._last_hash:
+                del found[0]
+            else:  # another start has come as far
+                self._starts_anew()
+                found = self._said_from(0, self._replay_at)
+        hashes = [_hashed(each.batch) for each in found]
+        self._again.update((each.number, hashed) for each, hashed in zip(found, hashes, strict=True))
         if found:
-            self._last = found[-1].number
+            self._last, self._last_hash = found[-1].number, hashes[-1]
         return found
 
     def close(self) -> None:
@@ -161,27 +172,33 @@ class Subscriber:
     ) -> None:
         self.close()
 
-    def _missed(self, address: str) -> list[Numbered]:
-        """What follows the last, as far as it is kept and comes in time."""
+    def _starts_anew(self) -> None:
+        """Another start of the publisher speaks: nothing of it has been heard."""
+        self._last, self._last_hash = -1, b""
+        self._again.clear()
+
+    def _said_from(self, first: int, address: str) -> list[Numbered]:
+        """What has this number or a higher one, as far as it is kept and comes in time."""
         found: list[Numbered] = []
         until = time.monotonic() + REPLAY_S
         socket = _connected(zmq.DEALER, address)
         try:
-            socket.send_multipart([b"", _packed(self._last + 1)])
+            socket.send_multipart([b"", _packed(first)])
             while socket.poll(max(0, int(1e3 * (until - time.monotonic())))):
-                *_, number, batch = socket.recv_multipart()  # an older publisher leaves out the topic
-                if number == _END:
+                frames = socket.recv_multipart()  # an older publisher leaves out the topic
+                if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
+                    continue  # no answer of this kind
+                if frames[-2] == _END:
                     break
-                found.append(Numbered(int.from_bytes(number, "big"), batch))
+                found.append(Numbered(int.from_bytes(frames[-2], "big"), frames[-1]))
         finally:
             socket.close(linger=0)
-        self._again.update((each.number, _hashed(each.batch)) for each in found)
         return found
 
-    def _was_said_again(self, number: int, batch: bytes) -> bool:
+    def _was_said_again(self, message: Numbered) -> bool:
         """Whether this has come already; those before it come no more."""
-        while self._again and (first := next(iter(self._again))) <= number:
-            if self._again.pop(first) == _hashed(batch) and first == number:
+        while self._again and (first := next(iter(self._again))) <= message.number:
+            if self._again.pop(first) == _hashed(message.batch) and first == message.number:
                 return True
         return False
 
@@ -211,6 +228,7 @@ def _pair() -> tuple[_Socket, _Socket]:
 def _bound(kind: int, address: str, key: str) -> _Socket:
     socket = _socket(kind)
     socket.sndhwm = MOST_UNSENT
+    socket.ipv6 = "[" in address
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -222,6 +240,7 @@ def _bound(kind: int, address: str, key: str) -> _Socket:
 def _connected(kind: int, address: str) -> _Socket:
     socket = _socket(kind)
     socket.rcvhwm = 0
+    socket.ipv6 = "[" in address
     try:
         socket.connect(address)
     except zmq.ZMQError as error:

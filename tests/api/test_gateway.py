@@ -8,7 +8,7 @@ import pytest
 from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
-from redline.api.config import Limits
+from redline.api.config import DEFAULT_SLA, Limits, Sla
 from redline.api.gateway import LOOK_S, MOST_MOVES, Gateway, Generation, derived_seed
 from redline.api.quota import CALLER, Account, Caller, KeyLimits
 from redline.chat.conversation import Conversation
@@ -19,7 +19,7 @@ from redline.route.links import MOVE_S, SILENT_S
 from redline.route.roles import STAY_S
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
-from redline.wire.delta import Delta
+from redline.wire.delta import Delta, Preempted, Resumed
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
 from redline.wire.news import Beat, Cached, Knock, Missed, Ready, Recall, Role
@@ -127,6 +127,50 @@ async def test_a_job_waits_for_as_long_as_a_start_takes_and_then_some() -> None:
             world.engine.gate.set()
             world.engine.serve(world.gateway, epoch=2)
             assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
+
+
+async def test_when_a_job_goes_on_is_expected_of_answers_that_have_pages() -> None:
+    lost = Preempted(by=JobId("-"), running=2, pages=9, lost_tokens=3, again_tokens=3, short_pages=1)
+
+    def expected_s(generation: Generation) -> float:
+        return generation.lanes[0].story.told()["paused"][-1]["wait_expected_s"]
+
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        world.gateway.links.pace.stepped(1, 0.01, 1)
+        begun = [await world.gateway.begin(text_ask()) for _ in range(3)]
+        first, second, third = (generation.lanes[0].job.id for generation in begun)
+        for id in (first, second, third):
+            world.gateway.deliver(world.link, Delta(job=id, tokens=(65,)))
+        world.gateway.deliver(world.link, Delta(job=first, noted=(lost,)))
+        assert expected_s(begun[0]) > 0, "two answers have pages"
+        world.gateway.deliver(world.link, Delta(job=third, noted=(lost,)))
+        world.gateway.deliver(world.link, Delta(job=second, noted=(lost,)))
+        assert expected_s(begun[1]) == 0, "nobody has any"
+        again = Resumed(again_tokens=1, waited_s=0.1, paused_s=0.2)
+        world.gateway.deliver(world.link, Delta(job=first, tokens=(66,), noted=(again,)))
+        world.gateway.deliver(world.link, Delta(job=second, noted=(lost,)))
+        assert expected_s(begun[1]) > 0, "the first has its own again"
+        for generation in begun:
+            generation.close()
+
+
+async def test_a_job_that_waited_for_a_worker_has_less_left_of_what_its_first_token_was_promised() -> None:
+    async with World(resuming, resume_s=60.0, targets={DEFAULT_SLA: Sla(ttft_ms=60_000.0)}) as world:
+        world.engine.gate.clear()
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+            (lane,) = generation.lanes
+            world.gateway.lose(world.link, "gone")
+            await asyncio.sleep(0.05)
+            second = world.engine.serve(world.gateway, epoch=2)
+            world.gateway.deliver(second, Delta(job=lane.job.id, tokens=(65,)))
+            world.gateway.lose(second, "gone")
+            world.engine.serve(world.gateway, epoch=3)
+            first, moved, begun = (job.ttft_ms for job in world.engine.jobs)
+        assert first is not None
+        assert moved is not None
+        assert 0 < moved <= first - 50 <= 60_000 - 50
+        assert begun is None, "it has come"
 
 
 async def test_a_job_that_ends_every_worker_ends_itself() -> None:
@@ -402,6 +446,29 @@ async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_m
         for worker in (*workers, computes):
             assert len(set(worker.jobs)) == len(worker.jobs), worker.link.name
         for generation in generations:
+            generation.close()
+
+
+async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_that_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lost = Preempted(by=JobId("-"), running=2, pages=9, lost_tokens=3, again_tokens=3, short_pages=1)
+    again = Resumed(again_tokens=1, waited_s=0.1, paused_s=0.2)
+    caplog.set_level("INFO", "redline.api")
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        answers, _ = Heard(gateway, "d", "decode"), Heard(gateway, "p", "prefill")
+        gateway.links.pace.stepped(1, 0.01, 1)
+        begun = [await gateway.begin(text_ask("the end " * 40)) for _ in range(2)]
+        beside, computed = (generation.lanes[0] for generation in begun)
+        gateway.deliver(answers.link, Delta(job=beside.job.id, tokens=(65,)))
+        gateway.deliver(answers.link, Delta(job=computed.job.id, tokens=(65,), noted=(lost, again)))
+        (paused,) = computed.story.told()["paused"]
+        assert (paused["worker"], paused["wait_expected_s"], paused["paused_s"]) == ("p", 0.0, 0.2)
+        assert f"job {computed.id} is pre-empted on p after 0 tokens" in caplog.text
+        assert not computed.waits
+        for generation in begun:
             generation.close()
 
 

@@ -91,17 +91,19 @@ async def test_a_request_counts_in_the_class_of_its_key_and_its_job_says_when_it
                 pass
         CALLER.reset(token)
 
-    late_after: list[float | None] = []
+    left_ms: list[float] = []
 
     def answered(job: Job) -> list[Delta]:
-        late_after.append(job.ttft_ms)
+        assert job.ttft_ms is not None
+        left_ms.append(job.ttft_ms)
         return [Delta(job=job.id, tokens=(65,), finish="length")]
 
     async with World(answered, targets=targets) as world:
         for name in ("alice", "bob", None):
             await asked(name)
         told = world.gateway.attainment.told()
-    assert late_after == pytest.approx([0.001, 500, 500])
+    assert left_ms[0] < 0.001, "some of it is over when it is sent"
+    assert all(0 < left <= 500 for left in left_ms[1:])
     assert (told["quick"]["requests"], told["quick"]["ttft_met"]) == (1, 0)
     assert (told["default"]["requests"], told["default"]["both_met"]) == (2, 2)
     keys.path.write_text("alice one\nbob two sla=quick\n")

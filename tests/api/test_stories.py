@@ -86,6 +86,16 @@ def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_exp
     }  # fmt: skip
 
 
+def test_a_pause_that_is_told_once_it_is_over_was_when_it_was() -> None:
+    one = Story(0, 100, time.perf_counter() - 5.0)
+    lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
+    one.notes(lost, JobId("a"))
+    one.notes(Resumed(again_tokens=26, waited_s=1.0, paused_s=3.0), JobId("a"))
+    (paused,) = one.told()["paused"]
+    assert paused["at_s"] + paused["paused_s"] >= 5.0
+    assert paused["at_s"] < 5.0, "not when it was told"
+
+
 def test_redline_explain_prints_them() -> None:
     console = Console(record=True, width=400, file=io.StringIO())
     show({"jobs": [story().told()]}, console)

@@ -1,5 +1,6 @@
 """The programs in redline/bench/: heard of while they work, and one line for what somebody can mend."""
 
+import ast
 import re
 import sys
 import time
@@ -54,3 +55,16 @@ def test_a_trial_does_not_overwrite_what_is_stored():
     found = {path.name for path in folder.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
     assert found == {"speed_page.py", "paced_worker.py"}
     assert not [path for path in folder.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]
+
+
+def test_the_page_of_programs_has_every_program():
+    """A program says at its beginning how it is started. Those of `attack` are in docs/attacks.md."""
+    folder = Path(program_module.__file__).parent
+    page = (folder.parents[1] / "docs" / "bench_programs.md").read_text()
+    told: set[str] = set()
+    for path in (folder / "runs").glob("*.py"):
+        name = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts)
+        if f"    python -m {name}" in (ast.get_docstring(ast.parse(path.read_text())) or ""):
+            told.add(name)
+    assert len(told) > 40
+    assert {name for name in told if f"`python -m {name}`" not in page} == set()

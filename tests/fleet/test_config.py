@@ -600,6 +600,9 @@ def test_each_worker_tells_of_its_pages_at_an_address_of_its_own(tmp_path: Path)
     file.write_text('weights = "w"\n[events]\nendpoint = "tcp://[::1]:5557"\n')
     (only,) = read(file, {}).places
     assert only.events == EventsConfig(endpoint="tcp://[::1]:5557", number=0)
+    two_hosts = 'endpoint = "tcp://10.0.0.1:5557"\nreplay = "tcp://127.0.0.1:5557"'
+    file.write_text(f'weights = "w"\n[events]\n{two_hosts}\n[[workers]]\ncount = 2\n')
+    assert len(read(file, {}).places) == 2
 
 
 @pytest.mark.parametrize(
@@ -610,6 +613,10 @@ def test_each_worker_tells_of_its_pages_at_an_address_of_its_own(tmp_path: Path)
         ('endpoint = "ipc://a"\nreplay = "tcp://x"', r"events\.replay is 'tcp://x'; expected"),
         (
             'endpoint = "tcp://127.0.0.1:5557"\nreplay = "tcp://127.0.0.1:5558"',
+            r"events\.endpoint and events\.replay meet: .* let them be 2 apart",
+        ),
+        (
+            'endpoint = "tcp://*:5557"\nreplay = "tcp://127.0.0.1:5558"',
             r"events\.endpoint and events\.replay meet: .* let them be 2 apart",
         ),
         ('replay = "ipc://a"', r"missing required field `endpoint`"),

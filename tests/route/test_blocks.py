@@ -144,7 +144,11 @@ def test_blocks_of_which_no_pages_can_be_made_are_refused_in_one_line(size: int)
 
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", batch()[:3], msgspec.msgpack.encode([1.0]), batch(7), batch({"type": "BlockRemoved"}),
-             batch({**stored(0, 1, 64), "token_ids": [1, 2]}), batch(["BlockStored", [1], None, ["x"] * 64, 64])],
+             batch({**stored(0, 1, 64), "token_ids": [1, 2]}), batch(["BlockStored", [1], None, ["x"] * 64, 64]),
+             batch({**stored(0, 1, 64), "token_ids": [-1] * 64}),
+             batch({**stored(0, 1, 64), "token_ids": [1 << 32] * 64}), batch([["BlockStored"], 1]),
+             batch({"type": []}), batch({"block_hashes": [1]}), b"\x91" * 100_000,
+             batch({"type": "x"}).replace(b"x", b"\xff")],
 )  # fmt: skip
 def test_bytes_that_are_no_batch_change_nothing(data: bytes) -> None:
     blocks = Blocks("vllm-0", named)
@@ -152,6 +156,31 @@ def test_bytes_that_are_no_batch_change_nothing(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         blocks.take(1, data)
     assert len(blocks) == 1
+
+
+def test_two_names_of_the_same_content_are_one_page_whichever_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = {**stored(0, 1, 64), "block_hashes": [b"salted, which is not told"]}
+    gone = {"type": "BlockRemoved", "block_hashes": same["block_hashes"]}
+    for kept in (0, 100):
+        monkeypatch.setattr("redline.route.blocks.MOST_GONE", kept)
+        followed = Followed()
+        followed.says(stored(0, 1, 64), same)
+        assert followed.pages == 1
+        followed.says(gone)
+        assert followed.pages == 1
+        followed.says(removed(0))
+        assert followed.pages == 0
+        followed.says(same)
+        assert followed.pages == 1
+        followed.says(stored(0, 1, 64), gone)
+        followed.says(removed(0))
+        assert (followed.pages, len(followed.blocks)) == (0, 0)
+
+
+def test_blocks_of_another_size_within_a_page_are_left_out() -> None:
+    followed = Followed()
+    followed.says(stored(0, 1, 16), stored(1, 1, 64, parent=0))
+    assert (followed.pages, followed.blocks.left_out) == (0, 1)
 
 
 def test_nothing_is_known_of_before_a_gap_or_of_another_start() -> None:

@@ -51,14 +51,22 @@ def test_a_worker_of_ones_own_is_a_file(tmp_path: Path):
     ("text", "said"),
     [
         ('{"name": "x"}', "is no worker: .*steps"),
+        (
+            '{"name": "\udcff", "steps": {"base": 1}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}',
+            "is no worker: .*utf-8",
+        ),
         ('{"name": "x", "steps": {"base": 1, "speed": 2}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}', "speed"),
         ('{"name": "x", "steps": {"base": 0}, "step_tokens": 1, "slots": 1, "kv_tokens": 1}', "`base` is more"),
         ('{"name": "x", "steps": {"base": 1}, "step_tokens": 1, "slots": 0, "kv_tokens": 1}', "`slots` is 0"),
+        (
+            '{"name": "x", "steps": {"base": 1}, "step_tokens": 1, "slots": 1, "kv_tokens": 1, "step_ms": -5}',
+            "`step_ms` is -5; give more than 0, or leave it out",
+        ),
     ],
 )
 def test_a_file_that_is_no_worker_is_told_why(tmp_path: Path, text: str, said: str):
     path = tmp_path / "worker.json"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ConfigError, match=said):
         worker_model(str(path))
     with pytest.raises(ConfigError, match="kimi-8xh200"):

@@ -136,6 +136,13 @@ def test_steps_that_are_bounded_are_so_as_the_planner_bounds_them(every_s: float
     assert took[1][0] > 1.05 * took[2][0], "the bound delays no first token: it is not reached"
 
 
+def test_prompts_wait_for_a_slot_while_answers_alone_take_longer_than_a_bound() -> None:
+    model = msgspec.structs.replace(MODEL, slots=2, step_ms=1.0)
+    times, worker = played([(0.0, 40, 30), (0.0, 40, 30), (0.05, 40, 30)], model)
+    assert times[2][0] > min(times[0][1], times[1][1])
+    worker.check()
+
+
 def test_gaps_that_are_longer_than_a_bound_are_counted_for_each_answer():
     """Alone 20 tokens come after steps of 4.3 ms and 1 us for each token of context; a prompt beside them is slow."""
     asked = [(0.0, 10, 20), (0.03, 100, 1)]

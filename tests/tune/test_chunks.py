@@ -39,6 +39,12 @@ def test_there_is_never_more_than_there_may_be() -> None:
     assert chunk_tokens(ms, 1, 1.0, ONE, [LONG]) == 1
 
 
+@pytest.mark.parametrize("most", [0, 500])
+def test_where_nobody_has_a_share_nothing_is_chosen(most: int) -> None:
+    assert chunk_tokens(ms, most, 1.0, ONE, [LONG], sharing=0) == most
+    assert chunk_tokens(ms, most, 1.0, ONE, []) == most
+
+
 def test_prompts_that_end_in_the_step_take_no_more_than_they_have() -> None:
     assert chunk_tokens(ms, 500, 30.1 / SHARE, ONE, [Prompt(200)]) == 500
     assert chunk_tokens(ms, 500, 29.9 / SHARE, ONE, [Prompt(200)]) == 192

@@ -1,5 +1,7 @@
 """KV events over sockets: numbers, what was missed, other starts."""
 
+import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -76,20 +78,79 @@ def test_who_comes_late_or_has_missed_some_asks_and_hears_each_once(tmp_path: Pa
         publisher.close()
 
 
+def lose(subscriber: Subscriber) -> Numbered:
+    """One message that reaches the socket and is never heard."""
+    assert subscriber._sub.poll(1e3 * SOON_S)
+    _, number, batch = subscriber._sub.recv_multipart()
+    return Numbered(int.from_bytes(number, "big"), batch)
+
+
 def test_what_is_said_while_others_are_said_again_is_not_lost(tmp_path: Path) -> None:
     at, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
     publisher = Publisher(at, replay)
     with Subscriber(at, replay) as listens:
         joined(publisher, listens)
-        listens._last -= 1  # as if the last had been missed
+        publisher.send(b"missed")
+        missed = lose(listens)
         for _ in range(200):
             publisher.send(b"more")
         publisher.send(b"end")
         time.sleep(0.2)  # most are there, when the first of them is found to follow a gap
         heard = until(listens, lambda found: any(each.batch == b"end" for each in found))
-        numbers = [each.number for each in heard]
-        assert numbers == list(range(numbers[0], numbers[0] + 202))
+        assert heard[0] == missed
+        assert [each.number for each in heard] == list(range(missed.number, missed.number + 202))
         publisher.close()
+
+
+@pytest.mark.parametrize("before", [1, 30])
+def test_of_another_start_all_is_heard_whether_it_has_come_as_far_or_not(tmp_path: Path, before: int) -> None:
+    at, replay = f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay"
+    publisher = Publisher(at, replay)
+    for number in range(before):
+        publisher.send(b"old %d" % number)
+    with Subscriber(at, replay) as listens:
+        assert len(all_kept(listens, before)) == before
+        publisher.close()
+        again = Publisher(at, replay)
+        for number in range(10):
+            again.send(b"new %d" % number)
+        heard: list[Numbered] = []
+        until_s = time.monotonic() + SOON_S
+        while not heard and time.monotonic() < until_s:  # what was said before it was connected anew is missed
+            again.send(b"hello")
+            heard = listens.receive(0.1)
+        assert heard[:10] == [(number, b"new %d" % number) for number in range(10)]
+        assert [each.number for each in heard] == list(range(len(heard)))
+        again.close()
+
+
+def test_an_answer_that_is_none_is_left_out(tmp_path: Path) -> None:
+    replay = zmq.Context.instance().socket(zmq.ROUTER)
+    replay.bind(f"ipc://{tmp_path}/replay")
+
+    def answer() -> None:
+        who, *_ = replay.recv_multipart()
+        for frames in ([b"x"], [b"short", b"a"], [b"", bytes(8), b"a"], [b"", b"\xff" * 8, b""]):
+            replay.send_multipart([who, *frames])
+
+    answers = threading.Thread(target=answer)
+    answers.start()
+    with Subscriber(f"ipc://{tmp_path}/pub", f"ipc://{tmp_path}/replay") as listens:
+        assert listens.catch_up() == [(0, b"a")]
+    answers.join()
+    replay.close(linger=0)
+
+
+def test_an_address_of_ipv6_is_one() -> None:
+    with socket.socket(socket.AF_INET6) as finds:
+        try:
+            finds.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no ::1")
+    publisher = Publisher("tcp://[::1]:0")
+    with Subscriber(publisher._pub.last_endpoint.rstrip(b"\0").decode()) as listens:
+        joined(publisher, listens)
+    publisher.close()
 
 
 def test_another_start_begins_at_zero_and_is_heard(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import itertools
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -118,7 +119,7 @@ def read(path: Path) -> Recording:
     """What --events has kept. Raises ConfigError where it cannot be read or is anything else."""
     try:
         return msgspec.json.decode(gzip.decompress(path.read_bytes()), type=Recording)
-    except (OSError, EOFError, msgspec.DecodeError) as error:
+    except (OSError, EOFError, zlib.error, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: expected what --events keeps: {error}") from None
 
 

@@ -12,6 +12,7 @@ or a server of files, shows in nothing here but in later reads that are faster. 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,29 +117,29 @@ def forget(files: Sequence[Path]) -> None:
 
 
 def read(files: Sequence[Path], threads: int) -> Read:
-    """All bytes of the files in order, in blocks of BLOCK, that so many threads take in turn."""
+    """All bytes of the files in order, in blocks of BLOCK, that so many threads take in turn.
+
+    Raises OSError where one cannot be read, and ConfigError where one is shorter than it was.
+    """
     places = [(path, first) for path in files for first in range(0, path.stat().st_size, BLOCK)]
     whole, waiting, taking = sum(path.stat().st_size for path in files), iter(places), threading.Lock()
-    opened = {path: os.open(path, os.O_RDONLY) for path in files}
 
-    def work() -> None:
-        block = bytearray(BLOCK)
+    def work() -> int:
+        block, done = bytearray(BLOCK), 0
         while True:
             with taking:
                 place = next(waiting, None)
             if place is None:
-                return
-            os.preadv(opened[place[0]], [block], place[1])
+                return done
+            done += os.preadv(opened[place[0]], [block], place[1])
 
-    disk, began = from_disk(), time.perf_counter()
-    working = [threading.Thread(target=work) for _ in range(threads)]
-    for one in working:
-        one.start()
-    for one in working:
-        one.join()
-    seconds, now = time.perf_counter() - began, from_disk()
-    for one in opened.values():
-        os.close(one)
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
+        opened = {path: stack.enter_context(path.open("rb", buffering=0)).fileno() for path in files}
+        disk, began = from_disk(), time.perf_counter()
+        done = sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
+        seconds, now = time.perf_counter() - began, from_disk()
+    if done != whole:
+        raise ConfigError(f"{files[0].parent}: {done:,} of {whole:,} bytes were read; leave the files as they are")
     share = None if disk is None or now is None else round((now - disk) / whole, 3)
     return Read(threads=threads, gb_per_s=round(whole / seconds / 1e9, 3), disk_share=share)
 
@@ -174,12 +176,12 @@ def _of_ranks(folder: Path, ranks: int, device: torch.device, meet: Path, files:
 
         SharedMemoryGroup.create(meet / MEET, ranks)
     command = [sys.executable, "-m", "redline.bench.runs.load_rank"]
-    started = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(ranks)
-    ]
+    started: list[subprocess.Popen[str]] = []
     too_late = threading.Timer(READY_S + LOAD_S, lambda: [one.kill() for one in started])
     too_late.start()
     try:
+        for _ in range(ranks):
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         for rank, one in enumerate(started):
             task = Task(folder=str(folder), rank=rank, ranks=ranks, device=device.type, meet=str(meet))
             _say(one, msgspec.json.encode(task).decode())
@@ -193,7 +195,7 @@ def _of_ranks(folder: Path, ranks: int, device: torch.device, meet: Path, files:
         too_late.cancel()
         for one in started:
             one.kill()
-            one.wait()
+            one.communicate()
 
 
 def _say(process: "subprocess.Popen[str]", line: str) -> None:
@@ -255,7 +257,12 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="on the disk that is measured; emptied at the end")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="on the disk that is measured: a new one, which is removed at the end",
+    )
     parser.add_argument("--gb", type=float, default=4.0, help="of the checkpoint")
     parser.add_argument("--ranks", type=count, nargs="+", default=(1, 2))
     parser.add_argument("--rounds", type=count, default=2)

@@ -103,7 +103,11 @@ def test_all_cases_are_timed_before_one_session_records_them(tmp_path: Path, mon
     assert again.read_bytes() == kept.read_bytes()
 
 
-@pytest.mark.parametrize("data", [b"{}", gzip.compress(b"{}"), gzip.compress(b"[")[:-4]])
+CUT = gzip.compress(b"[" * 100)
+OTHERS = {"plain": b"{}", "nothing": gzip.compress(b"{}"), "cut": CUT[:-4], "wrong": CUT[:10] + b"\xff" * 9 + CUT[19:]}
+
+
+@pytest.mark.parametrize("data", OTHERS.values(), ids=OTHERS)  # their bytes have the time in them
 def test_anything_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes):
     (tmp_path / "other").write_bytes(data)
     with pytest.raises(ConfigError, match="other: expected what --events keeps"):

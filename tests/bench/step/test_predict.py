@@ -85,7 +85,8 @@ def test_meetings_are_those_that_were_measured():
 
 def test_rounds_are_those_that_were_measured():
     for ranks, known in ROUND_MS.items():
-        listed = rows("rounds-h200.json", ranks=ranks, rows=1, draft_head_bits=16)
+        of = {"commit": FITTED[2]} if ranks == 2 else {}
+        listed = rows("rounds-h200.json", ranks=ranks, rows=1, draft_head_bits=16, **of)
         assert {row["k"]: row["ms"] for row in listed} == pytest.approx(known, abs=NEAR)
 
 
