@@ -260,8 +260,6 @@ class Worker:
         prompts.sort(key=lambda job: not job.placed)
         told = [Prompt(job.remaining, job.prompt - job.remaining, job.came + job.ttft_s - now) for job in prompts]
         sharing = None if self._slots < self.model.slots else sum(job.placed for job in prompts)
-        if sharing == 0:
-            return most
         answers = Answers(self.rows, self._context)
         return chunk_tokens(self.model.steps.step_ms, most, step_ms, answers, told, sharing)
 
