@@ -204,7 +204,8 @@ def _start_nursery(program: str, *arguments: str) -> bytes:
     """Its address; it ends with this process. program: is told the number of the socket that it reads."""
     with _listener() as listener:
         command = [sys.executable, "-c", program, str(listener.fileno()), *arguments]
-        started = _start(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # numpy would start threads, which no fork has
+        started = _start(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
         atexit.register(_end, started)
         return listener.getsockname()
 
