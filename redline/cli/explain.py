@@ -61,7 +61,7 @@ def _lines(job: dict[str, Any]) -> list[str]:
     found: list[str] = []
     if (brought := job["brought"]) is not None:
         found.append(_of_tiers(brought))
-    pauses = list(zip(job["paused"], [*job["paused"][1:], None], strict=True))
+    pauses = list(zip(job["paused"], [*job["paused"], None][1:], strict=True))
     early = [each for each in pauses if not each[0]["after_tokens"]]  # while its prompt was computed
     found += [_of_pause(*each, job["tokens"]) for each in early]
     if job["first_token_s"] is None:

@@ -14,6 +14,7 @@ import torch
 
 from redline.plan.recorded import RecordedShapes
 from redline.run.graphs.graph import Recorder
+from redline.run.layer_marks import LayerMarks
 from redline.run.runner import Launched, Runner
 from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
@@ -146,7 +147,7 @@ def test_a_prompt_that_gives_no_finite_logit_ends_its_own_job_only(captured: Ope
     assert read is not None
     launch = read.launch
 
-    def broken(step: Step) -> Any:
+    def broken(step: Step, marks: LayerMarks | None) -> Any:
         nonlocal thrown
         thrown += 1
 
@@ -158,7 +159,7 @@ def test_a_prompt_that_gives_no_finite_logit_ends_its_own_job_only(captured: Ope
         with monkeypatch.context() as patch:
             if thrown == 2:
                 patch.setattr(model, "logits", no_number)
-            return launch(step)
+            return launch(step, marks)
 
     monkeypatch.setattr(read, "launch", broken)
     answers, _ = answers_of(engine, *waves, every=6)
