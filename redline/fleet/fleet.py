@@ -130,7 +130,7 @@ class Fleet:
                 case Beat():
                     link.heard(message, self._clock())
                 case Load():
-                    link.load = message
+                    link.load = message if link.lost is None else None
                     self.metrics.load(message, link.name)
                 case Failed():
                     self.lose(link, message.reason)

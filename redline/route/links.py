@@ -255,8 +255,8 @@ class Links:
         return self.silence or stalled
 
     def loaded(self, link: Link, load: Load) -> None:
-        """Take in what a worker tells of itself."""
-        link.load = load
+        """Take in what a worker tells of itself; its last word may come once it is lost, and has no pages any more."""
+        link.load = load if link.lost is None else None
         for step in load.timed:
             if step.number > link.timed:
                 link.timed = step.number

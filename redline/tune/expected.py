@@ -150,6 +150,12 @@ class Sample:
         """Of all requests those that are good, at so many times the rate. At least one worker answers."""
         return self._split(times * self.rate, roles.prefill, roles.decode + roles.both)[0]
 
+    def keeps(self, roles: Roles, times: float, share: float) -> bool:
+        """Whether so large a share of requests is good, at so many times the rate, and no queue grows: where a promise
+        cannot be kept by anybody requests are to be answered all the same."""
+        good, prefill, decode = self._split(times * self.rate, roles.prefill, roles.decode + roles.both)
+        return good >= share and prefill <= MOST_USE and decode <= 1
+
     def _split(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
         """(share of requests that are good, use of those who compute prompts, of those who answer).
 

@@ -38,8 +38,8 @@ class Choice(NamedTuple):
     """Which roles, and why. now: what the present roles are expected to do; None where there were none.
 
     wanted: as many workers as keep the fleet's attainment with the best roles; more than there are: these do not.
-    ample: as many as keep it with room, where as much more comes as the most of RATES. Neither asks for what no number
-    of workers would keep.
+    ample: as many as keep it with room, where as much more comes as the most of RATES. Of what no number of workers
+    would keep both ask for no more than that no queue grows.
     """
 
     roles: Roles
@@ -118,7 +118,7 @@ def _splits(workers: int, sample: Sample) -> list[Predicted]:
 
 def _wanted(sample: Sample, best: Predicted, fleet: Fleet, times: float) -> int:
     """The fewest workers whose best roles keep the attainment, or as much of it as a request that is alone would, with
-    so many times the rate; MOST_TIMES as many where no number looked at does."""
+    so many times the rate, without a queue that grows; MOST_TIMES as many where no number looked at does."""
     enough = min(fleet.attainment, sample.share(Roles(both=1), ALONE) - NEAR)
 
     def keeps(workers: int) -> bool:
@@ -128,7 +128,7 @@ def _wanted(sample: Sample, best: Predicted, fleet: Fleet, times: float) -> int:
             Roles(prefill=count, decode=workers - count)
             for count in range(max(1, prefill - 2), min(workers - 1, prefill + 2) + 1)
         ]
-        return any(sample.share(roles, times) >= enough for roles in near)
+        return any(sample.keeps(roles, times, enough) for roles in near)
 
     low, high = 0, fleet.workers
     while not keeps(high):

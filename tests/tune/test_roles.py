@@ -46,6 +46,19 @@ def test_more_workers_are_wanted_only_where_no_roles_do():
     assert choose_roles(LONG_PROMPTS, Fleet(enough.wanted, MODEL), TARGETS).expected.attainment >= 0.95
 
 
+def test_of_a_promise_that_nobody_can_keep_so_many_are_wanted_that_no_queue_grows():
+    never = {"": Targets(ttft_s=0.001)}
+    quiet, busy = (choose_roles(Traffic(rate, LONG_PROMPTS.requests), Fleet(16, MODEL), never) for rate in (0.1, 24.0))
+    assert quiet.wanted == quiet.ample == 1
+    assert busy.expected.attainment == 0
+    use = [
+        predict_roles(Traffic(24.0, LONG_PROMPTS.requests), Fleet(count, MODEL), never, Roles(both=count))
+        for count in (busy.wanted, busy.wanted - 1)
+    ]
+    assert use[0].prefill < 1 <= use[1].prefill
+    assert busy.wanted < busy.ample <= 1.5 * busy.wanted
+
+
 def test_requests_of_a_class_are_held_to_its_targets():
     strict = TARGETS | {"strict": Targets(ttft_s=0.01, itl_s=0.03)}
     mixed = Traffic(4.0, [Asked(0, 20_000, 100), Asked(0, 20_000, 100, of="strict")])
