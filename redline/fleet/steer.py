@@ -39,6 +39,7 @@ from redline.wire.news import Load, Ready, Role
 CONFIRM = 2  # looks in a row that say the same, before anything changes
 LEAST_REQUESTS = 8  # that have come in the window: of fewer nothing is concluded
 MOST_TOLD = 16  # changes that are remembered
+ALL_WITH = 32  # steps with prompts, before one of answers alone: where more comes than can be done there is none
 MOST_STEPS = 1024  # with prompts, and as many without, that are remembered
 TOLD_ROWS, TOLD_TOKENS = (1, 16), 512  # of what is told of a step model: answers at once; of a context, and of a prompt
 MEMORY = 0.98  # share of the tokens and rows of steps that stays when those of another are added
@@ -107,8 +108,8 @@ class Measured:
 
     @property
     def enough(self) -> bool:
-        """Whether steps of both kinds were measured."""
-        return bool(self._with_prompts and self._without)
+        """Whether steps of both kinds were measured; or so many with prompts that there are none of answers alone."""
+        return bool(self._with_prompts) and bool(self._without or len(self._with_prompts) >= ALL_WITH)
 
     @property
     def steps(self) -> tuple[tuple[Work, float], ...]:
@@ -223,14 +224,19 @@ class Steering:
         asked, came = self._asked(), self._came()
         if isinstance(asked, str):
             if not came:
-                self._spares.saw(0)
+                self._spares.saw(self._with_queues())
             return Decision(time.time(), why_stays or asked)
         # Numpy and a fit: some milliseconds, in which every stream would stand still.
         choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
-        self._spares.saw(choice.ample)
+        self._spares.saw(max(choice.ample, self._with_queues()))
         if why_stays is not None:
             return Decision(time.time(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
         return self._decide(choice)
+
+    def _with_queues(self) -> int:
+        """Workers that are wanted in any case: all that run, while requests wait at one of them; else none."""
+        waits = any(link.load is not None and link.load.waiting for link in self._gateway.links)
+        return len(self._spares.running) if waits else 0
 
     def _came(self) -> int:
         """Requests of the window."""

@@ -326,6 +326,17 @@ async def test_who_is_not_wanted_any_more_ends_after_long_and_one_at_a_time() ->
     assert await look(fleet, 3) == [""] * 3
 
 
+async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> None:
+    fleet = Fleet("both", spares=1, spare_s=60.0)
+    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.serves("w", "both")
+    first = next(iter(fleet.gateway.links))
+    first.load = msgspec.structs.replace(load(1), waiting=3)
+    assert await look(fleet, 20, seconds=10) == [""] * 20
+    first.load = load(2)
+    assert "w ends" in await look(fleet, 8, seconds=10)
+
+
 async def test_a_wave_in_between_keeps_those_who_run() -> None:
     fleet = Fleet("both", spares=1, spare_s=60.0)
     fleet.measure()
@@ -400,6 +411,14 @@ def test_a_step_is_counted_once_and_a_worker_that_is_started_again_counts_anew()
     assert len(measured.steps) == 3
     measured.hear("b", load(3, step(2, 0, 2, tokens=6)))
     assert 1.5 < measured.tokens_per_step < 2.0
+    assert measured.enough
+
+
+def test_where_every_step_has_a_prompt_there_is_none_of_answers_alone_to_wait_for() -> None:
+    measured = Measured()
+    measured.hear("a", load(9, *(step(n, 512, 2) for n in range(1, 10))))
+    assert not measured.enough
+    measured.hear("a", load(99, *(step(n, 512, 2) for n in range(10, 100))))
     assert measured.enough
 
 
