@@ -64,27 +64,44 @@ def link(pools: Server, links: Detours, writer: str, socket: str) -> LinkName:
     raise AssertionError((links.links(), writer, socket))
 
 
+MORE_S = 3.0  # after which others come, where a fault waits for what has not happened
+
+
 def answers_beside(
     pools: Server,
     numbers: Sequence[int],
     fault: Callable[[], object] = lambda: None,
     when: Callable[[], object] = lambda: True,
 ) -> dict[int, list[int]]:
-    """The answers to requests that come together, and a fault once `when` is true."""
+    """The answers to requests that come together, and a fault once `when` is true. Until then others come behind
+    them, since the first may all have gone where nothing is to happen."""
     answers: dict[int, list[int]] = {}
+    threads: list[threading.Thread] = []
+    next_at = time.monotonic() + MORE_S
 
     def ask(number: int) -> None:
         answers[number] = tokens_of(pools, number)
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    wait_for(when, 30, pools)
+    def begin(number: int) -> None:
+        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads[-1].start()
+
+    def due() -> object:
+        nonlocal next_at
+        if time.monotonic() > next_at:
+            next_at += MORE_S
+            for number in numbers:
+                begin(1000 + 10 * len(threads) + number)
+        return when()
+
+    for number in numbers:
+        begin(number)
+    wait_for(due, 30, pools)
     fault()
     for thread in threads:
         thread.join(60)
-    assert {number: len(answer) for number, answer in answers.items()} == dict.fromkeys(numbers, 300)
-    return answers
+    assert [len(answer) for answer in answers.values()] == [300] * len(threads)
+    return {number: answers[number] for number in numbers}
 
 
 def undisturbed(pools: Server, numbers: Sequence[int]) -> dict[int, list[int]]:
