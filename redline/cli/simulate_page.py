@@ -1,6 +1,6 @@
 """Figures of simulated fleets as cells of a table, and as sections of a page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.simulate.figures import Bucket, Change, Figures
@@ -52,6 +52,12 @@ def roles_of(each: Bucket | Change) -> str:
     return f"{each.both} both" if each.both else f"{each.prefill} : {each.decode}"
 
 
+def _over_time(name: str, run: Figures, value: Callable[[Bucket], float]) -> Series:
+    """A number of each piece of a run's time."""
+    pieces = run.over_time
+    return Series(name=name, x=tuple(one.at_s for one in pieces), y=tuple(map(value, pieces)), style="steps")
+
+
 def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
     """A page's sections. priced: costs are money; else GPU-hours."""
     names = COLUMNS if priced else tuple(name.replace("cost", "GPU-h") for name in COLUMNS)
@@ -66,21 +72,8 @@ def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
             x_label="time of the trace, s",
             y_label="a second",
             series=(
-                Series(
-                    name="came",
-                    x=tuple(each.at_s for each in runs[0].over_time),
-                    y=tuple(each.requests_s for each in runs[0].over_time),
-                    style="steps",
-                ),
-                *(
-                    Series(
-                        name=f"good, {each.name}",
-                        x=tuple(one.at_s for one in each.over_time),
-                        y=tuple(one.good_s for one in each.over_time),
-                        style="steps",
-                    )
-                    for each in runs
-                ),
+                _over_time("came", runs[0], lambda one: one.requests_s),
+                *(_over_time(f"good, {each.name}", each, lambda one: one.good_s) for each in runs),
             ),
             note="A request is counted when it comes.",
         ),
@@ -89,13 +82,7 @@ def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
             x_label="time of the trace, s",
             y_label="% of all workers",
             series=tuple(
-                Series(
-                    name=each.name,
-                    x=tuple(one.at_s for one in each.over_time),
-                    y=tuple(100 * one.prefill / each.workers for one in each.over_time),
-                    style="steps",
-                )
-                for each in runs
+                _over_time(each.name, each, lambda one, all_=each.workers: 100 * one.prefill / all_) for each in runs
             ),
             note="0: every worker computes prompts and answers.",
         ),
@@ -103,15 +90,7 @@ def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
             title="Workers that run",
             x_label="time of the trace, s",
             y_label="workers",
-            series=tuple(
-                Series(
-                    name=each.name,
-                    x=tuple(one.at_s for one in each.over_time),
-                    y=tuple(one.running for one in each.over_time),
-                    style="steps",
-                )
-                for each in runs
-            ),
+            series=tuple(_over_time(each.name, each, lambda one: one.running) for each in runs),
             note="On the mean of each piece of time. One that starts, or ends what it has, runs and is paid for.",
         ),
     ]

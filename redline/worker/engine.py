@@ -66,7 +66,7 @@ from redline.worker.ways import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Positions of a step where nothing is said: the most of these that leave enough memory for pages. A prompt's chunk
-# reads nearly all experts: of 8,192 tokens one chunk takes two thirds of the time of four.
+# reads nearly all experts, so one of 8,192 tokens takes less time than four (docs/handoff.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 LOCK_S = 5.0  # for a worker that ends to let go of the disk's folder
 _log = logging.getLogger(__name__)

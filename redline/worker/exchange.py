@@ -365,53 +365,68 @@ class Exchange:
                 out.outbox.put(msgspec.structs.replace(out.handed, error=f"nobody wanted it for {WANT_S:g} s"))
                 self._drop(out)
             return
-        way, whole, prompt = self._ways[out.way], out.handed is not None, len(out.job.tokens)
-        assert way.departures is not None, "whoever computes has an area"
-        while True:
-            if out.piece is None:
-                out.piece = next(out.pieces, None) if out.pieces is not None else None
-            if out.piece is None:
-                end = prompt if whole else computed.positions // PAGE_TOKENS * PAGE_TOKENS
-                to, left = out.leaving or (end, 0)
-                if end <= out.end or end < to:
-                    out.pieces = None
-                    return
-                draft_end = to + (to == prompt and bool(prompt % PAGE_TOKENS))
-                out.pieces = way.parcels.pieces(out.end, to, draft_end, (left, self._parcels.layers))
-                out.end, out.leaving = to, None
-                continue
-            if out.piece.positions[1] > computed.positions:
-                return  # the job has lost its pages, and computes them again
-            if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
-                return  # no room now
-            out.piece, out.filling = None, out.filling + 1
+        parcels, positions, prompt = self._ways[out.way].parcels, computed.positions, len(out.job.tokens)
+        end = prompt if out.handed is not None else positions // PAGE_TOKENS * PAGE_TOKENS
+
+        def more() -> Iterator[Piece] | None:
+            """All layers of what is computed since, or those that have not left yet."""
+            first, (to, left) = out.end, out.leaving or (end, 0)
+            assert first is not None, "it is wanted"
+            if end <= first or end < to:
+                return None
+            draft_end = to + (to == prompt and bool(prompt % PAGE_TOKENS))
+            out.end, out.leaving = to, None
+            return parcels.pieces(first, to, draft_end, (left, parcels.layers))
+
+        self._fill_pieces(out, computed.pages, more, lambda piece: piece.positions[1] <= positions)
 
     def _fill_layers(self, out: _Outgoing, first: int, row: tuple[int, int], layers: int) -> None:
         """Begins to fill parcels with the first layers of positions that a step computes now. first: where what has not
         left begins. row: the step's positions; what lies before them is computed in all layers."""
-        computed, way = self._planner.computed(out.job.id), self._ways[out.way]
+        computed, parcels = self._planner.computed(out.job.id), self._ways[out.way].parcels
         assert computed is not None, "a job that a step computes is there"
-        assert way.departures is not None, "whoever computes has an area"
-        begin, end = row
+        positions, (begin, end) = computed.positions, row
         to = end if end == len(out.job.tokens) else end // PAGE_TOKENS * PAGE_TOKENS
+
+        def more() -> Iterator[Piece] | None:
+            leaving, left = out.leaving or (to, 0)
+            if positions < begin or leaving != to or to <= first:
+                return None
+            group = parcels.group(to - first)
+            ready = left + (layers - left) // group * group
+            if ready <= left:
+                return None
+            out.leaving = to, ready
+            return parcels.pieces(first, to, to, (left, ready))
+
+        def is_computed(piece: Piece) -> bool:
+            (_, last), (_, stop) = piece.layers, piece.positions
+            return stop <= positions or (last <= layers and stop <= to and positions >= begin)
+
+        self._fill_pieces(out, computed.pages, more, is_computed)
+
+    def _fill_pieces(
+        self,
+        out: _Outgoing,
+        pages: Sequence[int],
+        more: Callable[[], Iterator[Piece] | None],
+        is_computed: Callable[[Piece], bool],
+    ) -> None:
+        """Begins to fill parcels as far as there is room. more: further pieces; None: there are none now. is_computed:
+        of a piece that has waited for room the job may have lost the pages, and compute them again."""
+        departures = self._ways[out.way].departures
+        assert departures is not None, "whoever computes has an area"
         while True:
+            if out.piece is None and out.pieces is not None:
+                out.piece = next(out.pieces, None)
             if out.piece is None:
-                out.piece = next(out.pieces, None) if out.pieces is not None else None
-            if out.piece is None:
-                out.pieces = None
-                leaving, left = out.leaving or (to, 0)
-                group = way.parcels.group(to - first) if to > first else 1
-                ready = left + (layers - left) // group * group
-                if computed.positions < begin or leaving != to or to <= first or ready <= left:
+                out.pieces = more()
+                if out.pieces is None:
                     return
-                out.pieces, out.leaving = way.parcels.pieces(first, to, to, (left, ready)), (to, ready)
-                continue
-            (_, last), (_, stop) = out.piece.layers, out.piece.positions
-            if stop > computed.positions and not (last <= layers and stop <= to and computed.positions >= begin):
-                return  # as in `_fill`
-            if not way.departures.fill(out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"):
-                return  # no room now
-            out.piece, out.filling = None, out.filling + 1
+            elif is_computed(out.piece) and departures.fill(out, out.piece, pages, f"{out.to.worker}.{out.to.epoch}"):
+                out.piece, out.filling = None, out.filling + 1
+            else:
+                return
 
     def _offer_filled(self) -> None:
         """Tells of parcels that have been filled."""

@@ -146,7 +146,9 @@ def test_an_address_of_ipv6_is_one() -> None:
         try:
             finds.bind(("::1", 0))
         except OSError:
-            pytest.skip("this machine has no ::1")
+            with pytest.raises(ConfigError, match="cannot be used"):
+                Publisher("tcp://[::1]:0")
+            return
     publisher = Publisher("tcp://[::1]:0")
     with Subscriber(publisher._pub.last_endpoint.rstrip(b"\0").decode()) as listens:
         joined(publisher, listens)
