@@ -37,7 +37,7 @@ from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
 
 CONFIRM = 2  # looks in a row that say the same, before anything changes
-LEAST_REQUESTS = 8  # that have come in the window: of fewer nothing is concluded
+LEAST_REQUESTS = 8  # that have come in the window, or wait at a worker: of fewer nothing is concluded
 MOST_TOLD = 16  # changes that are remembered
 ALL_WITH = 32  # steps with prompts, before one of answers alone: where more comes than can be done there is none
 MOST_STEPS = 1024  # with prompts, and as many without, that are remembered
@@ -234,8 +234,8 @@ class Steering:
         return self._decide(choice)
 
     def _with_queues(self) -> int:
-        """Workers that are wanted in any case: all that run, while requests wait at one of them; else none."""
-        waits = any(link.load is not None and link.load.waiting for link in self._gateway.links)
+        """Workers that are wanted in any case: all that run, while many requests wait at one of them; else none."""
+        waits = any(link.load is not None and link.load.waiting >= LEAST_REQUESTS for link in self._gateway.links)
         return len(self._spares.running) if waits else 0
 
     def _came(self) -> int:

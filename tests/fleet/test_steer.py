@@ -331,9 +331,9 @@ async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> No
     fleet.states["w"] = Seat("w", "ready", spare=True)
     fleet.serves("w", "both")
     first = next(iter(fleet.gateway.links))
-    first.load = msgspec.structs.replace(load(1), waiting=3)
+    first.load = msgspec.structs.replace(load(1), waiting=8)
     assert await look(fleet, 20, seconds=10) == [""] * 20
-    first.load = load(2)
+    first.load = msgspec.structs.replace(load(2), waiting=7)
     assert "w ends" in await look(fleet, 8, seconds=10)
 
 

@@ -4,6 +4,7 @@ Sums over ranks are added in another order than within one, so logits differ in 
 bits. A greedy or seeded token may differ only at a near tie, and such are counted.
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -280,9 +281,13 @@ def test_four_ranks_that_draft_with_few_pages_say_what_one_says() -> None:
 
 def followers() -> list[int]:
     """The processes of ranks that this one has started."""
-    children = Path(f"/proc/{os.getpid()}/task")
-    found = {int(child) for task in children.iterdir() for child in (task / "children").read_text().split()}
-    return [child for child in found if b"redline.worker.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"redline.worker.rank" in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+    return found
 
 
 def long_job() -> Job:
