@@ -59,3 +59,11 @@ def logs_are_heard() -> None:
         logger = logging.getLogger(name)
         logger.setLevel(logging.NOTSET)
         logger.disabled, logger.propagate = False, True
+
+
+@pytest.fixture(autouse=True)
+def signals_stay_as_they_are() -> Iterator[None]:
+    """What a test's process ignores from then on, those that it starts would too, and could not be ended."""
+    before = [signal.getsignal(number) for number in forked.SIGNALS]
+    yield
+    assert [signal.getsignal(number) for number in forked.SIGNALS] == before

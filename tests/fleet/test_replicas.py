@@ -40,6 +40,7 @@ ASKS: tuple[tuple[str, dict[str, Any]], ...] = (
 TOKENS = 300  # of each answer to them
 BACK_S = 5.0  # in which the pages of a replica that was killed have to be back; it takes some tenths of a second
 WAIT_S = 60.0  # for all that takes as long as it takes
+HEARD_S = 1.0  # in which each replica hears what a worker keeps: nobody tells when it has
 
 
 class Client:
@@ -244,6 +245,7 @@ def test_a_conversation_goes_to_the_worker_that_has_its_pages_whichever_replica_
             text = f"Chapter {number}. " + "The river runs by the house and on to the sea. " * 30
             "".join(asks.ask(text, 4, f"begun-{number}"))
             wait_for(lambda: free(two), WAIT_S, two)
+            time.sleep(HEARD_S)
             "".join(returns.ask(f"{text} And then", 4, f"again-{number}"))
             assert replica_of(two, f"begun-{number}") != replica_of(two, f"again-{number}")
             assert worker_of(two, f"begun-{number}") == worker_of(two, f"again-{number}")

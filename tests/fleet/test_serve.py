@@ -29,6 +29,7 @@ from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.errors import ConfigError
 from redline.fleet import serve as fleet
 from redline.fleet.config import ServeConfig
+from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.serve import serve
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
@@ -260,6 +261,16 @@ def test_a_second_server_is_told_that_the_port_is_in_use(nano: Server):
     assert re.fullmatch(rf"error: port {port} on 127\.0\.0\.1 cannot be used .*--port\n", done.stderr)
 
 
+@pytest.fixture
+def goes_on() -> Iterator[None]:
+    """The process goes on where a server has ended in it, which ignores signals from then on."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("goes_on")
 def test_the_loop_that_serves_is_uvloops(monkeypatch: pytest.MonkeyPatch):
     """As redline/bench/runs/frontend.py has it."""
     loops: list[asyncio.AbstractEventLoop] = []
@@ -431,6 +442,7 @@ import subprocess, sys
 from rich.console import Console
 from redline.fleet import serve
 from redline.fleet.config import ServeConfig
+from redline.fleet.process import STOP_SIGNALS
 worker = '''
 import sys, msgspec
 from redline.wire.channel import SocketInbox, SocketOutbox
@@ -535,12 +547,13 @@ def test_a_folder_that_is_too_deep_for_sockets_is_one_line_and_stays_empty(
     assert not list(deep.iterdir())
 
 
+@pytest.mark.usefixtures("goes_on")
 def test_no_folder_for_sockets_is_said(tiny: Path, monkeypatch: pytest.MonkeyPatch):
     def refused(**_: str) -> str:
         raise FileNotFoundError("No usable temporary directory found")
 
     monkeypatch.setattr(tempfile, "mkdtemp", refused)
-    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: set[int]())  # this process goes on
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: set[int]())
     with pytest.raises(ConfigError, match=r"no folder for the sockets: .*TMPDIR"):
         serve(ServeConfig(weights=str(tiny), port=0), Console())
 
