@@ -415,6 +415,11 @@ class Gateway:
         if role == "prefill":
             self._take_from(link, [lane for lane in self._lanes_of(link) if not lane.heard])
 
+    @property
+    def under_way(self) -> list[Came]:
+        """Jobs that have not ended, as `lately` knows them."""
+        return [lane.came for lane in self._lanes.values()]
+
     def answers_of(self, link: Link) -> int:
         """How many answers a worker has to write as yet."""
         return len(self._lanes_of(link))

@@ -1,10 +1,11 @@
 """Gives workers other roles as the traffic asks for, and starts and ends some: every few seconds one look, one change.
 
 What came lately, as it came, and what steps took lately are put to `tune.roles.choose_roles`, which says which roles
-keep most of what is promised, and whether a change pays. Against changing to and fro the same direction has to be said
-in CONFIRM looks in a row, and `rest_s` has to have passed since the last change. Then the workers change one after the
-other, each once the one before is in its role: half of a way may be worse than none. Where nobody is left that answers,
-a worker that computes prompts does so at once.
+keep most of what is promised. Where others than the present ones may, all are tried on what came (`trials.py`), and
+what comes of that counts. Against changing to and fro it has to say the same direction in CONFIRM looks in a row, and
+`rest_s` has to have passed since the last change. Then the workers change one after the other, each once the one
+before is in its role: half of a way may be worse than none. Where nobody is left that answers, a worker that computes
+prompts does so at once.
 
 Roles come first. Where with the best roles of those that run what is promised is not to be kept, another worker is
 started; where fewer are ample for long, one ends (`spares.py`). Each change is a line in the log; it, the last look
@@ -24,14 +25,16 @@ import msgspec
 from redline.api.config import Sla
 from redline.api.gateway import Gateway
 from redline.api.sla import targets_of
+from redline.errors import RedlineError
 from redline.fleet.config import Steer
 from redline.fleet.spares import Crew, Spares
+from redline.fleet.trials import tried
 from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
 from redline.tune.count import NEWEST, rising, role_of_another
 from redline.tune.expected import Asked, Predicted, Roles, Traffic, WorkerModel
 from redline.tune.pairs import Work
-from redline.tune.roles import Choice, Fleet, best_roles, choose_roles
+from redline.tune.roles import Choice, Fleet, best_roles, choose_roles, predict_roles, settled, splits_to_try
 from redline.tune.steps import StepFit, StepModel, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
@@ -137,7 +140,7 @@ class Steering:
         self._spares = Spares(crew, gateway.links, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
-        self._changed_at = -math.inf
+        self._changed_at = self._tried_at = -math.inf  # when others were tried last, and none was better
         self._said = 0, 0  # which way to change, and in how many looks in a row
         self._goal: Decision | None = None  # whose roles are being given, one worker after the other
         self._weighed: tuple[Traffic, Fleet] | None = None  # by the last look that weighed anything
@@ -229,9 +232,32 @@ class Steering:
         # Numpy and a fit: some milliseconds, in which every stream would stand still.
         choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
         self._spares.saw(max(choice.ample, self._with_queues()))
+        if why_stays is None:
+            choice, why_stays = await self._try(choice)
         if why_stays is not None:
             return Decision(time.time(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
         return self._decide(choice)
+
+    async def _try(self, choice: Choice) -> tuple[Choice, str | None]:
+        """(The choice by a trial of the present roles and others, and why no role can change now; None: one can.)"""
+        assert self._weighed is not None, "what is chosen was weighed"
+        traffic, fleet = self._weighed
+        assert fleet.now is not None
+        splits = splits_to_try(choice, fleet.now)
+        if not splits:
+            return choice, None
+        if (left := self._tried_at + self._config.rest_s - self._clock()) > 0:
+            return choice, f"other roles were tried lately, and none was better; they are again in {left:.0f} s"
+        try:
+            shares = await tried(traffic, fleet, self._targets, splits)
+        except RedlineError as error:
+            log.warning("%s; the roles stay as they are", error)
+            return choice, str(error)
+        what = choice, traffic, fleet, self._targets, shares
+        choice = await asyncio.get_running_loop().run_in_executor(None, settled, *what)
+        if choice.roles == fleet.now:
+            self._tried_at = self._clock()
+        return choice, None
 
     def _with_queues(self) -> int:
         """Workers that are wanted in any case: all that run, while many requests wait at one of them; else none."""
@@ -265,13 +291,13 @@ class Steering:
             return "no worker is ready" if not able else f"no request came in {window_s:g} s"
         if not self.measured.enough:
             return "no steps with prompts, or none with answers alone, have been measured yet"
-        asked = [Asked(each.cached, each.uncached, each.output, each.of) for each in lengths]
+        asked, left = ([Asked(*each) for each in some] for some in (lengths, lately.left(self._gateway.under_way)))
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
         newest_s, rate = NEWEST * window_s, lately.rate(window_s)
         peak = rising(rate, len(lately.lengths(newest_s)), newest_s)
         fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
-        return Traffic(rate, asked), fleet, self.measured.steps
+        return Traffic(rate, asked, left), fleet, self.measured.steps
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
         fit = StepFit()
@@ -317,7 +343,7 @@ class Steering:
             return seen
         more = count.workers > len(running)
         now, does = roles_of([seat.role for seat in running]), "starts" if more else "ends"
-        expected = await self._with(len(running) + (1 if more else -1))
+        expected = await self._with(len(running) + (1 if more else -1), apart=now.prefill > 0)
         wants = now if expected is None else expected.roles
         if more:
             role = role_of_another(now, wants)
@@ -332,12 +358,15 @@ class Steering:
             expected=expected or seen.expected,
         )  # fmt: skip
 
-    async def _with(self, workers: int) -> Predicted | None:
-        """What so many workers are expected to do with the best roles; None where nothing was weighed yet."""
+    async def _with(self, workers: int, apart: bool) -> Predicted | None:
+        """What so many workers are expected to do with the best roles, or, where no prompts are computed apart, with
+        none; None where nothing was weighed yet."""
         if self._weighed is None or workers < 1:
             return None
-        weighed = *self._weighed, self._targets, workers
-        return await asyncio.get_running_loop().run_in_executor(None, best_roles, *weighed)
+        weighed, run = (*self._weighed, self._targets), asyncio.get_running_loop().run_in_executor
+        if apart:
+            return await run(None, best_roles, *weighed, workers)
+        return await run(None, predict_roles, *weighed, Roles(both=workers))
 
 
 def roles_of(roles: Sequence[Role]) -> Roles:

@@ -71,16 +71,29 @@ class Lately:
         longer, as long as it is. Those that end in the window are the short ones where answers take as long as that, so
         what has ended before it counts too."""
         newest = self._newest(window_s)
+        becomes = self._becomes(newest)
+        return [
+            Length(min(each.cached, each.prompt), max(0, each.prompt - each.cached), becomes(each), each.of)
+            for each in newest
+        ]
+
+    def left(self, under_way: Sequence[Came]) -> list[Length]:
+        """Of jobs that have not ended, what is left: an answer that has begun needs nothing more of its prompt."""
+        becomes = self._becomes(under_way)
+        found: list[Length] = []
+        for each in under_way:
+            there = each.prompt + each.output if each.output else min(each.cached, each.prompt)
+            found.append(Length(there, max(0, each.prompt - there), max(1, becomes(each) - each.output), each.of))
+        return found
+
+    def _becomes(self, some: Sequence[Came]) -> Callable[[Came], int]:
+        """How many tokens the answers of some jobs have, or are expected to come to."""
         of_all = _Ended([each.output for each in self._came if each.ended])
         ended = {
             of: _Ended([each.output for each in self._came if each.ended and each.of == of])
-            for of in {each.of for each in newest if not each.ended}
+            for of in {each.of for each in some if not each.ended}
         }
-        found: list[Length] = []
-        for each in newest:
-            output = each.output if each.ended else (ended[each.of] or of_all).longer_than(each.output)
-            found.append(Length(min(each.cached, each.prompt), max(0, each.prompt - each.cached), output, each.of))
-        return found
+        return lambda each: each.output if each.ended else (ended[each.of] or of_all).longer_than(each.output)
 
     def _newest(self, window_s: float) -> list[Came]:
         since = self._clock() - window_s

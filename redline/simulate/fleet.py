@@ -2,9 +2,9 @@
 
 What is the product's: `route.choose` (`predict`, `apart`) says where a request goes, by what `route.pace` has learned,
 `tune.roles.choose_roles` which roles workers have, where they are not fixed, and `tune.count.choose_count` how many
-run. What is played: workers (`worker.py`),
-caches (`caches.py`) and handoffs (a time for each token). In a pool of more than EVERYBODY workers not all are looked
-at for each request, but those that have most of the prompt, and a few at random.
+run. Before roles change others are tried (`tried`): what came lately is played with each. What is played: workers
+(`worker.py`), caches (`caches.py`) and handoffs (a time for each token). In a pool of more than EVERYBODY workers not
+all are looked at for each request, but those that have most of the prompt, and a few at random.
 """
 
 import heapq
@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from redline.route.choose import Candidate, Predicted, apart, cheapest, predict
@@ -22,7 +22,7 @@ from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
 from redline.tune.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
 from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
-from redline.tune.roles import Choice, best_roles, choose_roles
+from redline.tune.roles import Choice, best_roles, choose_roles, settled, splits_to_try
 from redline.tune.roles import Fleet as Chosen
 from redline.tune.targets import Targets
 from redline.wire.news import Role
@@ -34,6 +34,10 @@ RECENT_S = 60.0  # of requests, by which roles are chosen
 REST_S = 30.0  # between two changes, at least
 CONFIRM = 2  # looks in a row that say the same, before anything changes: these three as [steer] of a server has them
 LEAST_REQUESTS = 50  # of these
+TRIED_WORKERS = EVERYBODY  # of a fleet that is played to try its roles, at most
+TRIED_S, TRIED_LEAST, TRIED_MOST = 120.0, 256, 2048  # of traffic, and its requests
+LEARNT = 256  # requests, by which its router knows how long prompts take and answers become
+TRIED_SEED = 1  # the same requests come at the same times to every split
 WATCH_EVERY = 5_000  # events
 
 Way = Literal["predicted", "remote", "local"]
@@ -126,6 +130,7 @@ class Simulation:
         self._until: dict[int, Role] = {}  # workers that change their role, and to which
         self._said = 0, 0  # more workers for prompts (1) or fewer (-1), and in how many looks in a row
         self._changed_s = 0.0  # when roles changed last, or the run began
+        self._tried_s = -math.inf  # when others were tried last, and none was better
         self._recent: deque[tuple[float, Asked]] = deque()
         self._pool()
 
@@ -160,6 +165,17 @@ class Simulation:
             self.ended.append(
                 Ended(job.came, job.prompt, job.cached, job.output, job.of, math.inf, math.inf, job.travels, False)
             )
+
+    def learn(self, requests: Sequence[Asked]) -> None:
+        """The router knows from the beginning what these take, as one does that has been routing them."""
+        steps = self._model.steps
+        for each in requests[:LEARNT]:
+            uncached = max(1, each.uncached)
+            self._pace.computed(uncached, steps.prompt_ms(each.cached, uncached, self._model.step_tokens) / 1e3)
+            self._pace.answered(each.of, each.output)
+        context = sum(each.cached + each.uncached + each.output / 2 for each in requests) / len(requests)
+        for rows in (1, 4, 16):
+            self._pace.stepped(rows, steps.decode_ms(rows, context) / 1e3, rows * self._model.tokens_per_step)
 
     def check(self) -> None:
         """Raises AssertionError unless the books of caches and workers are right."""
@@ -197,8 +213,9 @@ class Simulation:
         """Who computes it and who answers, as `route.links.Links.route` does it."""
         self._open[job.index] = job
         depths = self._caches.depths(request.blocks)
-        here = self._candidates(self._answering, depths, job)
-        there = self._candidates(self._computing, depths, job) if self._computing and job.output > 1 else []
+        here = self._candidates(self._answering, depths, job, request.cached)
+        computing = self._computing if job.output > 1 else []
+        there = self._candidates(computing, depths, job, request.cached)
         targets = self._setting.targets
         wanted = targets.get(job.of) or targets[""]
         expected = predict(job.prompt, [each[1] for each in (*here, *there)], self._pace, job.of, wanted)
@@ -235,9 +252,10 @@ class Simulation:
                 return few, cheapest(there)
 
     def _candidates(
-        self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played
+        self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played, everywhere: int | None
     ) -> list[tuple[Worker, Candidate]]:
-        """Those of a pool that are looked at, and what is known of each; first the one whose last job is the oldest."""
+        """Those of a pool that are looked at, and what is known of each; first the one whose last job is the oldest.
+        everywhere: tokens of the prompt that all have; None: as the caches say."""
         if len(pool) <= EVERYBODY:
             looked_at = sorted(pool, key=lambda worker: worker.given)
         else:
@@ -261,7 +279,7 @@ class Simulation:
                 if not depth.workers & bit:
                     break
                 blocks = depth.blocks
-            cached = min(blocks * BLOCK_TOKENS, job.prompt - 1)
+            cached = min(blocks * BLOCK_TOKENS if everywhere is None else everywhere, job.prompt - 1)
             free = max(0, (caches.blocks - caches.kept(worker.index)) * BLOCK_TOKENS - worker.queue)
             answers = 0 if worker.role == "prefill" else worker.jobs
             busy = self._busy[worker.index].share(self.now)
@@ -350,23 +368,34 @@ class Simulation:
         if stays and setting.counted is None:
             return
         seconds, now = min(RECENT_S, self.now), self._roles
-        traffic = Traffic(len(self._recent) / seconds, [asked for _, asked in self._recent])
+        traffic = Traffic(len(self._recent) / seconds, [asked for _, asked in self._recent], self._under_way())
         fleet = Chosen(now.workers, self._model, now, setting.flip_s, setting.horizon_s)
         if setting.counted is not None:
             newest_s = NEWEST * RECENT_S
             newest = sum(at > self.now - newest_s for at, _ in self._recent)
             fleet = fleet._replace(peak=rising(traffic.rate, newest, newest_s))
         choice = choose_roles(traffic, fleet, setting.targets)
-        if not stays:
-            way = (choice.roles.prefill > now.prefill) - (choice.roles.prefill < now.prefill)
+        if not stays and self.now >= self._tried_s + REST_S and (splits := splits_to_try(choice, now)):
+            shares = tried(traffic, self._model, setting.targets, splits)
+            by_trial = settled(choice, traffic, fleet, setting.targets, shares)
+            way = (by_trial.roles.prefill > now.prefill) - (by_trial.roles.prefill < now.prefill)
             self._said = (way, self._said[1] + 1 if self._said[0] == way else 1)
-            if way and self._said[1] >= CONFIRM:
+            if not way:
+                self._tried_s = self.now
+            elif self._said[1] >= CONFIRM:
                 self._said = 0, 0
-                self._flip(now, choice)
+                self._flip(now, by_trial)
                 return
         if setting.counted is not None:
             self._looks.append(Look(self.now, choice.ample))
             self._count(setting.counted, traffic, fleet)
+
+    def _under_way(self) -> list[Asked]:
+        """Of an answer that is written half is taken to be left."""
+        return [
+            Asked(job.prompt - job.remaining, job.remaining, job.output if job.first < 0 else job.output // 2, job.of)
+            for job in self._open.values()
+        ]
 
     def _count(self, counted: Counted, traffic: Traffic, fleet: Chosen) -> None:
         """One worker is started, or one ends, where so many are to run (as `fleet/spares.py` does it)."""
@@ -439,6 +468,60 @@ class Simulation:
         self._pool()
         if started:
             self._tell(f"{self.workers[index].name} takes requests")
+
+
+def tried(
+    traffic: Traffic, model: WorkerModel, targets: Mapping[str, Targets], splits: Sequence[Roles]
+) -> dict[Roles, float]:
+    """Of the requests of `traffic`, as they come again and again, the share that is good with each split of workers.
+
+    A large fleet is played as TRIED_WORKERS, with as much less traffic. `tune.roles` predicts any split in a
+    millisecond, by formulas that do not know how well the router keeps prompts from answers; this takes some 50.
+
+    Raises ValueError where nothing comes, or a split has nobody who answers.
+    """
+    if not traffic.rate or not traffic.requests:
+        raise ValueError("nothing comes")
+    found: dict[Roles, float] = {}
+    played: dict[Roles, float] = {}
+    for roles in splits:
+        if not roles.decode + roles.both:
+            raise ValueError(f"nobody answers with {roles}")
+        some = _smaller(roles)
+        if some not in played:
+            simulation = Simulation(Setting(model, some, targets))
+            simulation.learn(traffic.requests)
+            simulation.run(_requests(traffic, some.workers / roles.workers))
+            good = [each.good for each in simulation.ended if each.came_s]
+            played[some] = sum(good) / len(good)
+        found[roles] = played[some]
+    return found
+
+
+def _requests(traffic: Traffic, times: float) -> Iterator[Request]:
+    """What is under way, at once; then what came, in its order, by chance so many times as often."""
+    for each in traffic.under_way[:: max(1, round(1 / times))]:
+        yield _request(0.0, each)
+    draw, at_s, rate = random.Random(TRIED_SEED), 0.0, times * traffic.rate
+    count = round(min(TRIED_MOST, max(TRIED_LEAST, rate * TRIED_S)))
+    for each in itertools.islice(itertools.cycle(traffic.requests), count):
+        at_s += draw.expovariate(rate)
+        yield _request(at_s, each)
+
+
+def _request(at_s: float, asked: Asked) -> Request:
+    prompt, output = asked.cached + max(1, asked.uncached), max(1, asked.output)
+    return Request(at_s, prompt, output, (), asked.of, asked.cached)
+
+
+def _smaller(roles: Roles) -> Roles:
+    """The same split of TRIED_WORKERS at most."""
+    if roles.workers <= TRIED_WORKERS:
+        return roles
+    if not roles.prefill:
+        return Roles(both=TRIED_WORKERS)
+    prefill = min(max(1, round(roles.prefill * TRIED_WORKERS / roles.workers)), TRIED_WORKERS - 1)
+    return Roles(prefill=prefill, decode=TRIED_WORKERS - prefill)
 
 
 def _each(roles: Roles) -> list[Role]:

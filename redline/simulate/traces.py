@@ -26,13 +26,17 @@ BLOCK_TOKENS = 512
 
 
 class Request(NamedTuple):
-    """at_s: when it comes. prompt, output: tokens. blocks: names of the prompt's blocks. of: its class."""
+    """at_s: when it comes. prompt, output: tokens. blocks: names of the prompt's blocks. of: its class.
+
+    cached: tokens of the prompt that whoever computes it has; None: by its blocks, those that this worker has.
+    """
 
     at_s: float
     prompt: int
     output: int
     blocks: Sequence[int]
     of: str = ""
+    cached: int | None = None
 
 
 class _Line(Record, frozen=True, forbid_unknown_fields=False, rename={"of": "class"}):

@@ -77,10 +77,11 @@ def rising(rate: float, newest: int, seconds: float) -> float:
 
 
 def role_of_another(now: Roles, wanted: Roles) -> Role:
-    """What one more worker is to do. now: roles of those that run; wanted: the best of one more."""
-    if wanted.prefill > now.prefill:
-        return "prefill"
-    return "decode" if wanted.prefill else "both"
+    """What one more worker is to do. now: roles of those that run; wanted: the best of one more, by prediction, which
+    parts no prompts from answers where nobody has tried that."""
+    if not now.prefill:
+        return "both"
+    return "prefill" if wanted.prefill > now.prefill else "decode"
 
 
 def forgotten(looks: Sequence[Look], seconds: float, now: float) -> int:

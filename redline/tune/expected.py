@@ -60,10 +60,15 @@ class Asked(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What comes: requests a second, and requests as they came lately, for the joint distribution of their lengths."""
+    """What comes: requests a second, and requests as they came lately, for the joint distribution of their lengths.
+
+    under_way: what is left of those that have not ended: of prompts and answers. It is for who plays them; predictions
+    are of what comes.
+    """
 
     rate: float
     requests: Sequence[Asked]
+    under_way: Sequence[Asked] = ()
 
 
 class Roles(NamedTuple):

@@ -1,19 +1,24 @@
 """How many workers compute prompts for others, how many answer, or whether all do both: whichever keeps most promises.
 
-Each split is predicted (`expected.py`). A change has to pay, over a horizon, for what the workers that change do not do
-meanwhile. Roles come first: how many workers are wanted is said beside. Pure functions.
+Each split is predicted (`expected.py`). Where another may be better than the present one, some are named to be tried
+(`simulate/fleet.py`), and `settled` says what comes of that. A change has to pay, over a horizon, for what the workers
+that change do not do meanwhile; but workers that all do both are good with any traffic, so they need only be as good.
+Roles come first: how many workers are wanted is said beside. Pure functions.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from redline.tune.expected import RATES, Predicted, Roles, Sample, Traffic, WorkerModel
 from redline.tune.targets import Targets
 
 LEAST_GAIN = 0.02  # of all requests: what is predicted errs by as much
+TRIED_GAIN = 0.1  # likewise what was tried, on what came in one minute; and what suits that may suit nothing else
+ENOUGH = 0.97  # of all requests, with which all do both although others are a little better
 NEAR = 0.01  # likewise: what is less good by so little is as good
 GRID = 16  # of so many times as many workers not every split is looked at
 ALONE = 1e-6  # times the rate, of which no request meets another
+TRIALS = 8  # splits that are tried, beside the present one and the best by prediction
 MOST_TIMES = 4  # as many workers as there are, when more are asked for
 
 
@@ -84,6 +89,48 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
         return Choice(now.roles, now, now, wanted, ample, f"{why}: it does not pay")
     why = f"{now.attainment:.0%} of requests are expected to be good as it is, {best.attainment:.0%} so"
     return Choice(best.roles, best, now, wanted, ample, why)
+
+
+def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
+    """Those that are to be tried before anybody changes, the present one first; none where nothing is to be gained: the
+    present one is predicted to be the best, and it is that in which all do both.
+
+    All splits of a few workers; of many some, with those that are good by prediction.
+    """
+    assert choice.now is not None, "only present roles can change"
+    if not now.prefill and choice.now.steady > 1 - TRIED_GAIN:
+        return ()
+    workers = now.workers
+    step = max(1, workers // TRIALS)
+    some = [Roles(both=workers)]
+    some += [Roles(prefill=count, decode=workers - count) for count in range(step, workers, step)]
+    return [*dict.fromkeys((now, choice.roles, *some))]
+
+
+def settled(
+    choice: Choice, traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], shares: Mapping[Roles, float]
+) -> Choice:
+    """The choice by what has been tried. fleet: with its present roles. shares: of requests that are good, with each
+    split that was tried, the present one among them. The others as `choose_roles`."""
+    now, most = fleet.now, max(shares.values())
+    assert now is not None, "only present roles can change"
+
+    def better(roles: Roles) -> tuple[bool, bool, int, float]:
+        """The larger the better: as good as the best; then all do both; then what is near; then what is good."""
+        return shares[roles] >= most - NEAR, not roles.prefill, -now.flips(roles), shares[roles]
+
+    best = max(shares, key=better)
+    gain, price = shares[best] - shares[now], now.flips(best) * fleet.flip_s / fleet.workers
+    pays = gain >= TRIED_GAIN and gain * fleet.horizon_s > price
+    why = f"tried, {shares[now]:.0%} of requests were good as it is, {shares[best]:.0%} so"
+    if best != now and not pays and (best.prefill or shares[best] < ENOUGH):
+        best, why = now, f"{why}: a change does not pay"
+
+    def told(roles: Roles) -> Predicted:
+        predicted = predict_roles(traffic, fleet, targets, roles)
+        return predicted._replace(goodput=traffic.rate * shares[roles], attainment=shares[roles])
+
+    return choice._replace(roles=best, expected=told(best), now=told(now), why=why)
 
 
 def best_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], workers: int) -> Predicted:

@@ -135,7 +135,7 @@ class Fleet:
 async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_a_time() -> None:
     fleet = Fleet("both", "both", "both", "both")
     fleet.measure()
-    fleet.comes(prompt=1000, output=100, per_s=3)
+    fleet.comes(prompt=1000, output=100, per_s=4)
     first = await fleet.steering.look()
     assert first.worker is None
     assert first.why.endswith("once more, and a role changes")
@@ -161,7 +161,7 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     assert told["last"]["workers_wanted"] is None, "nothing was weighed"
     weighed = told["weighed"]  # by the look that began it
     assert [weighed[f"{what}_tokens"] for what in ("prompt", "cached", "answer")] == [1000, 0, 100]
-    assert weighed["requests_per_s"] == pytest.approx(3, rel=0.02)
+    assert weighed["requests_per_s"] == pytest.approx(4, rel=0.02)
     assert weighed["step_ms"] == pytest.approx({"1": BASE_MS + ROW_MS, "16": BASE_MS + 16 * ROW_MS}, rel=0.02)
     assert weighed["prompt_ms"] == pytest.approx(BASE_MS + 512 * PROMPT_MS, rel=0.02)
 
@@ -185,7 +185,7 @@ async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> N
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
     fleet = Fleet("both", "both", "both", "both")
     fleet.measure()
-    fleet.comes(prompt=1000, output=100, per_s=3)
+    fleet.comes(prompt=1000, output=100, per_s=4)
     for _ in range(CONFIRM):
         await fleet.steering.look()
     fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "d"), "it has ended")
@@ -201,10 +201,11 @@ async def test_when_prompts_are_short_and_answers_long_the_worker_answers_again(
     looks = [await fleet.steering.look() for _ in range(CONFIRM)]
     assert [look.worker is None for look in looks] == [True] * (CONFIRM - 1) + [False]
     assert looks[-1].expected is not None
-    assert looks[-1].expected.roles == Roles(prefill=1, decode=3), "the nearest of those that are as good"
-    fleet.passes(5)
-    assert (await fleet.steering.look()).worker == "b"
-    assert fleet.turned == [("a", "decode"), ("b", "decode")]
+    assert looks[-1].expected.roles == Roles(both=4), "of those that are as good what is good for any traffic"
+    for _ in "bc":
+        fleet.passes(5)
+        await fleet.steering.look()
+    assert fleet.turned == [("a", "both"), ("b", "both"), ("c", "both")]
 
 
 async def test_where_nobody_is_to_compute_prompts_for_others_the_worker_does_both() -> None:
@@ -219,13 +220,13 @@ async def test_where_nobody_is_to_compute_prompts_for_others_the_worker_does_bot
 async def test_a_look_that_says_otherwise_begins_the_count_anew() -> None:
     fleet = Fleet("both", "both", "both", "both")
     fleet.measure()
-    fleet.comes(prompt=1000, output=100, per_s=3)
+    fleet.comes(prompt=1000, output=100, per_s=4)
     await fleet.steering.look()
     fleet.passes(120)
     fleet.comes(prompt=20, output=20, per_s=1.0)
     assert (await fleet.steering.look()).worker is None
     fleet.passes(120)
-    fleet.comes(prompt=1000, output=100, per_s=3)
+    fleet.comes(prompt=1000, output=100, per_s=4)
     assert (await fleet.steering.look()).worker is None
     assert (await fleet.steering.look()).worker is not None
 
@@ -256,7 +257,7 @@ async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
     for link in fleet.gateway.links:
         link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="")
     fleet.measure()
-    fleet.comes(prompt=1000, output=100, per_s=3)
+    fleet.comes(prompt=1000, output=100, per_s=4)
     decision = [await fleet.steering.look() for _ in range(CONFIRM)][-1]
     assert decision.worker is None
     assert "but a has no area for parcels" in decision.why
@@ -289,8 +290,8 @@ async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_star
     assert second.why == f"to keep what is promised {first.wanted} workers are wanted, and 2 run"
     assert second.now is not None
     assert second.expected is not None
-    assert second.expected.roles.workers == 3
-    assert (second.role == "prefill") == (second.expected.roles.prefill > 0), "in the role that the best three lack"
+    assert second.expected.roles == Roles(both=3), "prompts are not parted from answers before that has been tried"
+    assert second.role == "both"
     assert second.expected.attainment >= second.now.attainment
     third = await fleet.steering.look()
     assert (third.worker, third.does) == ("x", "starts"), "one that is being started is not another time wanted"
@@ -305,7 +306,7 @@ async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_star
 async def test_where_other_roles_are_enough_nobody_is_started() -> None:
     fleet = Fleet("both", "both", "both", "both", spares=1)
     fleet.measure()
-    fleet.comes(prompt=1000, output=100, per_s=3)
+    fleet.comes(prompt=1000, output=100, per_s=4)
     assert await look(fleet, 3) == ["", "a turns", "b turns"]
     assert fleet.states["w"].state == "idle"
 

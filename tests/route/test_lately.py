@@ -94,3 +94,15 @@ def test_nothing_is_remembered_before_somebody_plans_by_it() -> None:
     lately.remember()
     lately.came("default", 20)
     assert [each.uncached for each in lately.lengths(60.0)] == [20]
+
+
+def test_of_what_is_under_way_what_is_left_is_told() -> None:
+    lately = Lately(Clock())
+    lately.remember()
+    ended = lately.came("chat", 64)
+    ended.output, ended.ended = 100, True
+    waits, writes, longer = (lately.came("chat", 200) for _ in range(3))
+    waits.cached = 128
+    writes.output, longer.output = 30, 150
+    left = lately.left([waits, writes, longer])
+    assert left == [Length(128, 72, 100, "chat"), Length(230, 0, 70, "chat"), Length(350, 0, 1, "chat")]

@@ -8,7 +8,7 @@ import pytest
 
 from redline.bench.runs.bounded_steps import TTFT_S, mixed
 from redline.simulate.figures import figures, worker_seconds
-from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation
+from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation, tried
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Phase, Request, made
 from redline.tune.expected import Asked, Roles, Traffic
@@ -62,12 +62,63 @@ def test_a_class_is_held_to_its_own_targets():
 
 
 def test_roles_follow_the_traffic():
-    """Long documents after chat: workers begin to compute prompts alone."""
-    simulation = simulated([Phase(CHAT, 100, 10.0), Phase(DOCUMENTS, 150, 4.0)], Roles(both=8), plan_s=10.0)
-    assert simulation.periods[-1].roles.prefill > 0
-    assert all(period.at_s >= 100 for period in simulation.periods if period.roles.prefill)
-    assert all(period.roles.workers == 8 for period in simulation.periods)
-    assert simulation.periods[-1].why
+    """More long documents than workers do that do both: some compute prompts alone. Chat: none does any more."""
+    targets = TARGETS | {"documents": Targets(ttft_s=10.0, itl_s=0.05)}
+    documents = simulated(
+        [Phase(CHAT, 60, 10.0), Phase(DOCUMENTS, 150, 5.5)], Roles(both=8), plan_s=10.0, targets=targets
+    )
+    assert documents.periods[-1].roles.prefill > 0
+    assert all(period.at_s >= 60 for period in documents.periods if period.roles.prefill)
+    chat = simulated([Phase(CHAT, 60, 20.0)], Roles(prefill=5, decode=3), plan_s=10.0)
+    assert chat.periods[-1].roles == Roles(both=8)
+    for period in (*documents.periods[1:], *chat.periods[1:]):
+        assert period.roles.workers == 8
+        assert period.why.startswith("tried, ")
+
+
+def test_what_is_tried_is_what_a_run_comes_to():
+    """As when the same traffic is played for long, but for queues that grow, of which less is seen."""
+    phases = [Phase(CHAT, 240, 18.0)]
+    splits = [Roles(both=8), Roles(prefill=4, decode=4), Roles(prefill=6, decode=2)]
+    asked = [Asked(0, each.prompt, each.output, each.of) for each in made(phases, 2) if each.at_s < 60]
+    found = tried(Traffic(18.0, asked), KIMI_8_H200, TARGETS, splits)
+    for roles in splits:
+        simulation = Simulation(Setting(KIMI_8_H200, roles, TARGETS))
+        simulation.run(each._replace(blocks=(), cached=0) for each in made(phases, 3))
+        good = sum(each.good for each in simulation.ended) / len(simulation.ended)
+        assert good - 0.05 < found[roles] < good + 0.4
+    assert found[splits[0]] > found[splits[1]] + 0.1 > found[splits[2]]
+
+
+def test_what_waits_already_counts_when_roles_are_tried():
+    few = [Asked(0, 2000, 200)] * 20
+    both = Roles(both=2)
+    empty, behind = (
+        tried(Traffic(1.0, few, waiting), KIMI_8_H200, TARGETS, [both])[both] for waiting in ((), few * 30)
+    )
+    assert behind < 0.9 < empty
+
+
+def test_a_large_fleet_is_tried_as_a_small_one():
+    few = [Asked(0, 2000, 200)] * 20
+    large, small = (
+        tried(Traffic(count * 2.0, few), KIMI_8_H200, TARGETS, [Roles(prefill=count // 4, decode=3 * count // 4)])
+        for count in (400, 16)
+    )
+    assert list(large.values()) == list(small.values())
+
+
+@pytest.mark.parametrize(
+    ("traffic", "roles"),
+    [
+        (Traffic(0.0, ()), Roles(both=2)),
+        (Traffic(1.0, ()), Roles(both=2)),
+        (Traffic(1.0, [Asked(0, 9, 9)]), Roles(prefill=2)),
+    ],
+)
+def test_without_traffic_or_anybody_who_answers_nothing_is_tried(traffic: Traffic, roles: Roles):
+    with pytest.raises(ValueError, match=r"nothing comes|nobody answers"):
+        tried(traffic, KIMI_8_H200, TARGETS, [roles])
 
 
 def test_workers_that_follow_a_shifting_load_keep_what_the_best_fixed_number_keeps_and_are_paid_for_less():

@@ -17,7 +17,7 @@ def test_a_line_of_mooncakes_is_read(tmp_path: Path):
     path.write_text(LINE + "\n\n" + LINE.replace("27482", "5"))
     first, second = read(path)
     assert first.at_s == 0.005
-    assert second == (27.482, 6955, 52, (46, 47, 48, 2353), "")
+    assert second == (27.482, 6955, 52, (46, 47, 48, 2353), "", None)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,18 @@
 
 import pytest
 
-from redline.tune.count import CONFIRM, KEPT_STARTS, WANTED_STARTS, Limits, Look, choose_count, forgotten, rising
+from redline.tune.count import (
+    CONFIRM,
+    KEPT_STARTS,
+    WANTED_STARTS,
+    Limits,
+    Look,
+    choose_count,
+    forgotten,
+    rising,
+    role_of_another,
+)
+from redline.tune.expected import Roles
 
 LIMITS = Limits(least=1, most=4, spare_s=100.0, start_s=10.0)
 
@@ -70,3 +81,10 @@ def test_old_looks_are_forgotten_but_for_the_one_that_shows_how_far_the_others_g
     assert forgotten(some, 100.0, 0.0) == old
     if count > 11:
         assert choose_count(some[old:], 2, LIMITS, 0.0).workers == 1
+
+
+def test_one_more_worker_parts_no_prompts_from_answers_where_nobody_does() -> None:
+    apart = Roles(prefill=2, decode=3)
+    assert role_of_another(Roles(both=4), apart) == "both"
+    assert role_of_another(Roles(prefill=1, decode=3), apart) == "prefill"
+    assert role_of_another(Roles(prefill=2, decode=2), apart) == "decode"

@@ -1,9 +1,11 @@
 """Which roles workers get: by what comes, by what is promised, and only where a change pays."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
-from redline.tune.roles import Fleet, choose_roles, predict_roles
+from redline.tune.roles import Fleet, choose_roles, predict_roles, settled, splits_to_try
 from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
 
@@ -132,3 +134,51 @@ def test_an_answer_is_one_more_beside_those_that_it_finds():
         Traffic(1.0, [Asked(0, 1, 100)]), fleet, {"": Targets()}, alone
     )  # of its time: 100 rows a second
     assert half.decode * model.slots == pytest.approx(1.0, rel=0.02)
+
+
+BOTH, NEARER, APART, FURTHER = (Roles(n, 8 - n) if n else Roles(both=8) for n in (0, 1, 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("now", "shares", "best"),
+    [
+        (BOTH, {BOTH: 0.5, APART: 0.8, FURTHER: 0.7}, APART),
+        (BOTH, {BOTH: 0.85, APART: 0.94, FURTHER: 0.7}, BOTH),  # too little to gain
+        (NEARER, {NEARER: 0.5, APART: 0.985, FURTHER: 0.99}, APART),  # as good, and nearer
+        (APART, {BOTH: 0.98, APART: 0.98, FURTHER: 0.985}, BOTH),  # as good, and for any traffic
+        (APART, {BOTH: 0.60, APART: 0.60, FURTHER: 0.5}, APART),  # where all is bad nothing is said for it
+        (APART, {BOTH: 0.95, APART: 0.60, FURTHER: 0.5}, BOTH),
+        (FURTHER, {BOTH: 0.05, APART: 0.08, FURTHER: 0.01}, FURTHER),
+    ],
+)
+def test_what_was_tried_decides(now: Roles, shares: dict[Roles, float], best: Roles):
+    fleet = Fleet(8, MODEL, now)
+    choice = settled(choose_roles(LONG_PROMPTS, fleet, TARGETS), LONG_PROMPTS, fleet, TARGETS, shares)
+    assert choice.roles == choice.expected.roles == best
+    assert choice.expected.attainment == shares[best]
+    assert choice.now is not None
+    assert (choice.now.roles, choice.now.attainment) == (now, shares[now])
+    assert choice.why.startswith(f"tried, {shares[now]:.0%} of requests were good as it is")
+
+
+def test_what_was_tried_has_to_pay_over_the_horizon():
+    fleet = Fleet(8, MODEL, BOTH, flip_s=60, horizon_s=10)
+    choice = settled(choose_roles(LONG_PROMPTS, fleet, TARGETS), LONG_PROMPTS, fleet, TARGETS, {BOTH: 0.5, APART: 0.9})
+    assert choice.roles == BOTH
+    assert choice.why.endswith("does not pay")
+
+
+def test_nothing_is_tried_where_all_do_both_and_keep_what_is_promised():
+    few = LONG_PROMPTS._replace(rate=1.0)
+    assert splits_to_try(choose_roles(few, Fleet(8, MODEL, BOTH), TARGETS), BOTH) == ()
+    all = splits_to_try(choose_roles(few, Fleet(8, MODEL, APART), TARGETS), APART)
+    assert all[0] == APART
+    assert {*all} == {BOTH, *(Roles(prefill=count, decode=8 - count) for count in range(1, 8))}
+    lots = LONG_PROMPTS._replace(rate=5_000.0)
+    many = splits_to_try(choose_roles(lots, Fleet(250, MODEL, Roles(both=250)), TARGETS), Roles(both=250))
+    assert 8 <= len(many) <= 10
+    assert all_answer(many, 250)
+
+
+def all_answer(splits: Sequence[Roles], workers: int) -> bool:
+    return all(roles.workers == workers and roles.decode + roles.both for roles in splits)

@@ -1,0 +1,68 @@
+"""Roles are tried in a process of their own: it says what playing them here says, and what goes wrong is one line."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import RedlineError
+from redline.fleet import trials
+from redline.simulate import fleet as played
+from redline.simulate.models import KIMI_8_H200
+from redline.tune.expected import Asked, Roles, Traffic
+from redline.tune.roles import Fleet
+from redline.tune.targets import Targets
+
+pytestmark = pytest.mark.anyio
+
+TARGETS = {"": Targets(ttft_s=1.0), "batch": Targets(itl_s=0.05)}
+TRAFFIC = Traffic(4.0, [Asked(100, 2000, 200), Asked(0, 30_000, 50, "batch")], [Asked(0, 9000, 100)])
+SPLITS = Roles(both=4), Roles(prefill=1, decode=3)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def ask() -> dict[Roles, float]:
+    return await trials.tried(TRAFFIC, Fleet(4, KIMI_8_H200), TARGETS, SPLITS)
+
+
+async def test_a_process_says_what_playing_it_here_says() -> None:
+    assert await ask() == played.tried(TRAFFIC, KIMI_8_H200, TARGETS, SPLITS)
+
+
+async def test_a_process_that_ends_with_an_error_is_said() -> None:
+    with pytest.raises(RedlineError, match="tries roles ended with code 1"):
+        await trials.tried(TRAFFIC._replace(rate=0.0), Fleet(4, KIMI_8_H200), TARGETS, SPLITS)
+
+
+async def test_one_that_takes_too_long_or_whose_server_ends_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def slow(*_: str, **how: Any) -> asyncio.subprocess.Process:
+        started.append(await start("sleep", "100", **how))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    monkeypatch.setattr(trials, "LONGEST_S", 0.2)
+    with pytest.raises(RedlineError, match="tried for more than"):
+        await ask()
+    monkeypatch.setattr(trials, "LONGEST_S", 60.0)
+    asked = asyncio.create_task(ask())
+    while len(started) < 2:
+        await asyncio.sleep(0.01)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert [process.returncode for process in started] == [-9, -9]
+
+
+async def test_one_that_cannot_be_started_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", str(Path(os.devnull) / "python"))
+    with pytest.raises(RedlineError, match="roles cannot be tried"):
+        await ask()
