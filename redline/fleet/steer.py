@@ -140,7 +140,8 @@ class Steering:
         self._spares = Spares(crew, gateway.links, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
-        self._changed_at = self._tried_at = -math.inf  # when others were tried last, and none was better
+        self._changed_at = -math.inf
+        self._tried_at = -math.inf  # when roles were tried last, and none was better
         self._said = 0, 0  # which way to change, and in how many looks in a row
         self._goal: Decision | None = None  # whose roles are being given, one worker after the other
         self._weighed: tuple[Traffic, Fleet] | None = None  # by the last look that weighed anything
@@ -243,16 +244,20 @@ class Steering:
         assert self._weighed is not None, "what is chosen was weighed"
         traffic, fleet = self._weighed
         assert fleet.now is not None
+        assert choice.now is not None
+        stays = choice._replace(roles=fleet.now, expected=choice.now)
         splits = splits_to_try(choice, fleet.now)
         if not splits:
-            return choice, None
+            why = choice.why if choice.roles == fleet.now else f"{choice.why}, which is too little for a change"
+            return stays._replace(why=why), None
         if (left := self._tried_at + self._config.rest_s - self._clock()) > 0:
-            return choice, f"other roles were tried lately, and none was better; they are again in {left:.0f} s"
+            return stays, f"roles were tried lately; they are again in {left:.0f} s"
         try:
             shares = await tried(traffic, fleet, self._targets, splits)
         except RedlineError as error:
             log.warning("%s; the roles stay as they are", error)
-            return choice, str(error)
+            self._tried_at = self._clock()
+            return stays, str(error)
         what = choice, traffic, fleet, self._targets, shares
         choice = await asyncio.get_running_loop().run_in_executor(None, settled, *what)
         if choice.roles == fleet.now:

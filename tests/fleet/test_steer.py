@@ -10,6 +10,7 @@ from redline.api.config import Sla
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.chat.template import K2_6
+from redline.errors import RedlineError
 from redline.fleet.config import Steer
 from redline.fleet.spares import AGAIN_S
 from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
@@ -176,10 +177,42 @@ async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> N
             assert link.ready is not None
             link.ready = msgspec.structs.replace(link.ready, step_ms=step_ms)
         fleet.measure()
-        fleet.comes(prompt=1000, output=10, per_s=1.5)
+        fleet.comes(prompt=1000, output=10, per_s=4)
         decision = await fleet.steering.look()
         assert decision.expected is not None
         assert (decision.expected.roles != Roles(both=4)) == changes, decision.why
+
+
+async def test_where_little_is_to_be_gained_by_prediction_roles_are_not_even_tried() -> None:
+    fleet = Fleet("both", "both", "both", "both", sla={"default": Sla(ttft_ms=20_000, itl_ms=40)})
+    fleet.measure()
+    fleet.comes(prompt=1000, output=10, per_s=1.5)
+    looks = [await fleet.steering.look() for _ in range(CONFIRM + 1)]
+    assert all(look.why.endswith(", which is too little for a change") for look in looks)
+    assert fleet.turned == []
+
+
+async def test_where_none_is_better_roles_are_tried_again_after_a_rest_and_where_they_cannot_be_they_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fleet = Fleet("both", "both", "both", "both", sla={"default": Sla(ttft_ms=20_000, itl_ms=40)})
+    fleet.measure()
+    fleet.comes(prompt=1000, output=10, per_s=2.4)
+    assert (await fleet.steering.look()).why.startswith("tried, 9")
+    fleet.passes(5)
+    assert (await fleet.steering.look()).why == "roles were tried lately; they are again in 25 s"
+
+    async def fails(*_: object) -> Mapping[Roles, float]:
+        raise RedlineError("the process that tries roles ended with code -9")
+
+    monkeypatch.setattr("redline.fleet.steer.tried", fails)
+    fleet.passes(26)
+    fleet.comes(prompt=1000, output=10, per_s=4)
+    decision = await fleet.steering.look()
+    assert (decision.worker, decision.why) == (None, "the process that tries roles ended with code -9")
+    assert decision.expected is not None
+    assert decision.expected.roles == Roles(both=4)
+    assert caplog.messages == ["the process that tries roles ended with code -9; the roles stay as they are"]
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
