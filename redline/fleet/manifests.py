@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from redline.errors import ConfigError
-from redline.fleet.config import Cluster, Handoff, ServeConfig, Workers
+from redline.fleet.config import Cluster, Events, Handoff, ServeConfig, Workers
 from redline.fleet.shown import as_file
 from redline.worker.config import EngineConfig, Learned
 
@@ -99,6 +99,9 @@ def _check(config: ServeConfig, cluster: Around) -> None:
     for key, why in NOWHERE.items():
         if getattr(config, key) is not None:
             raise ConfigError(f"{key}: {why}; leave it out of the file that manifests are made of")
+    events = config.events
+    if events is not None and any(address.startswith("ipc://") for address in (events.endpoint, events.replay or "")):
+        raise ConfigError("events: pods share no path; give tcp://*:PORT, which is then each pod's own")
     drafts = config.engine.speculation
     if drafts is not None and drafts.trace is not None:
         raise ConfigError("engine.speculation.trace: it would be lost with the pod; leave it out")
@@ -161,6 +164,7 @@ def _inside(config: ServeConfig, cluster: Around, *, by_ray: bool) -> ServeConfi
         handoff=Handoff(transport="nixl") if handed_over else config.handoff,  # no pods share their memory
         cluster=Cluster(listen="", key_file=f"{SECRETS}/cluster.key", kind="ray" if by_ray else "agents"),
         workers=tuple(workers),
+        events=_events_inside(config.events),
         **{key: f"{SECRETS}/{Path(path).name}" for key, path in _secret_files(config)},
     )
 
@@ -210,16 +214,38 @@ def _services(config: ServeConfig, cluster: Around, *, joined: bool) -> Iterator
 
 def _network_policy(config: ServeConfig, cluster: Around, *, by_ray: bool) -> Manifest:
     """Pods of the deployment reach one another at every port, since workers take any; others reach HTTP alone, but for
-    KubeRay's operator, which hands in the job."""
+    KubeRay's operator, which hands in the job, and pods of the namespace, which are told [events]."""
     ports = [{"port": port, "protocol": "TCP"} for port in ("http", config.metrics_port) if port]
     own: Manifest = {"from": [{"podSelector": {"matchLabels": _labels(cluster)}}]}
     ingress: list[Manifest] = [own, {"ports": ports}]
+    if events := _event_ports(config):
+        told = [{"port": first, "endPort": last, "protocol": "TCP"} for first, last in events]
+        ingress.append({"from": [{"podSelector": {}}], "ports": told})
     if by_ray:
         operator = {"podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
         jobs = {"from": [{"namespaceSelector": {}, **operator}], "ports": [{"port": DASHBOARD, "protocol": "TCP"}]}
         ingress.append(jobs)
     spec = {"podSelector": {"matchLabels": _labels(cluster)}, "policyTypes": ["Ingress"], "ingress": ingress}
     return _object("networking.k8s.io/v1", "NetworkPolicy", cluster.name, cluster, spec=spec)
+
+
+def _event_ports(config: ServeConfig) -> list[tuple[int, int]]:
+    """The first and the last port of what workers tell of their pages, and of what they are asked again."""
+    told = [place.events for place in config.places if place.events is not None]
+    pairs = [(each.endpoint, each.replay) for each in (told[0], told[-1])] if told else []
+    return [
+        (int(first.rpartition(":")[2]), int(last.rpartition(":")[2]))
+        for first, last in zip(*pairs, strict=True)
+        if first is not None and last is not None
+    ]
+
+
+def _events_inside(events: Events | None) -> Events | None:
+    """At the same ports, of all addresses of each worker's pod."""
+    if events is None:
+        return None
+    at = [None if each is None else f"tcp://*:{each.rpartition(':')[2]}" for each in (events.endpoint, events.replay)]
+    return msgspec.structs.replace(events, endpoint=at[0], replay=at[1])
 
 
 def _deployment(config: ServeConfig, cluster: Around) -> Manifest:

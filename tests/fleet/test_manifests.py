@@ -304,6 +304,28 @@ def test_selectors_find_the_pods_that_they_mean(tmp_path: Path) -> None:
     assert "tcp://k2-join:7600" in container(next(templates(kinds(made, "LeaderWorkerSet"))))["args"]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_pods_of_the_namespace_are_told_the_workers_events(tmp_path: Path, kind: str) -> None:
+    text = ALIKE + '[events]\nendpoint = "tcp://127.0.0.1:5557"\nreplay = "tcp://127.0.0.1:6557"\n'
+    made = of(tmp_path, text, kind)
+    (policy,) = kinds(made, "NetworkPolicy")
+    pods = policy["spec"]["ingress"][2]
+    assert pods["from"] == [{"podSelector": {}}]
+    workers = len(read(tmp_path / "deployment.toml", {}).places)
+    assert workers > 1
+    ports = [(port["port"], port["endPort"]) for port in pods["ports"]]
+    assert ports == [(5557, 5556 + workers), (6557, 6556 + workers)]
+    for manifest in made:
+        check(manifest, VERSIONS[-1])
+    (config_map,) = kinds(made, "ConfigMap")
+    (tmp_path / "inside.toml").write_text(config_map["data"]["deployment.toml"])
+    inside = read(tmp_path / "inside.toml", {"cluster.listen": "10.0.0.1:7600"})
+    told = [place.events for place in inside.places]
+    assert [each and (each.endpoint, each.replay) for each in told] == [
+        (f"tcp://*:{5557 + number}", f"tcp://*:{6557 + number}") for number in range(workers)
+    ]
+
+
 def test_containers_are_told_flags_that_there_are(tmp_path: Path) -> None:
     verbs: Any = typer.main.get_command(app)
     for template in templates(of(tmp_path)):
@@ -337,6 +359,7 @@ def test_a_pod_has_as_long_to_end_as_its_answers_and_then_some(tmp_path: Path) -
         ('weights = "w"\n[[workers]]\nname = "A"', {}, "workers.name is 'A'; Kubernetes wants a-z"),
         ('weights = "w"\n[[workers]]\nname = "join"', {}, "workers.name is join, as a part of the manifests"),
         ('weights = "w"', {"name": "a" * 31}, "--name is 'a+'; Kubernetes wants"),
+        ('weights = "w"\n[events]\nendpoint = "ipc:///run/e"', {}, "events: pods share no path; give tcp"),
         ('weights = "w"', {"kind": "helm"}, "--kind is 'helm'; expected leaderworkerset or kuberay"),
         (SPARES, {"kind": "kuberay"}, "workers.least: Ray keeps a pod for each worker"),
         (WHOLE, {"kind": "kuberay"}, "want different pods, among which Ray would not tell: prompts .*4.*, decode .*8"),
