@@ -498,11 +498,11 @@ def tried(
     return found
 
 
-def _requests(traffic: Traffic, times: float) -> Iterator[Request]:
-    """What is under way, at once; then what came, in its order, by chance so many times as often."""
-    for each in traffic.under_way[:: max(1, round(1 / times))]:
+def _requests(traffic: Traffic, part: float) -> Iterator[Request]:
+    """Of what is under way such a part, at once; then what came, in its order, by chance, so much less often."""
+    for each in traffic.under_way[:: max(1, round(1 / part))][:TRIED_MOST]:  # more than that is behind for long
         yield _request(0.0, each)
-    draw, at_s, rate = random.Random(TRIED_SEED), 0.0, times * traffic.rate
+    draw, at_s, rate = random.Random(TRIED_SEED), 0.0, part * traffic.rate
     count = round(min(TRIED_MOST, max(TRIED_LEAST, rate * TRIED_S)))
     for each in itertools.islice(itertools.cycle(traffic.requests), count):
         at_s += draw.expovariate(rate)
