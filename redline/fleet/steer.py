@@ -252,6 +252,8 @@ class Steering:
             return stays._replace(why=why), None
         if (left := self._tried_at + self._config.rest_s - self._clock()) > 0:
             return stays, f"roles were tried lately; they are again in {left:.0f} s"
+        left = self._gateway.lately.left(self._gateway.under_way)
+        traffic = traffic._replace(under_way=[Asked(*each) for each in left])
         try:
             shares = await tried(traffic, fleet, self._targets, splits)
         except RedlineError as error:
@@ -296,13 +298,13 @@ class Steering:
             return "no worker is ready" if not able else f"no request came in {window_s:g} s"
         if not self.measured.enough:
             return "no steps with prompts, or none with answers alone, have been measured yet"
-        asked, left = ([Asked(*each) for each in some] for some in (lengths, lately.left(self._gateway.under_way)))
+        asked = [Asked(*each) for each in lengths]
         readies = [link.ready for link in able if link.ready is not None]
         now, worker = roles_of([link.role for link in able]), _worker(readies, self.measured.tokens_per_step)
         newest_s, rate = NEWEST * window_s, lately.rate(window_s)
         peak = rising(rate, len(lately.lengths(newest_s)), newest_s)
         fleet = Fleet(len(able), worker, now, flip_s=STAY_S, horizon_s=self._config.horizon_s, peak=peak)
-        return Traffic(rate, asked, left), fleet, self.measured.steps
+        return Traffic(rate, asked), fleet, self.measured.steps
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
         fit = StepFit()

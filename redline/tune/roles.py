@@ -92,10 +92,10 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
 
 
 def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
-    """Those that are to be tried before anybody changes, the present one first; none where nothing is to be gained: the
-    present one is predicted to be the best, and it is that in which all do both.
+    """Those that are to be tried before anybody changes, the present one first; none where too little is to be gained:
+    all do both, and are predicted to keep nearly all that is promised.
 
-    All splits of a few workers; of many some, with those that are good by prediction.
+    All splits of a few workers; of many some, with the best by prediction.
     """
     assert choice.now is not None, "only present roles can change"
     if not now.prefill and choice.now.steady > 1 - TRIED_GAIN:

@@ -81,6 +81,20 @@ async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_
         assert not world.gateway._stranded
 
 
+async def test_what_is_left_of_jobs_that_have_not_ended_is_known() -> None:
+    async with World(resuming) as world:
+        world.gateway.lately.remember()
+        world.engine.gate.clear()
+        assert world.gateway.under_way == []
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+            (lane,) = generation.lanes
+            world.gateway.deliver(world.link, Delta(job=lane.job.id, tokens=(65, 66), cached_tokens=3))
+            assert world.gateway.under_way == [lane.came]
+            (left,) = world.gateway.lately.left(world.gateway.under_way)
+            assert (left.cached, left.uncached) == (len(lane.job.tokens) + 2, 0)
+        assert world.gateway.under_way == []
+
+
 async def test_a_request_that_comes_while_the_worker_is_started_again_waits_for_it() -> None:
     async with World(resuming, resume_s=5.0) as world:
         world.gateway.lose(world.link, "gone")

@@ -16,7 +16,7 @@ from redline.fleet.spares import AGAIN_S
 from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
 from redline.fleet.supervisor import Seat
 from redline.route.roles import is_done, refusal
-from redline.tune.expected import Roles
+from redline.tune.expected import Asked, Roles, Traffic
 from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER
@@ -213,6 +213,24 @@ async def test_where_none_is_better_roles_are_tried_again_after_a_rest_and_where
     assert decision.expected is not None
     assert decision.expected.roles == Roles(both=4)
     assert caplog.messages == ["the process that tries roles ended with code -9; the roles stay as they are"]
+
+
+async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet("both", "both", "both", "both")
+    fleet.measure()
+    fleet.comes(prompt=1000, output=100, per_s=4)
+    writes, waits = (fleet.gateway.lately.came("default", prompt) for prompt in (500, 700))
+    writes.output = 40
+    monkeypatch.setattr(Gateway, "under_way", property(lambda _: [writes, waits]))
+    played: list[Traffic] = []
+
+    async def tried(traffic: Traffic, *_: object) -> Mapping[Roles, float]:
+        played.append(traffic)
+        return {Roles(both=4): 1.0}
+
+    monkeypatch.setattr("redline.fleet.steer.tried", tried)
+    await fleet.steering.look()
+    assert played[0].under_way == [Asked(540, 0, 60, "default"), Asked(0, 700, 100, "default")]
 
 
 async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
