@@ -35,9 +35,9 @@ REST_S = 30.0  # between two changes, at least
 CONFIRM = 2  # looks in a row that say the same, before anything changes: these three as [steer] of a server has them
 LEAST_REQUESTS = 50  # of these
 TRIED_WORKERS = EVERYBODY  # of a fleet that is played to try its roles, at most
-TRIED_S, TRIED_LEAST, TRIED_MOST = 120.0, 256, 2048  # of traffic, and its requests
+TRIED_TIMES = 2  # what came is played behind itself: a rush of some seconds for no minutes
+TRIED_LEAST, TRIED_MOST = 256, 2048  # requests: of few it is played anew, with other times between them
 LEARNT = 256  # requests, by which its router knows how long prompts take and answers become
-TRIED_SEED = 1  # the same requests come at the same times to every split
 WATCH_EVERY = 5_000  # events
 
 Way = Literal["predicted", "remote", "local"]
@@ -473,7 +473,8 @@ class Simulation:
 def tried(
     traffic: Traffic, model: WorkerModel, targets: Mapping[str, Targets], splits: Sequence[Roles]
 ) -> dict[Roles, float]:
-    """Of the requests of `traffic`, as they come again and again, the share that is good with each split of workers.
+    """Of the requests of `traffic`, as they come twice, the share that is good with each split of workers. To each of
+    them they come at the same times.
 
     A large fleet is played as TRIED_WORKERS, with as much less traffic. `tune.roles` predicts any split in a
     millisecond, by formulas that do not know how well the router keeps prompts from answers; this takes some 50.
@@ -489,21 +490,30 @@ def tried(
             raise ValueError(f"nobody answers with {roles}")
         some = _smaller(roles)
         if some not in played:
-            simulation = Simulation(Setting(model, some, targets))
-            simulation.learn(traffic.requests)
-            simulation.run(_requests(traffic, some.workers / roles.workers))
-            good = [each.good for each in simulation.ended if each.came_s]
-            played[some] = sum(good) / len(good)
+            played[some] = _good(traffic, some.workers / roles.workers, model, targets, some)
         found[roles] = played[some]
     return found
 
 
-def _requests(traffic: Traffic, part: float) -> Iterator[Request]:
+def _good(traffic: Traffic, part: float, model: WorkerModel, targets: Mapping[str, Targets], roles: Roles) -> float:
+    """Of such a part of what comes, the share that is good."""
+    good: list[bool] = []
+    for seed in itertools.count(1):
+        simulation = Simulation(Setting(model, roles, targets))
+        simulation.learn(traffic.requests)
+        simulation.run(_requests(traffic, part, seed))
+        good += [each.good for each in simulation.ended if each.came_s]
+        if len(good) >= TRIED_LEAST:
+            break
+    return sum(good) / len(good)
+
+
+def _requests(traffic: Traffic, part: float, seed: int) -> Iterator[Request]:
     """Of what is under way such a part, at once; then what came, in its order, by chance, so much less often."""
     for each in traffic.under_way[:: max(1, round(1 / part))][:TRIED_MOST]:  # more than that is behind for long
         yield _request(0.0, each)
-    draw, at_s, rate = random.Random(TRIED_SEED), 0.0, part * traffic.rate
-    count = round(min(TRIED_MOST, max(TRIED_LEAST, rate * TRIED_S)))
+    draw, at_s, rate = random.Random(seed), 0.0, part * traffic.rate
+    count = min(TRIED_MOST, math.ceil(TRIED_TIMES * part * len(traffic.requests)))
     for each in itertools.islice(itertools.cycle(traffic.requests), count):
         at_s += draw.expovariate(rate)
         yield _request(at_s, each)
