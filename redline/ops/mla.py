@@ -402,7 +402,8 @@ def _decode_cases() -> Iterator[Case]:
 
     bf16 = 1e-2  # queries, probabilities and latents are rounded, one after another
     yield Case("1 token of context, nano", make((1,), NANO, torch.bfloat16), rtol=bf16)
-    yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=bf16)
+    # The mean of so many latents is small beside each of them: of 300 draws one was off by 0.0093, all by 0.0043.
+    yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=2 * bf16)
     yield Case("64, 65, 1000, 257, nano float32 pages", make((64, 65, 1000, 257), NANO, torch.float32))
     yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16), rtol=bf16)
     yield Case("1, 64, 65, 1000, 257, nano fp8 pages", make((1, 64, 65, 1000, 257), NANO, FP8), rtol=bf16)

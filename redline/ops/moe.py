@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.ops.formats import ExpertWeights, Nvfp4, Plain, W, Weight, quantize_int4, quantize_nvfp4
-from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
+
+# Relative error of a result (of norms) where what enters two products, one behind the other, may be rounded to bf16: of
+# 300 draws of one token 0.0029 on the mean and at most 0.0044.
+TWICE = 6e-3
 
 
 @dataclass(frozen=True)
@@ -106,9 +109,9 @@ def cases() -> Iterator[Case]:
     for tokens in (1, 3, 16, 50):
         for kind in ("INT4", "NVFP4"):
             make_ = make(tokens, 320, 128, 16, 4, 128, kind, True)
-            yield Case(f"T={tokens} nano {kind}, rounded", make_, rtol=ROUNDED)
-    yield Case("T=130 tiny INT4, rounded", make(130, 64, 32, 4, 2, 32, "INT4", True), rtol=ROUNDED)
-    yield Case("T=6 bf16 experts, rounded", make(6, 96, 64, 8, 2, 32, "bf16", True), rtol=ROUNDED)
+            yield Case(f"T={tokens} nano {kind}, rounded", make_, rtol=TWICE)
+    yield Case("T=130 tiny INT4, rounded", make(130, 64, 32, 4, 2, 32, "INT4", True), rtol=TWICE)
+    yield Case("T=6 bf16 experts, rounded", make(6, 96, 64, 8, 2, 32, "bf16", True), rtol=TWICE)
     yield Case("T=130 tiny INT4", make(130, 64, 32, 4, 2, 32, "INT4"))
     yield Case("T=130 tiny NVFP4", make(130, 64, 32, 4, 2, 32, "NVFP4"))
     yield Case("T=6 bf16 experts", make(6, 96, 64, 8, 2, 32, "bf16"))
