@@ -250,8 +250,8 @@ class Steering:
         if not splits:
             why = choice.why if choice.roles == fleet.now else f"{choice.why}, which is too little for a change"
             return stays._replace(why=why), None
-        if (left := self._tried_at + self._config.rest_s - self._clock()) > 0:
-            return stays, f"roles were tried lately; they are again in {left:.0f} s"
+        if (rest_s := self._tried_at + self._config.rest_s - self._clock()) > 0:
+            return stays, f"roles were tried lately; they are again in {rest_s:.0f} s"
         left = self._gateway.lately.left(self._gateway.under_way)
         traffic = traffic._replace(under_way=[Asked(*each) for each in left])
         try:

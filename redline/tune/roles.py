@@ -126,9 +126,10 @@ def settled(
     if best != now and not pays and (best.prefill or shares[best] < ENOUGH):
         best, why = now, f"{why}: a change does not pay"
 
+    sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
+
     def told(roles: Roles) -> Predicted:
-        predicted = predict_roles(traffic, fleet, targets, roles)
-        return predicted._replace(goodput=traffic.rate * shares[roles], attainment=shares[roles])
+        return sample.predict(roles)._replace(goodput=traffic.rate * shares[roles], attainment=shares[roles])
 
     return choice._replace(roles=best, expected=told(best), now=told(now), why=why)
 
