@@ -319,9 +319,6 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             lane.cached_tokens = lane.came.cached = delta.cached_tokens
-            if lane.route is not None and delta.tokens:
-                work_s = max(0.0, now - lane.sent_at - (delta.queued_s or 0.0))
-                self.links.pace.computed(len(lane.job.tokens) - delta.cached_tokens, work_s)
             self._computed(lane)
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):

@@ -218,8 +218,7 @@ def why(sent: Sent, tokens: int) -> str:
 def _expected(each: Predicted) -> dict[str, Any]:
     return {
         **each._asdict(),
-        "token_s": round(each.token_s, 8),
-        "first_token_s": _rounded(each.first_token_s),
+        **{name: _rounded(value) for name, value in each._asdict().items() if name.endswith("_s")},
         "cost_s": _rounded(each.cost_s),
     }
 

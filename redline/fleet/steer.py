@@ -307,7 +307,8 @@ class Steering:
         return Traffic(rate, asked), fleet, self.measured.steps
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
-        fit = StepFit()
+        experts_of, experts_chosen = fleet.model.steps.experts_of, fleet.model.steps.experts_chosen
+        fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
         for work, ms in steps:
             fit.add(work, ms)
         worker = msgspec.structs.replace(fleet.model, steps=on_the_mean(fit.model(), steps))
@@ -388,7 +389,7 @@ def _worker(readies: Sequence[Ready], tokens_per_step: float) -> WorkerModel:
     """A worker as the least of these, but for what its steps take."""
     return WorkerModel(
         name="measured",
-        steps=StepModel(base=0.0),
+        steps=StepModel(base=0.0, experts_of=readies[0].experts_of, experts_chosen=readies[0].experts_chosen),
         step_tokens=min(ready.step_tokens for ready in readies),
         slots=min(ready.slots for ready in readies),
         kv_tokens=min(ready.pages for ready in readies) * PAGE_TOKENS,

@@ -1,16 +1,27 @@
 """Which worker a job goes to: the one where it costs least, in seconds of all whom it concerns.
 
-    first token = (prompt tokens that wait there + those of this prompt that are not cached there) x seconds a token,
-                  and a step of the answers there
-    prompt      = strain(first token), and that of one who comes behind; those for which others are forgotten
-    between     = (a step + what a row adds x answers there) / (1 - share of its time that it computes prompts)
-    answer      = tokens x strain(between two of them), and what that is more for each answer there
-    beside      = answer + what the seconds of the prompt are more, for each answer there
+    queue       = prompt tokens that wait there x seconds a token of full steps
+    prompt      = what the steps of this prompt take there, beside the answers there
+    own         = what these steps take longer than steps of the answers alone
+    first token = queue + prompt, and a step of the answers there
+    computing   = strain(first token + prompt for those who come behind) + seconds of those that are forgotten for it
+    between     = a step of one answer more / (1 - share of its time that it computes prompts)
+    answer      = tokens x (strain(between) + for each answer there what it is more than before)
+    held up     = tokens x what own, over the tokens of an answer, adds to strain(between), for each answer there and
+                  for those that meet it because it stays longer
 
+What steps take is said by the step model (`tune/steps.py`) that is fitted to those that workers tell of (`pace.py`).
 `strain` weighs seconds by how much of what is promised they take (`tune/targets.py`). All seconds that are promised for
-an answer count as much as those for a first token. So a conversation returns to the worker that has its pages, without
-being bound to it: where enough waits there, or answers there are slow, it is computed anew elsewhere. Pure functions
-over what is known of the workers.
+an answer count as much as those for a first token. Behind a prompt come as many as a queue has that is busy for such a
+share of the time: 1 / (1 - share). An answer that is held up is there for longer, and makes steps longer for others:
+of r answers each adds s to a step of t, so what holds them up counts 1 / (1 - r s / t). So a conversation returns to
+the worker that has its pages, without being bound to it: where enough waits there, or answers there are slow, it is
+computed anew elsewhere.
+
+Which of several workers takes prompt and answer together is one question: there an answer that is late anyway is not
+cared for, so that the others are not late too. Whether a prompt is computed beside answers or by who computes prompts
+is another: answers that are late may yet be in time if nothing holds them up, and each that is held up holds up those
+that come. There they weigh as much as one that is nearly late. Pure functions over what is known of the workers.
 """
 
 import math
@@ -18,13 +29,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from redline.route.pace import Pace
-from redline.tune.targets import Targets, strain
+from redline.tune.targets import HEAVY, Targets, strain
 
 NO_TARGETS = Targets()
 BROUGHT_SHARE = 0.05  # of the time that computing a prompt takes: to bring its pages from another worker
 HELD_UP = 0.5  # where not both are promised, what a second of an answer counts beside one of a first token: it has time
 # to spare, where who waits for a first token has none
-MOST_BUSY = 0.9  # of a worker's time, that prompts are taken to leave a tenth of to answers
+MOST_BUSY = 0.9  # of a worker's time, that prompts are taken to leave a tenth of to answers; of what answers add to
+# their own steps likewise
 
 
 class Candidate(NamedTuple):
@@ -41,8 +53,10 @@ class Candidate(NamedTuple):
 class Predicted(NamedTuple):
     """What is expected of a worker for one job. Costs are seconds as heavy as they weigh (see above).
 
-    prompt_cost_s: of computing the prompt there. beside_cost_s: of writing the answer there, where the prompt is
-    computed there too. brought_cost_s: where it is computed elsewhere, of bringing it and of writing the answer.
+    own_s: of computing its prompt, what is not a step of answers anyway. computing_cost_s: of computing the prompt
+    there. answer_cost_s: of writing the answer. held_up_cost_s: of the answers beside it and of itself, where the
+    prompt is computed there too, and care_cost_s the same where answers that are late are cared for. bringing_s: of the
+    prompt, where it is computed elsewhere.
     """
 
     worker: str
@@ -52,46 +66,64 @@ class Predicted(NamedTuple):
     forgotten_tokens: int  # of others, for which there is no room beside them
     answers: int
     busy: float
-    token_s: float
+    own_s: float
     first_token_s: float
     between_s: float  # two tokens of its answer
-    prompt_cost_s: float
-    beside_cost_s: float
-    brought_cost_s: float
+    computing_cost_s: float
+    answer_cost_s: float
+    held_up_cost_s: float
+    care_cost_s: float
+    bringing_s: float
 
     @property
     def cost_s(self) -> float:
-        """Of prompt and answer there."""
-        return self.prompt_cost_s + self.beside_cost_s
+        """Of prompt and answer there, among others that do both."""
+        return self.computing_cost_s + self.answer_cost_s + self.held_up_cost_s
+
+    @property
+    def beside_cost_s(self) -> float:
+        """Of prompt and answer there, where the prompt could be computed elsewhere."""
+        return self.computing_cost_s + self.answer_cost_s + self.care_cost_s
+
+    @property
+    def brought_cost_s(self) -> float:
+        """Of the answer there, where the prompt is computed elsewhere."""
+        return self.answer_cost_s + self.bringing_s
 
 
 def predict(
     tokens: int, candidates: Sequence[Candidate], pace: Pace, of: str = "", targets: Targets = NO_TARGETS
 ) -> list[Predicted]:
     """What is expected of each for a prompt of so many tokens. of: the job's class; targets: what that is promised."""
-    token_s, output = pace.token_s, pace.output(of)
-    step_s, row_s = pace.between()
+    output, context, model, chunk = pace.output(of), pace.context, pace.model, pace.step_tokens
+    token_s, rate = pace.token_s(model), pace.steps_a_token / 1e3
     ttft_s, itl_s = targets
     both = ttft_s < math.inf and itl_s < math.inf
     all = output * (ttft_s / (output * itl_s) if both else HELD_UP)  # tokens, by what a second of the answer counts
     found: list[Predicted] = []
     for worker, cached, queue, answers, free, busy in candidates:
         uncached = tokens - cached
-        own_s = uncached * token_s
-        first_s = queue * token_s + own_s + (step_s + row_s * answers if answers else 0.0)
+        step_ms = model.decode_ms(answers, context) if answers else 0.0
+        beside_ms = model.prompt_ms(cached, uncached, chunk, answers, context)
+        alone_ms = model.prompt_ms(cached, uncached, chunk) if answers else beside_ms
+        own_s = max(0.0, beside_ms - step_ms * -(-uncached // chunk)) / 1e3
+        first_s = queue * token_s + (beside_ms + step_ms) / 1e3
         forgotten = max(0, uncached - free)
-        prompt = strain(first_s + own_s, ttft_s) + forgotten * token_s  # what it adds to who comes behind is in it
-        slower = 1 / (1 - min(MOST_BUSY, busy))
-        before_s = (step_s + row_s * answers) * slower
-        between_s = before_s + row_s * slower
+        free_share = 1 - min(MOST_BUSY, busy)
+        computing = strain(first_s + alone_ms / 1e3 / free_share, ttft_s) + forgotten * token_s
+        slower = rate / free_share
+        between_s = model.decode_ms(answers + 1, context) * slower
         strained = strain(between_s, itl_s)
-        answer = all * (strained + answers * (strained - strain(before_s, itl_s)))
+        answer = all * (strained + answers * (strained - strain(step_ms * slower, itl_s)))
         # At least one is held up, that may come meanwhile.
-        held_up = all * max(answers, 1) * (strain(between_s + own_s / output, itl_s) - strained)
+        grows = 1 - answers * (between_s - step_ms * slower) / between_s if between_s else 1.0
+        those, held_s = all * max(answers, 1) / max(grows, 1 - MOST_BUSY), between_s + own_s / output
+        held_up = those * (strain(held_s, itl_s) - strained)
+        care = those * (strain(held_s, itl_s, HEAVY) - strain(between_s, itl_s, HEAVY))
         found.append(
             Predicted(
-                worker, cached, uncached, queue, forgotten, answers, busy, token_s, first_s, between_s,
-                prompt, answer + held_up, answer + own_s * BROUGHT_SHARE,
+                worker, cached, uncached, queue, forgotten, answers, busy, own_s, first_s, between_s,
+                computing, answer, held_up, care, own_s * BROUGHT_SHARE,
             )
         )  # fmt: skip
     return found
@@ -99,12 +131,12 @@ def predict(
 
 def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
     """(who of `here` answers, who of `there` computes the prompt; None: whoever answers)."""
-    alone = cheapest(here)
     if not there:
-        return alone, None
+        return cheapest(here), None
+    alone = min(range(len(here)), key=lambda place: (here[place].beside_cost_s, here[place].answers))
     joined = min(range(len(here)), key=lambda place: (here[place].brought_cost_s, here[place].answers))
-    computes = min(range(len(there)), key=lambda place: there[place].prompt_cost_s)
-    if here[alone].cost_s < there[computes].prompt_cost_s + here[joined].brought_cost_s:
+    computes = min(range(len(there)), key=lambda place: there[place].computing_cost_s)
+    if here[alone].beside_cost_s < there[computes].computing_cost_s + here[joined].brought_cost_s:
         return alone, None
     return joined, computes
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from redline.route.choose import NO_TARGETS, Candidate, Predicted, apart, predict
 from redline.route.index import PageIndex
 from redline.route.pace import Busy, Pace
+from redline.tune.pairs import Work
 from redline.tune.targets import Targets
 from redline.wire.channel import Outbox
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
@@ -260,8 +261,8 @@ class Links:
         for step in load.timed:
             if step.number > link.timed:
                 link.timed = step.number
-                if not step.prompt and step.rows and step.tokens:
-                    self.pace.stepped(step.rows, step.ms / 1e3, step.tokens)
+                work = Work(step.prompt, step.pairs, step.rows, step.context, step.expanded)
+                self.pace.stepped(work, step.ms / 1e3, step.tokens)
 
     def route(self, job: Job, of: str = "", targets: Targets = NO_TARGETS) -> Route | None:
         """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody.
@@ -295,7 +296,7 @@ class Links:
         computes = route.prefill or route.link
         tokens = len(job.tokens) - route.expected.cached_tokens
         computes.coming[job.id] = Coming(tokens, job.pages)
-        computes.computing.add(tokens * self.pace.token_s, self._clock())
+        computes.computing.add(route.expected.own_s, self._clock())
 
     def computed(self, route: Route, id: JobId) -> None:
         """The prompt of a job is computed, or will not be."""
@@ -348,6 +349,8 @@ class Links:
             self._ready = None
             return
         length, pages = min(ready.max_model_len for ready in all), sum(ready.pages for ready in all)
+        self.pace.step_tokens = min(ready.step_tokens for ready in all)
+        self.pace.experts(all[0].experts_of, all[0].experts_chosen)
         ready = Ready(max_model_len=length, pages=pages, fingerprint=all[0].fingerprint, summary=all[0].summary)
         if ready != self._ready:
             self._ready = self.last = ready

@@ -1,46 +1,56 @@
 """What prompts and answers take, learned from what happened: of all workers together, each time with less of what was
 before.
 
-Of all together: one that had a slow moment would be avoided, and so never be measured again. `Pace` knows seconds for a
-prompt token, seconds between two tokens of an answer by how many are written beside it, and how long answers become.
+Of all together: one that had a slow moment would be avoided, and so never be measured again. `Pace` knows what a step
+takes by what is in it (`tune.steps.StepModel`, from the steps that workers tell of), and how long answers become.
 `Busy` is one worker's: the share of its time that it computes prompts.
 """
 
 import math
 
+import msgspec
+
+from redline.tune.pairs import Work
+from redline.tune.steps import StepModel, StepSums
+
 FRESH_TOKEN_S = 1e-4  # of a prompt, where nothing has been computed yet
 FRESH_OUTPUT = 256  # tokens of an answer, where none has ended yet
-PROMPT_MEMORY = 0.9  # share of what was measured that stays when a prompt is added
-STEP_MEMORY = 0.99  # likewise a step
+STEP_MEMORY = 0.99  # share of what was measured that stays when a step is added
 OUTPUT_MEMORY = 0.98  # likewise an answer
-SPREAD = 1e-3  # of the squares of rows: below it, all steps are taken to have had as many
 BUSY_S = 30.0  # over which a worker's share of prompts is taken: some answers
 
 
 class Pace:
     """What has been measured lately. Everything has a value from the beginning on."""
 
-    def __init__(self) -> None:
-        self._prompt_s = self._prompt_tokens = 0.0
-        # Sums over steps without prompts, of x = rows and y = seconds.
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
-        self._tokens = 0.0  # of answers, that these rows gave
+    def __init__(self, known: StepModel | None = None) -> None:
+        """known: what steps take, where nothing is to be learned of it."""
+        self.step_tokens = 512  # of a step, at most: the least of all workers
+        self._known = known
+        self._sums = StepSums()
+        self._prompts = False  # whether a step with some was measured
+        self._rows = self._context = self._tokens = 0.0  # of steps without prompts
+        self._prompt = self._pairs = self._expanded = 0.0  # of steps with prompts
         self._outputs: dict[str, tuple[float, float]] = {}  # of each class: answers, and their tokens
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """A prompt of which so many tokens were not cached has had its first token after so many seconds of work."""
-        self._prompt_s = PROMPT_MEMORY * self._prompt_s + seconds
-        self._prompt_tokens = PROMPT_MEMORY * self._prompt_tokens + tokens
+    def experts(self, of: int, chosen: int) -> None:
+        """Each layer has so many experts, of which a token chooses so many. To be said before steps are added."""
+        self._sums.experts_of, self._sums.experts_chosen = of, chosen
 
-    def stepped(self, rows: int, seconds: float, tokens: float) -> None:
-        """A step of so many answers, and of no prompt, has given so many tokens after so many seconds."""
+    def stepped(self, work: Work, seconds: float, tokens: float) -> None:
+        """A step with so much in it took so many seconds, and gave so many tokens of answers."""
+        if self._known is None:
+            self._sums.add(work, 1e3 * seconds)
         keep = STEP_MEMORY
-        self._n = keep * self._n + 1
-        self._x = keep * self._x + rows
-        self._y = keep * self._y + seconds
-        self._xx = keep * self._xx + rows * rows
-        self._xy = keep * self._xy + rows * seconds
-        self._tokens = keep * self._tokens + tokens
+        if work.prompt:
+            self._prompts = True
+            self._prompt = keep * self._prompt + work.prompt
+            self._pairs = keep * self._pairs + work.pairs
+            self._expanded = keep * self._expanded + work.expanded
+        elif work.rows and tokens:
+            self._rows = keep * self._rows + work.rows
+            self._context = keep * self._context + work.context
+            self._tokens = keep * self._tokens + tokens
 
     def answered(self, of: str, tokens: int) -> None:
         """An answer of a class has come to its end."""
@@ -48,27 +58,33 @@ class Pace:
         self._outputs[of] = OUTPUT_MEMORY * answers + 1, OUTPUT_MEMORY * all + tokens
 
     @property
-    def token_s(self) -> float:
-        """Seconds for a token of a prompt."""
-        return self._prompt_s / self._prompt_tokens if self._prompt_tokens else FRESH_TOKEN_S
+    def model(self) -> StepModel:
+        """What a step takes."""
+        if self._known is not None:
+            return self._known
+        model = self._sums.model() or StepModel(base=0.0)
+        return model if self._prompts else msgspec.structs.replace(model, prompt=1e3 * FRESH_TOKEN_S)
 
-    def between(self) -> tuple[float, float]:
-        """(seconds between two tokens of an answer, what each answer beside it adds): a line through the steps.
+    @property
+    def context(self) -> float:
+        """Tokens that a row of an answer attends to, on the mean."""
+        return self._context / self._rows if self._rows else 0.0
 
-        Where all steps had as many rows what a row adds is not known, and taken to be nothing: so answers come together
-        until it is.
-        """
-        if not self._n:
-            return 0.0, 0.0
-        rate = self._x / self._tokens  # steps for each token
-        spread = self._xx - self._x * self._x / self._n
-        row = (self._xy - self._x * self._y / self._n) / spread if spread > SPREAD * self._xx else 0.0
-        if row <= 0:
-            return rate * self._y / self._n, 0.0
-        base = (self._y - row * self._x) / self._n
-        if base < 0:
-            base, row = 0.0, self._xy / self._xx
-        return rate * base, rate * row
+    @property
+    def steps_a_token(self) -> float:
+        """Of an answer; less than 1 where drafts hold."""
+        return self._rows / self._tokens if self._tokens else 1.0
+
+    def token_s(self, model: StepModel) -> float:
+        """Seconds for a token of a prompt among many, in steps that are full."""
+        ms = (model.base + model.experts * model.share(self.step_tokens)) / self.step_tokens + model.prompt
+        if self._prompt:
+            ms += (model.pair * self._pairs + model.expand * self._expanded) / self._prompt
+        return ms / 1e3
+
+    def between_s(self, answers: float) -> float:
+        """Seconds between two tokens of an answer, where so many are written, it among them."""
+        return self.model.decode_ms(answers, self.context) * self.steps_a_token / 1e3
 
     def output(self, of: str) -> float:
         """Tokens that an answer of a class becomes, on the mean."""

@@ -31,8 +31,7 @@ class GoesOn(NamedTuple):
 
 def goes_on(lost: Preempted, beside: Iterable[Beside], pace: Pace) -> GoesOn:
     """What is expected. beside: the answers that the same worker writes; the job itself is not among them."""
-    step_s, row_s = pace.between()
-    between_s = step_s + row_s * lost.running
+    between_s = pace.between_s(lost.running)
     ends = sorted((min(pace.output(each.of), max(1, each.most_tokens - each.tokens)), each.pages) for each in beside)
     wait_s, short = 0.0, lost.short_pages
     for left, pages in ends:
@@ -40,4 +39,6 @@ def goes_on(lost: Preempted, beside: Iterable[Beside], pace: Pace) -> GoesOn:
             break
         wait_s = left * between_s
         short -= pages + 1  # one more is kept for each that runs
-    return GoesOn(wait_s, lost.again_tokens * pace.token_s + between_s)
+    kept = max(0, lost.lost_tokens - lost.again_tokens)
+    again_ms = pace.model.prompt_ms(kept, lost.again_tokens, pace.step_tokens, lost.running, pace.context)
+    return GoesOn(wait_s, max(between_s, again_ms / 1e3))

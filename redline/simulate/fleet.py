@@ -22,6 +22,7 @@ from redline.simulate.traces import BLOCK_TOKENS, Request
 from redline.simulate.worker import Played, Worker
 from redline.tune.count import NEWEST, Limits, Look, choose_count, forgotten, rising, role_of_another
 from redline.tune.expected import Asked, Roles, Traffic, WorkerModel
+from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.tune.roles import Choice, best_roles, choose_roles, settled, splits_to_try
 from redline.tune.roles import Fleet as Chosen
 from redline.tune.targets import Targets
@@ -119,7 +120,8 @@ class Simulation:
         self._looks: list[Look] = []
         self._setting, self._model, self._watch = setting, model, watch
         self._caches = Caches(count, max(1, model.kv_tokens // BLOCK_TOKENS))
-        self._pace = Pace()
+        self._pace = Pace(model.steps)
+        self._pace.step_tokens = model.step_tokens
         self._busy = [Busy() for _ in self.workers]
         self._draw = random.Random(setting.seed)
         self._given = itertools.count(1)
@@ -167,15 +169,12 @@ class Simulation:
             )
 
     def learn(self, requests: Sequence[Asked]) -> None:
-        """The router knows from the beginning what these take, as one does that has been routing them."""
-        steps = self._model.steps
+        """The router knows from the beginning what these are like, as one does that has been routing them."""
         for each in requests[:LEARNT]:
-            uncached = max(1, each.uncached)
-            self._pace.computed(uncached, steps.prompt_ms(each.cached, uncached, self._model.step_tokens) / 1e3)
+            self._pace.stepped(_of_prompt(each.cached, max(1, each.uncached)), 0.0, 0.0)
             self._pace.answered(each.of, each.output)
         context = sum(each.cached + each.uncached + each.output / 2 for each in requests) / len(requests)
-        for rows in (1, 4, 16):
-            self._pace.stepped(rows, steps.decode_ms(rows, context) / 1e3, rows * self._model.tokens_per_step)
+        self._pace.stepped(Work(rows=1, context=context), 0.0, self._model.tokens_per_step)
 
     def check(self) -> None:
         """Raises AssertionError unless the books of caches and workers are right."""
@@ -223,6 +222,7 @@ class Simulation:
         answerer = here[place][0]
         computer = answerer if computes is None else there[computes][0]
         chosen = here[place][1] if computes is None else there[computes][1]
+        own_s = expected[place if computes is None else len(here) + computes].own_s
         job.answerer, job.computer = answerer, computer
         job.cached = chosen.cached
         job.work = job.remaining = job.prompt - chosen.cached
@@ -230,7 +230,7 @@ class Simulation:
         answerer.given = next(self._given)
         answerer.outputs += job.output
         computer.queue += job.work
-        self._busy[computer.index].add(job.work * self._pace.token_s, self.now)
+        self._busy[computer.index].add(own_s, self.now)
         for worker in {answerer.index: answerer, computer.index: computer}.values():
             room = self._caches.blocks - worker.outputs // BLOCK_TOKENS
             self._caches.use(worker.index, request.blocks, max(1, room))
@@ -290,7 +290,7 @@ class Simulation:
         worker.queue -= job.work
         self._is_over(worker)
         assert job.answerer is not None
-        self._pace.computed(job.work, self._model.steps.prompt_ms(job.cached, job.work, self._model.step_tokens) / 1e3)
+        self._pace.stepped(_of_prompt(job.cached, job.work), 0.0, 0.0)
         if job.travels:
             handoff_s = (self._model.handoff_ms + self._model.handoff_token_ms * job.prompt) / 1e3
             event = (self.now + handoff_s, next(self._order), job.answerer.index, 0, job)
@@ -517,6 +517,11 @@ def _requests(traffic: Traffic, part: float, seed: int) -> Iterator[Request]:
     for each in itertools.islice(itertools.cycle(traffic.requests), count):
         at_s += draw.expovariate(rate)
         yield _request(at_s, each)
+
+
+def _of_prompt(cached: int, uncached: int) -> Work:
+    """What the steps of a prompt compute."""
+    return Work(prompt=uncached, pairs=pairs_of(cached, uncached), expanded=expanded_of(cached, uncached))
 
 
 def _request(at_s: float, asked: Asked) -> Request:

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 
 from redline.tune.chunks import LOOKED_AT, Answers, Prompt, chunk_tokens
 from redline.tune.expected import WorkerModel
+from redline.tune.pairs import Work
 from redline.wire.news import Role
 
 ALIKE = 4  # steps at most that are taken to be alike, where their time is bounded
@@ -155,11 +156,12 @@ class Worker:
         return whole, ended
 
     @property
-    def plain(self) -> tuple[int, float, float] | None:
-        """What runs, where it has no prompt: rows, seconds of a step, tokens of one."""
+    def plain(self) -> tuple[Work, float, float] | None:
+        """What runs, where it has no prompt: what a step computes, its seconds, and its tokens."""
         if self._parts or not self.rows:
             return None
-        return self.rows, (self.wake - self._began) / self._steps, self.rows * self.model.tokens_per_step
+        seconds, tokens = (self.wake - self._began) / self._steps, self.rows * self.model.tokens_per_step
+        return Work(rows=self.rows, context=self._context), seconds, tokens
 
     def check(self) -> None:
         """Raises AssertionError unless slots and room are those of who is here; and, where nobody is, all of them."""

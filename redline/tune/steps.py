@@ -7,6 +7,7 @@
 `StepModel` is the sum, `StepFit` finds its coefficients: none negative, relative errors counted, outliers nearly not. A
 window of each kind of step is kept, so hours of decoding do not forget what prompts cost. So a fit says what a step
 usually takes; `on_the_mean` makes of it what many take together, which is more where some take much longer.
+`StepSums` finds both at once from sums that fade, for who asks at every request: a fit takes milliseconds, this tenths.
 """
 
 import math
@@ -29,6 +30,14 @@ LEAST_ERROR = 0.01  # a typical error below it is luck
 LATELY = 96  # newest steps, with prompts and without, whose mean counts: some seconds of a busy fleet
 LEAST_LATELY = 4  # of fewer a mean says nothing
 FARTHEST = 8.0  # times what is usual, or one part in so many, that the mean may be
+FADING = 0.99  # share of the sums over steps of a sort that stays when another is added
+FADING_PACE = 0.95  # likewise of those that say how fast all of it is just now
+ADDED = 8  # steps, before the sums are solved again
+UNUSUAL = 32.0  # times the mean: what takes longer, as while kernels are compiled, is no pace
+UNSEEN = (
+    1e-3  # how far, in parts of what is known, `pair` and `expand` are held at nothing. Where all prompts are alike
+)
+# their times are not to be told from those of tokens, and cached tokens would seem to cost as much as others
 
 _Array = NDArray[np.float64]
 
@@ -134,23 +143,91 @@ class StepFit:
         )  # fmt: skip
 
     def _terms(self, work: Work) -> tuple[float, ...]:
-        share = self._prior.share(work.prompt + work.rows)
-        return 1.0, share, work.rows, work.context, work.prompt, work.pairs, work.expanded
+        return _terms(work, self._prior.share(work.prompt + work.rows))
 
     def _before(self) -> _Array:
         prior = self._prior
         return np.array([prior.base, prior.experts, prior.row, prior.context, prior.prompt, prior.pair, prior.expand])
 
     def _solve(self, terms: _Array, weights: _Array) -> _Array:
-        scale = np.sqrt((weights[:, None] * terms**2).sum(axis=0))  # so that each term weighs alike
-        scale[scale == 0] = 1.0
-        scaled = terms / scale
-        a = scaled.T @ (weights[:, None] * scaled)
-        b = scaled.T @ weights
-        pull = PRIOR_STEPS / len(terms) if self._has_prior else 1e-9
-        a += pull * np.eye(len(a))
-        b += pull * self._before() * scale if self._has_prior else 0.0
-        return _not_negative(a, b) / scale
+        before = self._before()
+        pull = np.full(len(before), PRIOR_STEPS / len(terms) if self._has_prior else 1e-9)
+        return _solved(terms.T @ (weights[:, None] * terms), terms.T @ weights, pull, before)
+
+
+def _terms(work: Work, share: float) -> tuple[float, ...]:
+    """What the coefficients are multiplied with. share: of experts that are read."""
+    return 1.0, share, work.rows, work.context, work.prompt, work.pairs, work.expanded
+
+
+def _solved(a: _Array, b: _Array, pull: _Array, before: _Array) -> _Array:
+    """The coefficients, none negative, of the normal equations, each pulled so far to what it was before."""
+    scale = np.sqrt(np.diagonal(a))  # so that each term weighs alike
+    scale = np.where(scale == 0, 1.0, scale)
+    return _not_negative(a / np.outer(scale, scale) + np.diag(pull), b / scale + pull * before * scale) / scale
+
+
+class StepSums:
+    """A `StepModel` on the mean of what steps took lately, from sums over steps with prompts and over others."""
+
+    def __init__(self) -> None:
+        self.experts_of = self.experts_chosen = 0  # as in `StepModel`; to be said before steps are added
+        self._sums = [_Sums(), _Sums()]  # over steps without prompts, and with
+        self._model: StepModel | None = None
+        self._added = 0  # since it was found
+
+    def add(self, work: Work, ms: float) -> None:
+        """A step has taken so many milliseconds. What is no time (0, or not finite) is left out."""
+        if not 0 < ms < math.inf:
+            return
+        sums = self._sums[work.prompt > 0]
+        if sums.steps >= ADDED:
+            ms = min(ms, UNUSUAL * sums.mean_ms)
+        share = chosen_share(self.experts_of, self.experts_chosen, work.prompt + work.rows)
+        sums.add(np.array(_terms(work, share)), ms)
+        self._added += 1
+
+    def model(self) -> StepModel | None:
+        """None: no step was added. It is found anew once so many have been added as count."""
+        steps = sum(each.steps for each in self._sums)
+        if self._added and self._added >= min(ADDED, steps):
+            self._model, self._added = self._solved(), 0
+        return self._model
+
+    def _solved(self) -> StepModel:
+        a, b = (sum(parts) for parts in zip(*((each.a, each.b) for each in self._sums), strict=True))
+        mixed = _solved(a, b, np.array([1e-9] * 5 + [UNSEEN] * 2), np.zeros(len(b)))
+        beside = np.array([False] * 4 + [True] * 3)  # prompt, pair, expand
+        without, having = self._sums
+        if without.steps:
+            mixed = np.where(beside, mixed, mixed * _times(without.ms, float(without.terms @ mixed)))
+        if having.steps:
+            other_ms = float(having.terms @ np.where(beside, 0.0, mixed))
+            times = _times(having.ms - other_ms, float(having.terms @ mixed) - other_ms)
+            mixed = np.where(beside, mixed * times, mixed)
+        return StepModel(*map(float, mixed), experts_of=self.experts_of, experts_chosen=self.experts_chosen)
+
+
+class _Sums:
+    """Over steps of a sort, the newest counting most. a, b: of the equations by relative errors; terms, ms: as is."""
+
+    def __init__(self) -> None:
+        terms = len(_terms(Work(), 0.0))
+        self.steps, self.ms = 0, 0.0
+        self.a, self.b, self.terms = np.zeros((terms, terms)), np.zeros(terms), np.zeros(terms)
+
+    def add(self, terms: _Array, ms: float) -> None:
+        relative = terms / ms
+        self.a = FADING * self.a + np.outer(relative, relative)
+        self.b = FADING * self.b + relative
+        self.terms = FADING_PACE * self.terms + terms
+        self.ms = FADING_PACE * self.ms + ms
+        self.steps += 1
+
+    @property
+    def mean_ms(self) -> float:
+        """Of a step lately."""
+        return self.ms / float(self.terms[0])
 
 
 def on_the_mean(model: StepModel, steps: Sequence[tuple[Work, float]]) -> StepModel:

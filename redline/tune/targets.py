@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 NEARLY = 0.9  # of what is promised: beyond, a second weighs no more than here
+HEAVY = 1 / (1 - NEARLY)  # how much it weighs there
 
 
 class Targets(NamedTuple):
@@ -24,13 +25,15 @@ class Targets(NamedTuple):
     itl_s: float = math.inf
 
 
-def strain(seconds: float, promised_s: float) -> float:
-    """So many seconds, as heavy as they weigh against what is promised; where nothing is, as they are."""
+def strain(seconds: float, promised_s: float, beyond: float = 1.0) -> float:
+    """So many seconds, as heavy as they weigh against what is promised; where nothing is, as they are.
+
+    beyond: how heavy one is that comes after the promise is broken; HEAVY where it may yet be kept.
+    """
     if promised_s == math.inf:
         return seconds
     used = seconds / promised_s
     if used <= NEARLY:
         return -promised_s * math.log1p(-used)
-    slope = 1 / (1 - NEARLY)
-    heavy = -math.log1p(-NEARLY) + (min(used, 1.0) - NEARLY) * slope
-    return promised_s * (heavy + max(0.0, used - 1.0))
+    heavy = -math.log1p(-NEARLY) + (min(used, 1.0) - NEARLY) * HEAVY
+    return promised_s * (heavy + max(0.0, used - 1.0) * beyond)

@@ -24,6 +24,8 @@ class Ready(Message, frozen=True):
     step_ms: float | None = None  # that its steps with prompts beside answers may take; None: any time
     read_bytes_per_s: float = 0.0  # of its device's memory, as measured before it was ready; 0: it was not
     ops_per_s: float = 0.0  # of its device's matrix products, as measured then
+    experts_of: int = 0  # of a layer: routed experts, of which a token chooses so many; 0: there are none
+    experts_chosen: int = 0
 
 
 class TakeRole(Message, frozen=True):

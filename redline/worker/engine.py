@@ -185,6 +185,7 @@ class EngineCore:
         random = f"; random weights, {layers}" if self._random is not None else ""
         device, kv = self.model.device.type, f"KV {self.layout.tokens:,} tokens, {dtype}"
         summary = f"{weights}{random}{drafts}{ranks}; {device}, {where}; {kv}"
+        experts_of, experts_chosen = _experts(config)
         return Ready(
             max_model_len=self.layout.max_model_len,
             pages=self.layout.pages,
@@ -192,6 +193,8 @@ class EngineCore:
             summary=summary,
             step_tokens=self.step_tokens,
             slots=self._slots,
+            experts_of=experts_of,
+            experts_chosen=experts_chosen,
             step_ms=self._step_ms,
             read_bytes_per_s=self._floor.bytes_per_s if self._floor is not None else 0.0,
             ops_per_s=self._floor.ops_per_s if self._floor is not None else 0.0,

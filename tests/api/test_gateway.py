@@ -17,6 +17,7 @@ from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
 from redline.route.links import MOVE_S, SILENT_S
 from redline.route.roles import STAY_S
+from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Preempted, Resumed
@@ -151,7 +152,7 @@ async def test_when_a_job_goes_on_is_expected_of_answers_that_have_pages() -> No
 
     async with World(resuming, resume_s=5.0) as world:
         world.engine.gate.clear()
-        world.gateway.links.pace.stepped(1, 0.01, 1)
+        world.gateway.links.pace.stepped(Work(rows=1), 0.01, 1)
         begun = [await world.gateway.begin(text_ask()) for _ in range(3)]
         first, second, third = (generation.lanes[0].job.id for generation in begun)
         for id in (first, second, third):
@@ -473,7 +474,7 @@ async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_tha
         gateway = world.gateway
         gateway.lose(world.link, "not used")
         answers, _ = Heard(gateway, "d", "decode"), Heard(gateway, "p", "prefill")
-        gateway.links.pace.stepped(1, 0.01, 1)
+        gateway.links.pace.stepped(Work(rows=1), 0.01, 1)
         begun = [await gateway.begin(text_ask("the end " * 40)) for _ in range(2)]
         beside, computed = (generation.lanes[0] for generation in begun)
         gateway.deliver(answers.link, Delta(job=beside.job.id, tokens=(65,)))

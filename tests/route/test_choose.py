@@ -6,6 +6,7 @@ import pytest
 
 from redline.route.choose import Candidate, Predicted, apart, cheapest, predict
 from redline.route.pace import FRESH_TOKEN_S, Pace
+from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
@@ -13,10 +14,7 @@ TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
 
 def measured(step_s: float = 0.005, row_s: float = 0.001, output: int = 100) -> Pace:
     """Prompts of 10,000 tokens a second, steps so long, answers of so many tokens."""
-    pace = Pace()
-    pace.computed(10_000, 1.0)
-    for rows in (2, 8, 16):
-        pace.stepped(rows, step_s + row_s * rows, rows)
+    pace = Pace(StepModel(base=1e3 * step_s, row=1e3 * row_s, prompt=0.1))
     pace.answered("", output)
     return pace
 
@@ -85,7 +83,7 @@ def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left
     assert apart([expected("d", 0, answers=1), nothing], []) == (1, None)
 
 
-@pytest.mark.parametrize(("answers", "waits"), [(4, True), (40, False)])
+@pytest.mark.parametrize(("answers", "waits"), [(1, True), (40, False)])
 def test_answers_near_their_promise_are_not_held_up_for_a_first_token_that_has_time(answers: int, waits: bool) -> None:
     """Beside 40 rows two tokens are 46 ms apart, and 50 are promised."""
     promised = Targets(ttft_s=3.0, itl_s=0.05)
@@ -118,5 +116,5 @@ def test_64_workers_are_weighed_in_milliseconds() -> None:
 def test_costs_are_seconds_where_nothing_is_promised() -> None:
     (found,) = predict(1000, [Candidate("a", 200, 300, 0, 9999)], Pace())
     assert found.first_token_s == pytest.approx(1100 * FRESH_TOKEN_S)
-    assert found.prompt_cost_s == pytest.approx(1900 * FRESH_TOKEN_S), "its own, and who comes behind"
-    assert found.beside_cost_s == pytest.approx(0.5 * 800 * FRESH_TOKEN_S), "an answer that may come is held up"
+    assert found.computing_cost_s == pytest.approx(1900 * FRESH_TOKEN_S), "its own, and who comes behind"
+    assert found.held_up_cost_s == pytest.approx(0.5 * 800 * FRESH_TOKEN_S), "an answer that may come is held up"

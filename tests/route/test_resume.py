@@ -4,6 +4,7 @@ import pytest
 
 from redline.route.pace import Pace
 from redline.route.resume import Beside, goes_on
+from redline.tune.steps import StepModel
 from redline.wire.delta import Preempted
 from redline.wire.job import JobId
 
@@ -14,11 +15,8 @@ def lost(short: int, again: int = 100) -> Preempted:
 
 def paced() -> Pace:
     """A millisecond for a prompt's token, 10 between two of an answer, which becomes 50 tokens."""
-    pace = Pace()
-    for _ in range(20):
-        pace.computed(100, 0.1)
-        pace.stepped(2, 0.01, 2)
-        pace.answered("", 50)
+    pace = Pace(StepModel(base=10.0, prompt=1.0))
+    pace.answered("", 50)
     return pace
 
 

@@ -65,7 +65,7 @@ def test_roles_follow_the_traffic():
     """More long documents than workers do that do both: some compute prompts alone. Chat: none does any more."""
     targets = TARGETS | {"documents": Targets(ttft_s=10.0, itl_s=0.05)}
     documents = simulated(
-        [Phase(CHAT, 60, 10.0), Phase(DOCUMENTS, 150, 5.5)], Roles(both=8), plan_s=10.0, targets=targets
+        [Phase(CHAT, 60, 10.0), Phase(DOCUMENTS, 150, 7.0)], Roles(both=8), plan_s=10.0, targets=targets
     )
     assert documents.periods[-1].roles.prefill > 0
     assert all(period.at_s >= 60 for period in documents.periods if period.roles.prefill)
