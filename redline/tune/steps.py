@@ -195,10 +195,10 @@ class StepSums:
         return self._model
 
     def _solved(self) -> StepModel:
-        a, b = (sum(parts) for parts in zip(*((each.a, each.b) for each in self._sums), strict=True))
+        without, having = self._sums
+        a, b = without.a + having.a, without.b + having.b
         mixed = _solved(a, b, np.array([1e-9] * 5 + [UNSEEN] * 2), np.zeros(len(b)))
         beside = np.array([False] * 4 + [True] * 3)  # prompt, pair, expand
-        without, having = self._sums
         if without.steps:
             mixed = np.where(beside, mixed, mixed * _times(without.ms, float(without.terms @ mixed)))
         if having.steps:

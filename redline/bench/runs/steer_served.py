@@ -1,6 +1,6 @@
 """Whether roles that follow the traffic bring more good requests than roles that stay, on a served model.
 
-    python -m redline.bench.runs.steer_served [--paced 4] [--rounds 1] [--seconds 26] [--only NAME]...
+    python -m redline.bench.runs.steer_served [--paced 4 | --gpus 0,1 ...] [--rounds 1] [--seconds 26] [--window-s 8]
         [--seed N] [--save FILE] [--again]
 
 Deployments of as many workers stand beside each other: `steered`, with [steer]; `both`, where each does all; and every
@@ -15,9 +15,14 @@ are divided by how many times as long as on a core of its own things take, and p
 that others use this changes while one measures, so with --paced there are three workers whose steps take so many times
 what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`): all but the arithmetic is the product.
 
+With --gpus 0,1 a worker has a GPU of its own, and four layers of Kimi K2.6's widths with random weights: steps are
+short then, so that some minutes have as many requests as an hour of the whole model. How fast the GPUs are is tried as
+well, prompts and steps of twelve answers by themselves. `--gpus 0,1 2,3` is two places, at which deployments have
+their turns at the same time.
+
 Told are good requests a second of each kind of traffic and over all, the difference of each request between `steered`
-and each fixed choice with its interval, and what was decided, when and why. Under four minutes. With --again the
-file's runs stay, and `together` counts the requests of all.
+and each fixed choice with its interval, and what was decided, when and why. Under four minutes as it is. With --again
+the file's runs stay, and `together` counts the requests of all.
 """
 
 import argparse
@@ -30,16 +35,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple, Self
 
+import torch
+
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.flips import KEY, Operator
+from redline.bench.runs.full_depth import write_folder
 from redline.bench.runs.paced_worker import LAYERS, PACED, write
-from redline.bench.runs.trees import ROOT, Server, Tree, commit_of, ended_by_a_signal
+from redline.bench.runs.trees import ROOT, START_S, Server, Tree, commit_of, ended_by_a_signal
 from redline.bench.serving.arrivals import planned
 from redline.bench.serving.client import Client
 from redline.bench.serving.intervals import interval
@@ -48,25 +58,30 @@ from redline.bench.serving.records import Answer, Ask
 from redline.bench.serving.target import Pace, Target
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RedlineError
+from redline.model.k2.shapes import shape
 
 LOOK_S = 1.0  # between two looks of who steers, and of ours at the roles
 REST_S = 3.0  # of who steers
 END_S = 6.0  # for what is under way when no more comes; what has not ended by then is not good
 MOST_SLOW = 8.0  # times a core of its own: beyond, so little can be asked that nothing would be seen
 TRIES = 3
+SHORT = 256  # tokens of a prompt, where steps of answers are tried
+LONG = 8  # tokens of a prompt for each of its answer
 BOTH, STEERED = "both", "steered"
 MODEL_NAME = "kimi-nano"
+SHAPE = "kimi-k2.6"  # whose widths layers on a GPU have
 
 
-def layouts(cores: Sequence[int], paced: bool) -> dict[str, str]:
-    """The [[workers]] of each deployment: two on cores of their own, or three that wait most of the time."""
-    if paced:
+def layouts(cores: Sequence[int], paced: bool, gpus: Sequence[int] = (), waiting: int = 3) -> dict[str, str]:
+    """The [[workers]] of each deployment: one on each of the GPUs, two on cores of their own, or, with `paced`, some
+    that wait most of the time."""
+    if gpus or paced:
+        places = list(gpus) or [None] * waiting
         apart = {
-            f"{prompts}:{3 - prompts}": f'[[workers]]\nrole = "prefill"\ncount = {prompts}\n'
-            f'[[workers]]\nrole = "decode"\ncount = {3 - prompts}\n'
-            for prompts in (1, 2)
+            f"{prompts}:{len(places) - prompts}": _kind("prefill", places[:prompts]) + _kind("decode", places[prompts:])
+            for prompts in range(1, len(places))
         }
-        both = "[[workers]]\ncount = 3\n"
+        both = _kind("both", places)
     else:
         first, second = cores[:2]
         apart = {
@@ -77,6 +92,11 @@ def layouts(cores: Sequence[int], paced: bool) -> dict[str, str]:
     return {STEERED: both, BOTH: both, **apart}
 
 
+def _kind(role: str, places: Sequence[int | None]) -> str:
+    devices = "" if None in places else f"devices = {[*places]}\n"
+    return f'[[workers]]\nrole = "{role}"\ncount = {len(places)}\n{devices}'
+
+
 class Kind(NamedTuple):
     """So many requests a second for each worker, of so many tokens of prompt and of answer."""
 
@@ -85,13 +105,37 @@ class Kind(NamedTuple):
     tokens: int
 
 
-# On a core of an AMD EPYC of its own; what it takes there, and what comes and is promised there.
-TRIED, TRIED_S = Kind(1.0, 600, 100), (0.57, 0.0018)  # seconds to its first token, and between two of its tokens
+class Load(NamedTuple):
+    """What is played, and what is promised, where a prompt alone has its first token after `first_s`, and tokens of
+    `together` answers at once come `between_s` apart."""
+
+    tried: Kind
+    together: int
+    first_s: float
+    between_s: float
+    phases: Mapping[str, Sequence[Kind]]
+    ttft_ms: float
+    itl_ms: float
+
+
+# On a core of an AMD EPYC of its own.
 PHASES: Mapping[str, Sequence[Kind]] = {
     "long prompts": (Kind(0.9, 600, 24), Kind(1.0, 24, 80)),
     "long answers": (Kind(4.0, 24, 100),),
 }
-TTFT_MS, ITL_MS = 3000.0, 6.0
+ON_A_CORE = Load(Kind(1.0, 600, 100), 1, 0.57, 0.0018, PHASES, 3000.0, 6.0)
+# On one H100, calculated from what layers of Kimi K2.6 take there; simulated, workers that all do both keep 0.62 and
+# 0.97 of these phases, one for prompts and one that answers 0.85 and 0.41.
+LAYERS_ON_A_GPU, IN_MEMORY = 4, 2
+ON_A_GPU = Load(
+    *(Kind(1.0, 8192, 200), 12, 0.0758, 0.0040),
+    phases={
+        "long prompts": (Kind(5.25, 8192, 64), Kind(5.25, 512, 64)),
+        "long answers": (Kind(0.6, 8192, 64), Kind(6.0, 256, 256)),
+    },
+    ttft_ms=333.0,
+    itl_ms=4.4,
+)
 
 
 class Due(NamedTuple):
@@ -103,17 +147,26 @@ class Due(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is played. slow: times as long as on a core of its own things take. seconds: of a phase."""
+    """What is played. slow: times as long as `load` says that prompts take, and slow_between that steps of answers do;
+    0: as long as prompts. seconds: of a phase."""
 
     slow: float
     seconds: float
     window_s: float  # of traffic, that who steers goes by
     workers: int = 2
+    load: Load = ON_A_CORE
+    slow_between: float = 0.0
 
     @property
     def promised(self) -> dict[str, float]:
         """Milliseconds, by the names of `metrics.SLOS`."""
-        return {"ttft": round(TTFT_MS * self.slow, 1), "tpot": round(ITL_MS * self.slow, 1)}
+        ttft_ms, itl_ms = self.load.ttft_ms * self.slow, self.load.itl_ms * (self.slow_between or self.slow)
+        return {"ttft": round(ttft_ms, 1), "tpot": round(itl_ms, 2)}
+
+    def rate(self, kind: Kind) -> float:
+        """Requests a second of all workers: by prompts where these are most of its work, else by answers."""
+        slow = self.slow if kind.prompt > LONG * kind.tokens else self.slow_between or self.slow
+        return kind.rate * self.workers / slow
 
 
 class Turn(NamedTuple):
@@ -132,9 +185,9 @@ class Turn(NamedTuple):
 def schedule(setting: Setting, seed: int, vocabulary: int) -> list[Due]:
     """All requests of a round, by time, made of a seed. Prompts are of random tokens, so that none is cached."""
     draw, found = random.Random(seed), list[Due]()
-    for number, (phase, kinds) in enumerate(PHASES.items()):
+    for number, (phase, kinds) in enumerate(setting.load.phases.items()):
         for kind in kinds:
-            many = max(1, round(kind.rate * setting.workers / setting.slow * setting.seconds))
+            many = max(1, round(setting.rate(kind) * setting.seconds))
             times = planned(many, Pace(rate=many / setting.seconds, seed=draw.randrange(1 << 30))) or ()
             found += [Due(number * setting.seconds + at_s, phase, _asked(kind, draw, vocabulary)) for at_s in times]
     return sorted(found, key=lambda due: due.at_s)
@@ -210,29 +263,34 @@ class Deployed:
         return Turn(requests, answers, looks.all, looks.jobs)
 
 
-def slowness(deployed: Deployed, vocabulary: int, seed: int) -> float:
-    """Times as long as on a core of its own that things take now, and at least once. Raises RedlineError where they
+def slowness(deployed: Deployed, load: Load, vocabulary: int, seed: int) -> tuple[float, float]:
+    """Times as long as `load` says that a prompt alone takes here, and steps of answers. Raises RedlineError where they
     take MOST_SLOW times as long, or do not end."""
     draw = random.Random(seed)
-    found: list[float] = []
-    for _ in range(TRIES):
-        answer = deployed.ask([Due(0.0, "", _asked(TRIED, draw, vocabulary))]).answers[0]
-        first_s, between_s = ttft(answer), tpot(answer)
-        if first_s is None or between_s is None:
-            raise RedlineError(f"a request alone has no answer: {answer.error}")
-        found.append((first_s / TRIED_S[0] * between_s / TRIED_S[1]) ** 0.5)
-    if (slow := max(1.0, median(found))) > MOST_SLOW:
-        raise RedlineError(f"the machine is {slow:.1f} times as slow as a core of its own; try again when it is idle")
-    return slow
+    firsts, betweens = list[float](), list[float]()
+    for number in range(TRIES + 1):  # the first is not counted: kernels may be compiled in it
+        alone = deployed.ask([Due(0.0, "", _asked(load.tried, draw, vocabulary))]).answers
+        short = load.tried._replace(prompt=min(load.tried.prompt, SHORT))
+        many = deployed.ask([Due(0.0, "", _asked(short, draw, vocabulary)) for _ in range(load.together)]).answers
+        for answer in (*alone, *many):
+            if ttft(answer) is None or tpot(answer) is None:
+                raise RedlineError(f"a request has no answer: {answer.error}")
+        if number:
+            firsts += [ttft(answer) or 0.0 for answer in alone]
+            betweens += [tpot(answer) or 0.0 for answer in (many if load.together > 1 else alone)]
+    found = median(firsts) / load.first_s, median(betweens) / load.between_s
+    if (slow := max(found)) > MOST_SLOW:
+        raise RedlineError(f"the machine is {slow:.1f} times as slow as it is taken to be; try again when it is idle")
+    return found
 
 
 def told(turns: Sequence[Turn], setting: Setting) -> dict[str, Any]:
     """A deployment's figures, by phase and over all."""
     found: dict[str, Any] = {}
     promised = setting.promised
-    for phase in (*PHASES, "all"):
+    for phase in (*setting.load.phases, "all"):
         some = [answer for turn in turns for answer in turn.of(phase)]
-        seconds = setting.seconds * len(turns) * (len(PHASES) if phase == "all" else 1)
+        seconds = setting.seconds * len(turns) * (len(setting.load.phases) if phase == "all" else 1)
         good = sum(keeps(answer, promised) for answer in some)
         found[phase] = {
             "requests": len(some),
@@ -257,14 +315,14 @@ def differences(steered: Sequence[Turn], fixed: Sequence[Turn], setting: Setting
     """Of each request, whether it was good with [steer] less whether it was without: the mean and its interval, times
     requests a second. Requests that meet one another are not independent, so the intervals are a little narrow."""
     found: dict[str, Any] = {}
-    for phase in (*PHASES, "all"):
+    for phase in (*setting.load.phases, "all"):
         pairs = [
             pair for a, b in zip(steered, fixed, strict=True) for pair in zip(a.of(phase), b.of(phase), strict=True)
         ]
         within = interval([float(keeps(a, setting.promised)) - float(keeps(b, setting.promised)) for a, b in pairs])
         if within is None:
             continue
-        rate = len(pairs) / (setting.seconds * len(steered) * (len(PHASES) if phase == "all" else 1))
+        rate = len(pairs) / (setting.seconds * len(steered) * (len(setting.load.phases) if phase == "all" else 1))
         mean, low, high = (round(rate * each, 3) for each in (within.mean, within.low, within.high))
         found[phase] = {"good_per_s_more": mean, "low": low, "high": high}
     return found
@@ -276,10 +334,12 @@ def deployment(given: argparse.Namespace, setting: Setting, weights: Path, worke
     steer = f"[steer]\nevery_s = {LOOK_S}\nwindow_s = {setting.window_s}\nrest_s = {REST_S}\n"
     steer += f"horizon_s = {setting.seconds}\n"  # traffic shifts as often
     model = f'weights = "{weights.resolve()}"\nserved_model_name = ["{MODEL_NAME}"]\n'
-    engine = f'[engine]\nkv_memory = "{given.kv_memory}"\nmax_model_len = 4096\n'
+    memory, longest = given.kv_memory or ("2GB" if given.gpus else "100MB"), 12288 if given.gpus else 4096
+    engine = f'[engine]\nkv_memory = "{memory}"\nmax_model_len = {longest}\n'
+    if given.gpus or given.paced:
+        engine += f"random_weights = {IN_MEMORY if given.gpus else LAYERS}\n"
     return (
-        f'{model}log_level = "info"\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n'
-        f"{engine}{f'random_weights = {LAYERS}' if given.paced else ''}\n"
+        f'{model}log_level = "info"\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n{engine}'
         f"[sla.default]\nttft_ms = {ttft_ms}\nitl_ms = {itl_ms}\n{steer if steered else ''}{workers}"
     )
 
@@ -289,7 +349,9 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=ROOT / "models" / "kimi-nano")
     parser.add_argument("--paced", type=count, default=None, help="times a core of its own that steps take")
-    parser.add_argument("--kv-memory", default="100MB", help="of each worker")
+    parser.add_argument("--gpus", nargs="+", default=None, help="of each place, with commas: 0,1 or 0,1 2,3")
+    parser.add_argument("--slow", type=float, nargs=2, default=None, help="prompts, steps; absent: tried")
+    parser.add_argument("--kv-memory", default=None, help="of each worker; absent: 100MB, with --gpus 2GB")
     parser.add_argument("--rounds", type=count, default=1)
     parser.add_argument("--seconds", type=count, default=26, help="of each phase")
     parser.add_argument("--window-s", type=count, default=8, help="of traffic, that who steers goes by")
@@ -302,11 +364,24 @@ def arguments() -> argparse.ArgumentParser:
 class Place:
     """Where files lie, and servers that end with it."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        folder: Path,
+        stack: ExitStack,
+        python: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """python: that serves, where it is another one. environment: of servers, beside ours."""
         (folder / "keys.txt").write_text(f"{KEY}\n")
         self._given, self._folder, self._stack = given, folder, stack
         self._tree = Tree(".", ROOT, commit_of(ROOT))
-        self._weights, self._python = write(folder) if given.paced else (given.weights, sys.executable)
+        self._weights, self._python = write(folder) if given.paced else (given.weights, Path(sys.executable))
+        self._python, self._environment = python or self._python, environment or {}
+        if given.gpus:
+            self._weights = folder / "layers"
+            self._weights.mkdir()
+            write_folder(replace(shape(SHAPE), num_hidden_layers=LAYERS_ON_A_GPU), self._weights)
 
     @property
     def vocabulary(self) -> int:
@@ -317,7 +392,8 @@ class Place:
         """A server, which is not waited for."""
         file = self._folder / f"{name.replace(':', '-')}.toml"
         file.write_text(deployment(self._given, setting, self._weights, workers, steered=name == STEERED))
-        server = Server(self._tree, [str(file)], self._folder, str(self._python), {PACED: str(self._given.paced)})
+        environment = {PACED: str(self._given.paced), **self._environment}
+        server = Server(self._tree, [str(file)], self._folder, str(self._python), environment)
         self._stack.callback(server.close)
         return server
 
@@ -332,39 +408,64 @@ def main(words: Sequence[str] | None = None) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ConfigError("a core for each of two workers is wanted; there is one")
-    all, loads = layouts(cores, bool(given.paced)), list[float]()
-    names = list(all)
-    setting = Setting(float(given.paced or 1), float(given.seconds), float(given.window_s), 3 if given.paced else 2)
+    gpus = gpus_of(given.gpus or [])
+    workers = len(gpus[0]) if gpus else 3 if given.paced else 2
+    names = list(layouts(cores, bool(given.paced), gpus[0] if gpus else ()))
+    where = {name: gpus[place % len(gpus)] if gpus else () for place, name in enumerate(names)}
+    all = {name: layouts(cores, bool(given.paced), where[name])[name] for name in names}
+    load = ON_A_GPU if gpus else ON_A_CORE
+    setting = Setting(float(given.paced or 1), float(given.seconds), float(given.window_s), workers, load)
+    loads = list[float]()
     with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-steer-") as folder, ExitStack() as stack:
         place = Place(given, Path(folder), stack)
         vocabulary = place.vocabulary
-        if not given.paced:
+        if given.slow:
+            setting = setting._replace(slow=given.slow[0], slow_between=given.slow[1])
+        elif not given.paced:
             tried = Deployed(place.start("tried", all[BOTH], setting))
-            setting = setting._replace(slow=round(slowness(tried, vocabulary, given.seed), 2))
+            slow, slow_between = slowness(tried, load, vocabulary, given.seed)
             tried.server.stop()
-        print(f"{setting.slow:g} times as slow as a core of its own; promised are {setting.promised} ms", flush=True)
+            if gpus:
+                setting = setting._replace(slow=round(slow, 2), slow_between=round(slow_between, 2))
+            else:
+                setting = setting._replace(slow=round(max(1.0, (slow * slow_between) ** 0.5), 2))
+        slows = setting.slow, setting.slow_between or setting.slow
+        print(f"{slows} times as slow as taken to be; promised are {setting.promised} ms", flush=True)
         servers = {name: place.start(name, workers, setting) for name, workers in all.items()}
         deployed = {name: Deployed(server) for name, server in servers.items()}
-        for number in range(given.rounds):
-            requests = schedule(setting, given.seed + number, vocabulary)
-            first = (given.seed + number) % len(names)
-            for name in names[first:] + names[:first]:
+        if gpus:  # kernels are compiled in steps that come for the first time
+            for one in deployed.values():
+                slowness(one, load._replace(first_s=START_S, between_s=START_S), vocabulary, given.seed)
+
+        def play(those: Sequence[str], requests: Sequence[Due]) -> None:
+            for name in those:
                 loads.append(round(os.getloadavg()[0], 1))
                 turn = deployed[name].ask(requests)
                 deployed[name].turns.append(turn)
                 shown = {phase: f"{of['good']} of {of['requests']}" for phase, of in told([turn], setting).items()}
-                print(f"round {number + 1}, {name}: good {json.dumps(shown)}", flush=True)
+                print(f"round {len(deployed[name].turns)}, {name}: good {json.dumps(shown)}", flush=True)
+
+        for number in range(given.rounds):
+            requests = schedule(setting, given.seed + number, vocabulary)
+            first = (given.seed + number) % len(names)
+            order = names[first:] + names[:first]
+            with ThreadPoolExecutor() as pool:  # a thread for each place
+                beside = [[name for name in order if where[name] == gpu] for gpu in dict.fromkeys(where.values())]
+                list(pool.map(play, beside, [requests] * len(beside)))
         changes = deployed[STEERED].operator.status()["steer"]["changes"]
         for server in servers.values():
             server.stop()
     turns = {name: one.turns for name, one in deployed.items()}
+    model = f"{LAYERS} random layers, paced as Kimi-Nano" if given.paced else given.weights.name
     record: dict[str, Any] = {
         **provenance("torch", "uvicorn", "uvloop"),
-        "model": f"{LAYERS} random layers, paced as Kimi-Nano" if given.paced else given.weights.name,
+        "model": f"{LAYERS_ON_A_GPU} layers of {SHAPE}, random, {IN_MEMORY} in memory" if gpus else model,
+        **({"gpu": torch.cuda.get_device_name(), "gpus": where} if gpus else {}),
         "workers": setting.workers,
         "slow": setting.slow,
+        "slow_between": setting.slow_between or setting.slow,
         "promised_ms": setting.promised,
-        "phases": {phase: [kind._asdict() for kind in kinds] for phase, kinds in PHASES.items()},
+        "phases": {phase: [kind._asdict() for kind in kinds] for phase, kinds in load.phases.items()},
         "phase_s": setting.seconds,
         "window_s": setting.window_s,
         "rounds": given.rounds,
@@ -386,6 +487,17 @@ def main(words: Sequence[str] | None = None) -> None:
     runs: list[dict[str, Any]] = [*(json.loads(given.save.read_text())["runs"] if kept else []), record]
     given.save.write_text(json.dumps({"together": together(runs), "runs": runs}) + "\n")
     print(json.dumps({"steered_less_fixed": record["steered_less_fixed"], "together": together(runs)}), flush=True)
+
+
+def gpus_of(said: Sequence[str]) -> list[tuple[int, ...]]:
+    """The GPUs of each place. Raises ConfigError where they are no numbers, or not two or more at each, and as many."""
+    try:
+        found = [tuple(int(number) for number in place.split(",")) for place in said]
+    except ValueError:
+        raise ConfigError(f"--gpus {' '.join(said)}: give numbers with commas for each place, as 0,1 2,3") from None
+    if any(len(place) < 2 or len(place) != len(found[0]) for place in found):
+        raise ConfigError(f"--gpus {' '.join(said)}: each place has as many GPUs, and two at least")
+    return found
 
 
 def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

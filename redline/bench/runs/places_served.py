@@ -1,0 +1,208 @@
+"""Where prompts are computed, served: by who computes prompts, where they are answered, or where less is predicted.
+
+    python -m redline.bench.runs.places_served --save FILE [--gpus 0,1 | --paced 4] [--seconds 12] [--budget-s 480]
+
+Two deployments stand on the same two GPUs: `both`, of two workers that do all alone, and one of a worker for prompts
+and one that answers. At this one prompts are computed in three ways: `predicted`, as the router decides; `remote`, all
+of them by the worker for prompts; `local`, all by the worker that answers. Which way is said by a file, read at every
+request, so that the same processes are compared. For each kind of traffic and each load all ways are sent the same
+requests at the same times, one after the other. A request is good where its first token and the mean time between its
+tokens keep what is promised.
+
+The model, and how fast things are taken to be, are those of `steer_served` (four layers of Kimi K2.6's widths on a GPU
+each; with --paced random layers whose steps take so many times what Kimi-Nano's take on a core of its own). Told of
+each point: good requests of each way, and the difference of `predicted` from the better of `remote` and `local`, with
+its interval over requests. Points that are not begun within --budget-s are left out, and named.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+import redline.route.links as links
+from redline.bench.program import count, output, program
+from redline.bench.record import provenance
+from redline.bench.runs.paced_worker import PACED
+from redline.bench.runs.steer_served import (
+    BOTH,
+    IN_MEMORY,
+    LAYERS_ON_A_GPU,
+    ON_A_CORE,
+    ON_A_GPU,
+    SHAPE,
+    Deployed,
+    Kind,
+    Place,
+    Setting,
+    Turn,
+    gpus_of,
+    layouts,
+    schedule,
+    slowness,
+    told,
+)
+from redline.bench.runs.trees import START_S, ended_by_a_signal
+from redline.bench.serving.intervals import interval
+from redline.bench.serving.metrics import keeps
+from redline.errors import ConfigError
+from redline.route.choose import Predicted, apart, cheapest
+
+Way = Literal["predicted", "remote", "local"]
+WAY = "REDLINE_WAY"  # the environment's name of the file that says which
+APART = "1:1"
+# Requests a second of each worker, times the loads: long prompts beside short ones, prompts of all lengths with longer
+# answers, and short prompts with long answers.
+KINDS: Mapping[str, Sequence[Kind]] = {
+    "documents": (Kind(1.5, 8192, 64), Kind(1.5, 512, 64)),
+    "mixed": (Kind(1.5, 4096, 128), Kind(1.5, 512, 128)),
+    "answers": (Kind(0.15, 8192, 64), Kind(1.5, 256, 256)),
+}
+LOADS = 1.5, 2.5, 3.5  # from half of what two GPUs do to a little more than all
+PACED_KINDS: Mapping[str, Sequence[Kind]] = {
+    "documents": (Kind(0.3, 600, 24), Kind(0.3, 60, 24)),
+    "answers": (Kind(0.1, 600, 24), Kind(1.0, 24, 100)),
+}
+PACED_LOADS = 1.0, 2.0, 3.0
+
+
+def by_the_file(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+    """`choose.apart`, or what the file says in its place."""
+    way = Path(os.environ[WAY]).read_text()
+    if way == "local" or not there:
+        return cheapest(here), None
+    if way == "remote":
+        few = min(range(len(here)), key=lambda place: (here[place].answers, here[place].uncached_tokens))
+        return few, cheapest(there)
+    return apart(here, there)
+
+
+def serve() -> None:
+    """`redline serve` with `by_the_file`. For a server's process; its workers are as they are."""
+    from redline.__main__ import main
+    from redline.fleet import process
+
+    links.__dict__["apart"] = by_the_file
+    if os.environ.get(PACED, "None") != "None":
+        process.WORKER = sys.executable, "-m", "redline.bench.runs.paced_worker"
+    main()
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The flags of the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs=1, default=None, help="of the two workers: 0,1")
+    parser.add_argument("--paced", type=count, default=None, help="times a core of its own that steps take")
+    parser.add_argument(
+        "--seconds", type=count, default=12, help="in which requests are sent, of each way at each point"
+    )
+    parser.add_argument("--budget-s", type=count, default=480, help="for all points")
+    parser.add_argument("--slow", type=float, nargs=2, default=None, help="prompts, steps; absent: tried")
+    parser.add_argument("--kv-memory", default=None, help="of each worker")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", type=output, required=True, help="a JSON file")
+    return parser
+
+
+def point(turns: Mapping[str, Turn], setting: Setting) -> dict[str, Any]:
+    """What came of all ways at one kind of traffic and one load."""
+    good = {name: [int(keeps(answer, setting.promised)) for answer in turn.answers] for name, turn in turns.items()}
+    shares = {name: round(sum(each) / len(each), 4) for name, each in good.items()}
+    better = max(("remote", "local"), key=lambda name: shares[name])
+    within = interval([float(a - b) for a, b in zip(good["predicted"], good[better], strict=True)])
+    less = None if within is None else [round(each, 4) for each in (within.mean, within.low, within.high)]
+    return {
+        "requests": len(good["predicted"]),
+        "good": shares,
+        "better_of_both": better,
+        "of_the_better": round(shares["predicted"] / shares[better], 4) if shares[better] else None,
+        "predicted_less_the_better": less,
+        "figures": {name: told([turn], setting)["all"] for name, turn in turns.items()},
+        "each": good,
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs the program with `words` in place of the command line's, and writes JSON.
+
+    Raises ConfigError without --gpus or --paced, RedlineError where a server does not start or ends.
+    """
+    given = arguments().parse_args(words)
+    if not given.gpus and not given.paced:
+        raise ConfigError("give --gpus 0,1 or --paced 4: two workers that do not take cores from one another")
+    given.weights = Path("not used")
+    gpus = gpus_of(given.gpus or [])
+    kinds, loads, load = (KINDS, LOADS, ON_A_GPU) if gpus else (PACED_KINDS, PACED_LOADS, ON_A_CORE)
+    workers = layouts((0, 1), bool(given.paced), gpus[0] if gpus else (), 2)
+    setting = Setting(float(given.paced or 1), float(given.seconds), 60.0, 2, load)
+    points, left_out = list[dict[str, Any]](), list[str]()
+    with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-places-") as name, ExitStack() as stack:
+        folder = Path(name)
+        file, python = folder / "way", folder / "python-of-ways"
+        file.write_text("predicted")
+        python.write_text(
+            f"#!{sys.executable}\nimport sys\ndel sys.argv[1:3]\n"
+            "from redline.bench.runs.places_served import serve\nserve()\n"
+        )
+        python.chmod(0o700)
+        place = Place(given, folder, stack, python, {WAY: str(file)})
+        vocabulary = place.vocabulary
+        if given.slow:
+            setting = setting._replace(slow=given.slow[0], slow_between=given.slow[1])
+        elif gpus:
+            tried = Deployed(place.start("tried", workers[BOTH], setting))
+            slow, slow_between = slowness(tried, load, vocabulary, given.seed)
+            tried.server.stop()
+            setting = setting._replace(slow=round(slow, 2), slow_between=round(slow_between, 2))
+        slows = setting.slow, setting.slow_between or setting.slow
+        print(f"{slows} times as slow as taken to be; promised are {setting.promised} ms", flush=True)
+        servers = {name: place.start(name, workers[name], setting) for name in (BOTH, APART)}
+        deployed = {name: Deployed(server) for name, server in servers.items()}
+        for one in deployed.values():  # what comes for the first time is compiled, and learnt from
+            slowness(one, load._replace(first_s=START_S, between_s=START_S), vocabulary, given.seed)
+        began = time.monotonic()
+        for number, (kind, times) in enumerate((kind, times) for times in loads for kind in kinds):
+            if time.monotonic() - began > given.budget_s:
+                left_out.append(f"{kind}, {times}")
+                continue
+            phase = tuple(each._replace(rate=times * each.rate) for each in kinds[kind])
+            asked = setting._replace(load=load._replace(phases={kind: phase}))
+            requests = schedule(asked, given.seed + number, vocabulary)
+            ways = [BOTH, *get_args(Way)]
+            turns: dict[str, Turn] = {}
+            for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                if way != BOTH:
+                    file.write_text(way)
+                turns[way] = deployed[BOTH if way == BOTH else APART].ask(requests)
+            points.append({"kind": kind, "load": times, **point(turns, asked)})
+            print(json.dumps({key: points[-1][key] for key in ("kind", "load", "requests", "good", "of_the_better")}))
+            record: dict[str, Any] = {
+                **provenance("torch", "uvicorn", "uvloop"),
+                "model": f"{LAYERS_ON_A_GPU} layers of {SHAPE}, random, {IN_MEMORY} in memory"
+                if gpus
+                else f"random layers, paced {given.paced} times as Kimi-Nano",
+                **({"gpu": torch.cuda.get_device_name(), "gpus": gpus[0]} if gpus else {}),
+                "slow": slows,
+                "promised_ms": setting.promised,
+                "seconds": setting.seconds,
+                "seed": given.seed,
+                "kinds": {name: [each._asdict() for each in all] for name, all in kinds.items()},
+                "points": points,
+                "left_out": left_out,
+                "goal": "0.97 of the better of `remote` and `local`",
+            }
+            given.save.write_text(json.dumps(record) + "\n")
+        for server in servers.values():
+            server.stop()
+
+
+if __name__ == "__main__":
+    program(main)
