@@ -66,7 +66,7 @@ KINDS: Mapping[str, Sequence[Kind]] = {
     "mixed": (Kind(1.5, 4096, 128), Kind(1.5, 512, 128)),
     "answers": (Kind(0.15, 8192, 64), Kind(1.5, 256, 256)),
 }
-LOADS = 1.5, 2.5, 3.5  # from half of what two GPUs do to a little more than all
+LOADS = 2.0, 3.0, 4.0  # from half of what two GPUs do to a little more than all
 PACED_KINDS: Mapping[str, Sequence[Kind]] = {
     "documents": (Kind(0.3, 600, 24), Kind(0.3, 60, 24)),
     "answers": (Kind(0.1, 600, 24), Kind(1.0, 24, 100)),
