@@ -48,11 +48,12 @@ from redline.bench.runs.steer_served import (
     layouts,
     schedule,
     slowness,
+    spread,
     told,
 )
-from redline.bench.runs.trees import START_S, ended_by_a_signal
+from redline.bench.runs.trees import ended_by_a_signal
 from redline.bench.serving.intervals import interval
-from redline.bench.serving.metrics import keeps
+from redline.bench.serving.metrics import keeps, tpot, ttft
 from redline.errors import ConfigError
 from redline.route.choose import Predicted, apart, cheapest
 
@@ -74,15 +75,48 @@ PACED_KINDS: Mapping[str, Sequence[Kind]] = {
 PACED_LOADS = 1.0, 2.0, 3.0
 
 
+def _at(kinds: Sequence[Kind], times: float) -> tuple[Kind, ...]:
+    return tuple(each._replace(rate=times * each.rate) for each in kinds)
+
+
 def by_the_file(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
-    """`choose.apart`, or what the file says in its place."""
-    way = Path(os.environ[WAY]).read_text()
+    """`choose.apart`, or what the file says in its place. What is decided is written beside it."""
+    file = Path(os.environ[WAY])
+    way = file.read_text()
     if way == "local" or not there:
-        return cheapest(here), None
-    if way == "remote":
+        place, computes = cheapest(here), None
+    elif way == "remote":
         few = min(range(len(here)), key=lambda place: (here[place].answers, here[place].uncached_tokens))
-        return few, cheapest(there)
-    return apart(here, there)
+        place, computes = few, cheapest(there)
+    else:
+        place, computes = apart(here, there)
+    took = here[place] if computes is None else there[computes]
+    with noted_beside(file).open("a") as notes:
+        note = [computes is None, took.uncached_tokens, took.first_token_s, here[place].between_s, here[place].answers]
+        notes.write(json.dumps(note) + "\n")
+    return place, computes
+
+
+def noted_beside(file: Path) -> Path:
+    """Where decisions are written: of each whether the prompt is computed where its answer is, its tokens that are not
+    cached, seconds expected of its first token and between its others, and how many answers there were."""
+    return file.with_suffix(".decided")
+
+
+def decisions(noted: str, turn: Turn) -> dict[str, Any]:
+    """What was decided and expected, beside what came."""
+    notes = [json.loads(line) for line in noted.splitlines()]
+    local = [note for note in notes if note[0]]
+    came = [ttft(answer) for answer in turn.answers], [tpot(answer) for answer in turn.answers]
+    return {
+        "requests": len(notes),
+        "local": len(local),
+        "prompt_tokens_local": sum(note[1] for note in local),
+        "expected_ttft_ms": spread([note[2] for note in notes]),
+        "ttft_ms": spread(came[0]),
+        "expected_between_ms": spread([note[3] for note in notes]),
+        "between_ms": spread(came[1]),
+    }
 
 
 def serve() -> None:
@@ -104,6 +138,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=count, default=12, help="in which requests are sent, of each way at each point"
     )
+    parser.add_argument("--warm-s", type=count, default=4, help="of each way and kind, before what counts")
     parser.add_argument("--budget-s", type=count, default=480, help="for all points")
     parser.add_argument("--slow", type=float, nargs=2, default=None, help="prompts, steps; absent: tried")
     parser.add_argument("--kv-memory", default=None, help="of each worker")
@@ -147,6 +182,7 @@ def main(words: Sequence[str] | None = None) -> None:
     with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-places-") as name, ExitStack() as stack:
         folder = Path(name)
         file, python = folder / "way", folder / "python-of-ways"
+        noted, decided = noted_beside(file), dict[str, Any]()
         file.write_text("predicted")
         python.write_text(
             f"#!{sys.executable}\nimport sys\ndel sys.argv[1:3]\n"
@@ -166,24 +202,29 @@ def main(words: Sequence[str] | None = None) -> None:
         print(f"{slows} times as slow as taken to be; promised are {setting.promised} ms", flush=True)
         servers = {name: place.start(name, workers[name], setting) for name in (BOTH, APART)}
         deployed = {name: Deployed(server) for name, server in servers.items()}
-        for one in deployed.values():  # what comes for the first time is compiled, and learnt from
-            slowness(one, load._replace(first_s=START_S, between_s=START_S), vocabulary, given.seed)
+        for name, one in deployed.items():  # what comes for the first time is compiled, and learnt from
+            for way in (BOTH,) if name == BOTH else ("local", "remote", "predicted"):
+                file.write_text(way)
+                warm = load._replace(phases={kind: _at(kinds[kind], loads[-1]) for kind in kinds})
+                one.ask(schedule(setting._replace(load=warm, seconds=given.warm_s), given.seed, vocabulary, way))
         began = time.monotonic()
         for number, (kind, times) in enumerate((kind, times) for times in loads for kind in kinds):
             if time.monotonic() - began > given.budget_s:
                 left_out.append(f"{kind}, {times}")
                 continue
-            phase = tuple(each._replace(rate=times * each.rate) for each in kinds[kind])
-            asked = setting._replace(load=load._replace(phases={kind: phase}))
-            requests = schedule(asked, given.seed + number, vocabulary)
+            asked = setting._replace(load=load._replace(phases={kind: _at(kinds[kind], times)}))
             ways = [BOTH, *get_args(Way)]
             turns: dict[str, Turn] = {}
             for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                if way != BOTH:
-                    file.write_text(way)
+                requests = schedule(asked, given.seed + number, vocabulary, way)  # others' pages would be cached
+                file.write_text(way)
+                noted.write_text("")
                 turns[way] = deployed[BOTH if way == BOTH else APART].ask(requests)
-            points.append({"kind": kind, "load": times, **point(turns, asked)})
-            print(json.dumps({key: points[-1][key] for key in ("kind", "load", "requests", "good", "of_the_better")}))
+                if way == "predicted":
+                    decided = decisions(noted.read_text(), turns[way])
+            points.append({"kind": kind, "load": times, "decided": decided, **point(turns, asked)})
+            shown = ("kind", "load", "requests", "good", "of_the_better", "decided")
+            print(json.dumps({key: points[-1][key] for key in shown}), flush=True)
             record: dict[str, Any] = {
                 **provenance("torch", "uvicorn", "uvloop"),
                 "model": f"{LAYERS_ON_A_GPU} layers of {SHAPE}, random, {IN_MEMORY} in memory"

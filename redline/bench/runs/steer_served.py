@@ -49,7 +49,7 @@ from redline.bench.record import provenance
 from redline.bench.runs.flips import KEY, Operator
 from redline.bench.runs.full_depth import write_folder
 from redline.bench.runs.paced_worker import LAYERS, PACED, write
-from redline.bench.runs.trees import ROOT, START_S, Server, Tree, commit_of, ended_by_a_signal
+from redline.bench.runs.trees import ROOT, Server, Tree, commit_of, ended_by_a_signal
 from redline.bench.serving.arrivals import planned
 from redline.bench.serving.client import Client
 from redline.bench.serving.intervals import interval
@@ -65,6 +65,7 @@ REST_S = 3.0  # of who steers
 END_S = 6.0  # for what is under way when no more comes; what has not ended by then is not good
 MOST_SLOW = 8.0  # times a core of its own: beyond, so little can be asked that nothing would be seen
 TRIES = 3
+WARM_S = 6.0  # of each phase, before what counts
 SHORT = 256  # tokens of a prompt, where steps of answers are tried
 LONG = 8  # tokens of a prompt for each of its answer
 BOTH, STEERED = "both", "steered"
@@ -182,14 +183,15 @@ class Turn(NamedTuple):
         return [a for due, a in zip(self.requests, self.answers, strict=True) if phase in (due.phase, "all")]
 
 
-def schedule(setting: Setting, seed: int, vocabulary: int) -> list[Due]:
-    """All requests of a round, by time, made of a seed. Prompts are of random tokens, so that none is cached."""
-    draw, found = random.Random(seed), list[Due]()
+def schedule(setting: Setting, seed: int, vocabulary: int, text: str = "") -> list[Due]:
+    """All requests of a round, by time, made of a seed. Prompts are of random tokens, so that none is cached: others
+    with another text."""
+    draw, words, found = random.Random(seed), random.Random(f"{seed} {text}"), list[Due]()
     for number, (phase, kinds) in enumerate(setting.load.phases.items()):
         for kind in kinds:
             many = max(1, round(setting.rate(kind) * setting.seconds))
             times = planned(many, Pace(rate=many / setting.seconds, seed=draw.randrange(1 << 30))) or ()
-            found += [Due(number * setting.seconds + at_s, phase, _asked(kind, draw, vocabulary)) for at_s in times]
+            found += [Due(number * setting.seconds + at_s, phase, _asked(kind, words, vocabulary)) for at_s in times]
     return sorted(found, key=lambda due: due.at_s)
 
 
@@ -298,13 +300,14 @@ def told(turns: Sequence[Turn], setting: Setting) -> dict[str, Any]:
             "good_per_s": round(good / seconds, 3),
             "failed": sum(answer.failure is not None for answer in some),
             **{f"{name}_kept": sum(keeps(answer, {name: ms}) for answer in some) for name, ms in promised.items()},
-            "ttft_ms": _spread([ttft(answer) for answer in some]),
-            "tpot_ms": _spread([tpot(answer) for answer in some]),
+            "ttft_ms": spread([ttft(answer) for answer in some]),
+            "tpot_ms": spread([tpot(answer) for answer in some]),
         }
     return found
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float]:
+def spread(values: Sequence[float | None]) -> dict[str, float]:
+    """Milliseconds of so many seconds, in the middle and of the slowest tenth; nothing where there are none."""
     ordered = sorted(1e3 * value for value in values if value is not None)
     if not ordered:
         return {}
@@ -435,7 +438,7 @@ def main(words: Sequence[str] | None = None) -> None:
         deployed = {name: Deployed(server) for name, server in servers.items()}
         if gpus:  # kernels are compiled in steps that come for the first time
             for one in deployed.values():
-                slowness(one, load._replace(first_s=START_S, between_s=START_S), vocabulary, given.seed)
+                one.ask(schedule(setting._replace(seconds=WARM_S), given.seed, vocabulary, "warm"))
 
         def play(those: Sequence[str], requests: Sequence[Due]) -> None:
             for name in those:
