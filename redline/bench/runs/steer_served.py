@@ -125,13 +125,13 @@ PHASES: Mapping[str, Sequence[Kind]] = {
     "long answers": (Kind(4.0, 24, 100),),
 }
 ON_A_CORE = Load(Kind(1.0, 600, 100), 1, 0.57, 0.0018, PHASES, 3000.0, 6.0)
-# On one H100, calculated from what layers of Kimi K2.6 take there; simulated, workers that all do both keep 0.62 and
-# 0.97 of these phases, one for prompts and one that answers 0.85 and 0.41.
+# On one H100, calculated from what layers of Kimi K2.6 take there; simulated, workers that all do both keep 0.44 and
+# 0.99 of these phases, one for prompts and one that answers 0.67 and 0.45.
 LAYERS_ON_A_GPU, IN_MEMORY = 4, 2
 ON_A_GPU = Load(
     *(Kind(1.0, 8192, 200), 12, 0.0758, 0.0040),
     phases={
-        "long prompts": (Kind(5.25, 8192, 64), Kind(5.25, 512, 64)),
+        "long prompts": (Kind(6.0, 8192, 64), Kind(6.0, 512, 64)),
         "long answers": (Kind(0.6, 8192, 64), Kind(6.0, 256, 256)),
     },
     ttft_ms=333.0,
