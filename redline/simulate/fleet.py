@@ -37,6 +37,7 @@ CONFIRM = 2  # looks in a row that say the same, before anything changes: these 
 LEAST_REQUESTS = 50  # of these
 TRIED_WORKERS = EVERYBODY  # of a fleet that is played to try its roles, at most
 TRIED_TIMES = 2  # what came is played behind itself: a rush of some seconds for no minutes
+TRIED_BEHIND = 2.0  # times what computing the prompts under way takes all workers, that it is played for longer
 TRIED_LEAST, TRIED_MOST = 256, 2048  # requests: of few it is played anew, with other times between them
 LEARNT = 256  # requests, by which its router knows how long prompts take and answers become
 WATCH_EVERY = 5_000  # events
@@ -501,19 +502,23 @@ def _good(traffic: Traffic, part: float, model: WorkerModel, targets: Mapping[st
     for seed in itertools.count(1):
         simulation = Simulation(Setting(model, roles, targets))
         simulation.learn(traffic.requests)
-        simulation.run(_requests(traffic, part, seed))
+        simulation.run(_requests(traffic, part, model, roles.workers, seed))
         good += [each.good for each in simulation.ended if each.came_s]
         if len(good) >= TRIED_LEAST:
             break
     return sum(good) / len(good)
 
 
-def _requests(traffic: Traffic, part: float, seed: int) -> Iterator[Request]:
-    """Of what is under way such a part, at once; then what came, in its order, by chance, so much less often."""
+def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, seed: int) -> Iterator[Request]:
+    """Of what is under way such a part, at once; then what came, in its order, by chance, so much less often. It comes
+    for longer where much is under way, or roles that end a backlog soonest would seem to be worth nothing."""
+    behind_ms = 0.0
     for each in traffic.under_way[:: max(1, round(1 / part))][:TRIED_MOST]:  # more than that is behind for long
+        behind_ms += model.steps.prompt_ms(each.cached, each.uncached, model.step_tokens)
         yield _request(0.0, each)
     draw, at_s, rate = random.Random(seed), 0.0, part * traffic.rate
-    count = min(TRIED_MOST, math.ceil(TRIED_TIMES * part * len(traffic.requests)))
+    behind = rate * TRIED_BEHIND * behind_ms / 1e3 / workers
+    count = min(TRIED_MOST, math.ceil(TRIED_TIMES * part * len(traffic.requests) + behind))
     for each in itertools.islice(itertools.cycle(traffic.requests), count):
         at_s += draw.expovariate(rate)
         yield _request(at_s, each)

@@ -142,6 +142,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--budget-s", type=count, default=480, help="for all points")
     parser.add_argument("--slow", type=float, nargs=2, default=None, help="prompts, steps; absent: tried")
     parser.add_argument("--kv-memory", default=None, help="of each worker")
+    parser.add_argument("--kinds", nargs="+", default=None, help="of traffic; absent: all")
+    parser.add_argument("--loads", type=float, nargs="+", default=None, help="times the rates; absent: three")
+    parser.add_argument("--again", action="store_true", help="add to the runs that the file has")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", type=output, required=True, help="a JSON file")
     return parser
@@ -176,6 +179,12 @@ def main(words: Sequence[str] | None = None) -> None:
     given.weights = Path("not used")
     gpus = gpus_of(given.gpus or [])
     kinds, loads, load = (KINDS, LOADS, ON_A_GPU) if gpus else (PACED_KINDS, PACED_LOADS, ON_A_CORE)
+    loads = tuple(given.loads or loads)
+    if unknown := [kind for kind in given.kinds or () if kind not in kinds]:
+        raise ConfigError(f"--kinds: there is no {', '.join(unknown)}; known are {', '.join(kinds)}")
+    kinds = {kind: kinds[kind] for kind in given.kinds or kinds}
+    kept = given.again and given.save.exists() and given.save.stat().st_size
+    runs: list[dict[str, Any]] = json.loads(given.save.read_text())["runs"] if kept else []
     workers = layouts((0, 1), bool(given.paced), gpus[0] if gpus else (), 2)
     setting = Setting(float(given.paced or 1), float(given.seconds), 60.0, 2, load)
     points, left_out = list[dict[str, Any]](), list[str]()
@@ -238,9 +247,9 @@ def main(words: Sequence[str] | None = None) -> None:
                 "kinds": {name: [each._asdict() for each in all] for name, all in kinds.items()},
                 "points": points,
                 "left_out": left_out,
-                "goal": "0.97 of the better of `remote` and `local`",
             }
-            given.save.write_text(json.dumps(record) + "\n")
+            goal = "0.97 of the better of `remote` and `local`"
+            given.save.write_text(json.dumps({"goal": goal, "runs": [*runs, record]}) + "\n")
         for server in servers.values():
             server.stop()
 
