@@ -118,3 +118,54 @@ def test_costs_are_seconds_where_nothing_is_promised() -> None:
     assert found.first_token_s == pytest.approx(1100 * FRESH_TOKEN_S)
     assert found.computing_cost_s == pytest.approx(1900 * FRESH_TOKEN_S), "its own, and who comes behind"
     assert found.held_up_cost_s == pytest.approx(0.5 * 800 * FRESH_TOKEN_S), "an answer that may come is held up"
+
+
+GPU = StepModel(base=1.5, experts=9.0, row=0.03, prompt=0.0064, experts_of=384, experts_chosen=8)
+
+
+def on_a_gpu() -> Pace:
+    """What four layers of Kimi's widths take on one: a step of 64 tokens reads three quarters of all experts."""
+    pace = Pace(GPU)
+    pace.step_tokens = 8192
+    for _ in range(9):
+        pace.answered("", 100)
+    return pace
+
+
+def test_a_short_prompt_costs_a_step_that_reads_nearly_all_experts() -> None:
+    promised = Targets(ttft_s=0.376, itl_s=0.005)
+    short, long = (
+        predict(tokens, [Candidate("d", 0, 0, 8, 99_999)], on_a_gpu(), "", promised)[0] for tokens in (64, 512)
+    )
+    assert short.own_s > 0.5 * long.own_s, "eight times as many tokens"
+    (waits,) = predict(64, [Candidate("p", 0, 9000, 0, 99_999)], on_a_gpu(), "", promised)
+    assert waits.first_token_s == pytest.approx(9000 * on_a_gpu().token_s(GPU) + 1e-3 * GPU.prompt_ms(0, 64, 8192))
+    assert apart([short], [waits]) == (0, 0), "nobody is held up for a first token that has time"
+
+
+def test_answers_that_are_late_are_cared_for_where_a_prompt_can_go_elsewhere() -> None:
+    """Tokens come 6 ms apart where 5 are promised. Of two that do both, late answers weigh no more than their time."""
+    promised = Targets(ttft_s=0.376, itl_s=0.005)
+    (late,) = predict(512, [Candidate("d", 0, 0, 28, 99_999)], on_a_gpu(), "", promised)
+    assert late.between_s > 0.005
+    assert late.care_cost_s > 5 * late.held_up_cost_s
+    (busy,) = predict(512, [Candidate("p", 0, 40_000, 0, 99_999)], on_a_gpu(), "", promised)
+    assert busy.first_token_s > late.first_token_s
+    assert apart([late], [busy]) == (0, 0)
+    assert late.cost_s < late.beside_cost_s
+
+
+def test_behind_a_prompt_come_more_where_prompts_are_computed_most_of_the_time() -> None:
+    idle, half, most = (
+        predict(4000, [Candidate("p", 0, 0, 0, 99_999, busy)], measured(), "", Targets(ttft_s=9.0))[0].computing_cost_s
+        for busy in (0.0, 0.5, 0.99)
+    )
+    assert 1.4 * idle < half < most < 9 * idle
+
+
+def test_what_holds_answers_up_counts_more_where_each_makes_steps_longer() -> None:
+    flat, steep = (
+        predict(4000, [Candidate("d", 0, 0, 8, 99_999)], measured(step_s, row_s))[0].held_up_cost_s
+        for step_s, row_s in ((0.01, 0.0), (0.002, 0.001))
+    )
+    assert steep > 2.5 * flat

@@ -7,7 +7,7 @@ import pytest
 
 from redline.bench.runs.step_times import errors, fitted, read
 from redline.tune.pairs import Work, expanded_of, pairs_of
-from redline.tune.steps import LATELY, StepFit, StepModel, on_the_mean
+from redline.tune.steps import ADDED, LATELY, UNUSUAL, StepFit, StepModel, StepSums, on_the_mean
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "step-times-cpu.json"
 TRUE = StepModel(
@@ -136,3 +136,74 @@ def test_the_newest_steps_say_how_far_the_mean_is_from_what_is_usual():
         assert model.step_ms(work) == pytest.approx(3 * TRUE.step_ms(work), rel=0.01)
     assert on_the_mean(TRUE, []) == TRUE
     assert on_the_mean(TRUE, slower[:2]) == TRUE
+
+
+def summed(works: list[Work], took: list[float]) -> StepSums:
+    sums = StepSums()
+    sums.experts_of, sums.experts_chosen = TRUE.experts_of, TRUE.experts_chosen
+    for work, ms in zip(works, took, strict=True):
+        sums.add(work, ms)
+    return sums
+
+
+def test_sums_find_what_steps_take_and_say_nothing_of_none():
+    assert StepSums().model() is None
+    draw, works = random.Random(2), some_steps(600, 3)
+    found = summed(works, [TRUE.step_ms(work) * draw.uniform(0.95, 1.05) for work in works]).model()
+    assert found is not None
+    for work in some_steps(200, 4):
+        assert found.step_ms(work) == pytest.approx(TRUE.step_ms(work), rel=0.12)
+    for cached, uncached in ((0, 64), (0, 2000), (8000, 100), (20_000, 1000)):
+        assert found.prompt_ms(cached, uncached, 8192) == pytest.approx(
+            TRUE.prompt_ms(cached, uncached, 8192), rel=0.15
+        )
+
+
+def test_sums_follow_a_machine_that_becomes_slower_by_the_mean_of_what_happens():
+    """Every tenth step takes five times as long: many together take 1.4 times what one usually does."""
+    works = some_steps(400, 5)
+    found = summed(works * 2, [TRUE.step_ms(w) for w in works] + [2 * TRUE.step_ms(w) for w in works]).model()
+    assert found is not None
+    assert found.step_ms(works[0]) == pytest.approx(2 * TRUE.step_ms(works[0]), rel=0.1)
+    alike = [Work(rows=4, context=4000)] * 200
+    uneven = summed(alike, [(5.0 if place % 10 == 9 else 1.0) for place in range(200)]).model()
+    assert uneven is not None
+    assert uneven.step_ms(alike[0]) == pytest.approx(1.4, rel=0.25)
+
+
+def test_where_all_prompts_were_alike_what_is_cached_is_not_taken_for_work():
+    works = [Work(8192, pairs_of(0, 8192), 0, 0, 8192)] * 50 + [Work(rows=8, context=8000)] * 50
+    found = summed(works, [TRUE.step_ms(work) for work in works]).model()
+    assert found is not None
+    assert found.prompt_ms(0, 8192, 8192) == pytest.approx(TRUE.step_ms(works[0]), rel=0.02)
+    assert found.prompt_ms(8000, 192, 8192) < 0.3 * found.prompt_ms(0, 8192, 8192)
+
+
+def test_a_step_in_which_kernels_were_compiled_is_no_pace():
+    works = [Work(rows=4, context=4000)] * 40
+    took = [1.0] * 20 + [20_000.0] + [1.0] * 19
+    found = summed(works, took).model()
+    assert found is not None
+    assert found.step_ms(works[0]) < 1 + UNUSUAL / 20
+
+
+def test_sums_are_solved_anew_only_once_so_many_steps_have_come():
+    sums, work = StepSums(), Work(rows=1)
+    for place in range(ADDED):
+        sums.add(work, 2.0)
+        assert sums.model() is not None, place
+    for _ in range(ADDED):
+        sums.add(work, 2.0)
+    before = sums.model()
+    for _ in range(ADDED - 1):
+        sums.add(work, 9.0)
+        assert sums.model() is before
+    sums.add(work, 9.0)
+    assert sums.model() is not before
+
+
+def test_times_that_are_none_are_left_out_of_sums():
+    sums = StepSums()
+    for ms in (0.0, -1.0, float("nan"), float("inf")):
+        sums.add(Work(rows=1), ms)
+    assert sums.model() is None

@@ -27,12 +27,15 @@ from redline.plan.pages import PagePool
 from redline.plan.prefix import PrefixCache
 from redline.route.choose import cheapest, predict
 from redline.route.links import Link, Links, Route
+from redline.tune.pairs import Work, expanded_of, pairs_of
+from redline.tune.steps import StepModel
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId, Sampling
 from redline.wire.news import Cached, Ready
 
-TOKEN_S = 1e-4  # of a prompt: 10,000 a second
-ANSWER_S = 0.01  # between two tokens of an answer
+STEPS = StepModel(base=10.0, prompt=0.08)  # of 512 positions: 10,000 tokens of prompts a second
+ANSWER_S = 1e-3 * STEPS.base  # between two tokens of an answer
+STEP_TOKENS = 512
 THINK_S = 20.0  # between an answer and the next question, on average
 POLICIES = "in turn", "fewest jobs", "by cost"
 
@@ -145,8 +148,11 @@ class Fleet:
 
         def first(at: float, cached: int) -> None:
             self.first_token_s.append(at - began)
-            self.links.pace.computed(len(prompt) - cached, (len(prompt) - cached) * TOKEN_S)
-            self.links.pace.stepped(worker.link.jobs, ANSWER_S, worker.link.jobs)
+            for begins in range(cached, len(prompt), STEP_TOKENS):
+                tokens = min(STEP_TOKENS, len(prompt) - begins)
+                step = Work(prompt=tokens, pairs=pairs_of(begins, tokens), expanded=expanded_of(begins, tokens))
+                self.links.pace.stepped(step, STEPS.step_ms(step) / 1e3, 0)
+            self.links.pace.stepped(Work(rows=worker.link.jobs), ANSWER_S, worker.link.jobs)
             self.links.computed(route, job.id)
             whole = make_job(job.id, prompt + answered, job.sampling, "played").pages
 
@@ -186,7 +192,7 @@ class Fleet:
             first(self.now, cached)
             self._compute(worker)
 
-        self.at(self.now + (len(job.tokens) - cached) * TOKEN_S, done)
+        self.at(self.now + STEPS.prompt_ms(cached, len(job.tokens) - cached, STEP_TOKENS) / 1e3, done)
 
     def _route(self, job: Job) -> Route:
         if self._policy == "by cost":
