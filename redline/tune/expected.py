@@ -21,7 +21,7 @@ from redline.wire.base import Record
 SAMPLE = 512  # requests that are looked at: more change nothing
 MOST_USE = 0.995  # of a queue's servers: beyond, it is taken to grow for as long as one looks
 RATES = 0.8, 1.0, 1.25  # times the rate: what comes next is not known better, and room is worth something
-COSTS_TWICE = 2  # what is not cached is taken to count as often where a job is sent (`route/choose.py`)
+COSTS_TWICE = 2  # what is not cached counts about as often where a job is sent (`route/choose.py`)
 HELD_UP = 0.5  # likewise, of an answer that a prompt holds up: there it is weighed by what is promised
 TURNS = 48  # of finding how many answers there are at once
 ANY = 1e9  # seconds, where nothing is promised
