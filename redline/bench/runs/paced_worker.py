@@ -1,9 +1,10 @@
-"""A worker whose steps take what a core of its own takes for them, times a number, whatever else the machine does.
+"""A worker whose steps take what some machine of its own takes for them, times a number, whatever else this one does.
 
-It is `redline.worker.main` over random weights of two layers, which compute in some per cent of that time; the rest of
-each step it waits. What a step takes is the step model that was fitted to Kimi-Nano on a core of an AMD EPYC
-(`step_times.py`). So several workers fit on two cores that others use, and do not compete: planner, pages, handoffs,
-roles and the API are the product's own, what steps take is given. PACED in the environment has the number.
+It is `redline.worker.main` over random weights of two layers, which compute in a part of that time; the rest of each
+step it waits. What a step takes is the step model that was fitted to Kimi-Nano on a core of an AMD EPYC
+(`step_times.py`), or with AS_A_GPU in the environment that of four layers of Kimi K2.6 on an H100, each token of a
+prompt standing for eight. So several workers fit on two cores that others use, and do not compete: planner, pages,
+handoffs, roles and the API are the product's own, what steps take is given. PACED in the environment has the number.
 """
 
 import json
@@ -27,9 +28,14 @@ from redline.tune.steps import StepModel
 from redline.wire.step import Step, StepResult
 from redline.worker.engine import EngineCore
 
-PACED = "REDLINE_PACED"
+PACED, AS_A_GPU = "REDLINE_PACED", "REDLINE_PACED_AS_A_GPU"
 LAYERS = 2  # the first has no experts
 FITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "step-times-cpu.json"
+# Four layers on an H100, fitted by hand to prompts of 64 to 8,192 tokens and to steps of 1 to 32 answers (2026-11-27,
+# commit ad8cce8a; a lead). A token reads one in 48 of the experts, as of Kimi's 384.
+ON_AN_H100 = StepModel(
+    base=1.45, experts=9.1, row=0.03, prompt=8 * 0.0064, pair=64 * 3.5e-7, experts_of=96, experts_chosen=2
+)
 # A server whose workers are these, in the place of a Python that is told `-m redline serve ...`.
 PYTHON = f"""#!{sys.executable}
 import sys
@@ -41,9 +47,13 @@ sys.exit(main())
 """
 
 
-def write(folder: Path) -> tuple[Path, Path]:
-    """(a model's folder, the Python that serves it with such workers), written into this one."""
+def write(folder: Path, as_a_gpu: bool = False) -> tuple[Path, Path]:
+    """(a model's folder, the Python that serves it with such workers), written into this one. as_a_gpu: as many experts
+    as `ON_AN_H100` has."""
     config = replace(shape("kimi-nano"), num_hidden_layers=LAYERS)
+    if as_a_gpu:
+        of, chosen = ON_AN_H100.experts_of, ON_AN_H100.experts_chosen
+        config = replace(config, n_routed_experts=of, num_experts_per_tok=chosen)
     model, python = folder / "paced", folder / "python"
     model.mkdir()
     write_tiny_tokenizer(model, words(config.vocab_size - 256 - RESERVED))
@@ -54,7 +64,9 @@ def write(folder: Path) -> tuple[Path, Path]:
 
 
 def step_model() -> StepModel:
-    """Milliseconds of a step of Kimi-Nano on a core of its own."""
+    """Milliseconds of a step, of Kimi-Nano on a core of its own or as a GPU's."""
+    if os.environ.get(AS_A_GPU):
+        return ON_AN_H100
     return msgspec.convert(json.loads(FITTED.read_text())["fitted"], StepModel)
 
 

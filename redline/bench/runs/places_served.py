@@ -176,7 +176,7 @@ def main(words: Sequence[str] | None = None) -> None:
     given = arguments().parse_args(words)
     if not given.gpus and not given.paced:
         raise ConfigError("give --gpus 0,1 or --paced 4: two workers that do not take cores from one another")
-    given.weights = Path("not used")
+    given.weights, given.as_a_gpu = Path("not used"), False
     gpus = gpus_of(given.gpus or [])
     kinds, loads, load = (KINDS, LOADS, ON_A_GPU) if gpus else (PACED_KINDS, PACED_LOADS, ON_A_CORE)
     loads = tuple(given.loads or loads)

@@ -1,7 +1,7 @@
 """Whether roles that follow the traffic bring more good requests than roles that stay, on a served model.
 
-    python -m redline.bench.runs.steer_served [--paced 4 | --gpus 0,1 ...] [--rounds 1] [--seconds 26] [--window-s 8]
-        [--seed N] [--save FILE] [--again]
+    python -m redline.bench.runs.steer_served [--paced 4 [--as-a-gpu] | --gpus 0,1 ...] [--rounds 1] [--seconds 26]
+        [--window-s 8] [--seed N] [--save FILE] [--again]
 
 Deployments of as many workers stand beside each other: `steered`, with [steer]; `both`, where each does all; and every
 number of workers for prompts. Other roles mean the same: one that does `both` counts as one that answers beside one
@@ -13,7 +13,9 @@ tokens keep what is promised (`[sla]`).
 Kimi-Nano is served by two workers, each on a core of its own. How fast the machine is just now is tried first: rates
 are divided by how many times as long as on a core of its own things take, and promises multiplied by it. On a machine
 that others use this changes while one measures, so with --paced there are three workers whose steps take so many times
-what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`): all but the arithmetic is the product.
+what Kimi-Nano's take on a core of its own, by waiting (`paced_worker.py`): all but the arithmetic is the product. With
+--as-a-gpu there are two workers, and steps take so many times what four layers of Kimi K2.6 take on an H100, with
+prompts of an eighth of the tokens.
 
 With --gpus 0,1 a worker has a GPU of its own, and four layers of Kimi K2.6's widths with random weights: steps are
 short then, so that some minutes have as many requests as an hour of the whole model. How fast the GPUs are is tried as
@@ -48,7 +50,7 @@ from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.flips import KEY, Operator
 from redline.bench.runs.full_depth import write_folder
-from redline.bench.runs.paced_worker import LAYERS, PACED, write
+from redline.bench.runs.paced_worker import AS_A_GPU, LAYERS, PACED, write
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of, ended_by_a_signal
 from redline.bench.serving.arrivals import planned
 from redline.bench.serving.client import Client
@@ -136,6 +138,16 @@ ON_A_GPU = Load(
     },
     ttft_ms=333.0,
     itl_ms=4.4,
+)
+# The same with prompts of an eighth, and more answers, as simulated: 0.69 and 1.00, and 0.87 and 0.56.
+AS_ON_A_GPU = Load(
+    *(Kind(1.0, 1024, 200), 12, 0.0758, 0.0040),
+    phases={
+        "long prompts": (Kind(5.3, 1024, 64), Kind(5.3, 64, 64)),
+        "long answers": (Kind(0.53, 1024, 64), Kind(7.1, 32, 256)),
+    },
+    ttft_ms=376.0,
+    itl_ms=4.97,
 )
 
 
@@ -341,6 +353,8 @@ def deployment(given: argparse.Namespace, setting: Setting, weights: Path, worke
     engine = f'[engine]\nkv_memory = "{memory}"\nmax_model_len = {longest}\n'
     if given.gpus or given.paced:
         engine += f"random_weights = {IN_MEMORY if given.gpus else LAYERS}\n"
+    if given.as_a_gpu:
+        engine += "step_tokens = 1024\n"  # for 8,192
     return (
         f'{model}log_level = "info"\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n{engine}'
         f"[sla.default]\nttft_ms = {ttft_ms}\nitl_ms = {itl_ms}\n{steer if steered else ''}{workers}"
@@ -352,6 +366,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=ROOT / "models" / "kimi-nano")
     parser.add_argument("--paced", type=count, default=None, help="times a core of its own that steps take")
+    parser.add_argument("--as-a-gpu", action="store_true", help="with --paced: what steps take on an H100")
     parser.add_argument("--gpus", nargs="+", default=None, help="of each place, with commas: 0,1 or 0,1 2,3")
     parser.add_argument("--slow", type=float, nargs=2, default=None, help="prompts, steps; absent: tried")
     parser.add_argument("--kv-memory", default=None, help="of each worker; absent: 100MB, with --gpus 2GB")
@@ -379,7 +394,8 @@ class Place:
         (folder / "keys.txt").write_text(f"{KEY}\n")
         self._given, self._folder, self._stack = given, folder, stack
         self._tree = Tree(".", ROOT, commit_of(ROOT))
-        self._weights, self._python = write(folder) if given.paced else (given.weights, Path(sys.executable))
+        paced = write(folder, given.as_a_gpu) if given.paced else None
+        self._weights, self._python = paced or (given.weights, Path(sys.executable))
         self._python, self._environment = python or self._python, environment or {}
         if given.gpus:
             self._weights = folder / "layers"
@@ -395,7 +411,8 @@ class Place:
         """A server, which is not waited for."""
         file = self._folder / f"{name.replace(':', '-')}.toml"
         file.write_text(deployment(self._given, setting, self._weights, workers, steered=name == STEERED))
-        environment = {PACED: str(self._given.paced), **self._environment}
+        as_a_gpu = {AS_A_GPU: "1"} if self._given.as_a_gpu else {}
+        environment = {PACED: str(self._given.paced), **as_a_gpu, **self._environment}
         server = Server(self._tree, [str(file)], self._folder, str(self._python), environment)
         self._stack.callback(server.close)
         return server
@@ -412,11 +429,13 @@ def main(words: Sequence[str] | None = None) -> None:
     if len(cores) < 2:
         raise ConfigError("a core for each of two workers is wanted; there is one")
     gpus = gpus_of(given.gpus or [])
-    workers = len(gpus[0]) if gpus else 3 if given.paced else 2
-    names = list(layouts(cores, bool(given.paced), gpus[0] if gpus else ()))
+    if given.as_a_gpu and not given.paced:
+        raise ConfigError("--as-a-gpu says what steps of --paced take: give both")
+    workers = len(gpus[0]) if gpus else 3 if given.paced and not given.as_a_gpu else 2
+    names = list(layouts(cores, bool(given.paced), gpus[0] if gpus else (), workers))
     where = {name: gpus[place % len(gpus)] if gpus else () for place, name in enumerate(names)}
-    all = {name: layouts(cores, bool(given.paced), where[name])[name] for name in names}
-    load = ON_A_GPU if gpus else ON_A_CORE
+    all = {name: layouts(cores, bool(given.paced), where[name], workers)[name] for name in names}
+    load = ON_A_GPU if gpus else AS_ON_A_GPU if given.as_a_gpu else ON_A_CORE
     setting = Setting(float(given.paced or 1), float(given.seconds), float(given.window_s), workers, load)
     loads = list[float]()
     with ended_by_a_signal(), tempfile.TemporaryDirectory(prefix="redline-steer-") as folder, ExitStack() as stack:
@@ -459,7 +478,8 @@ def main(words: Sequence[str] | None = None) -> None:
         for server in servers.values():
             server.stop()
     turns = {name: one.turns for name, one in deployed.items()}
-    model = f"{LAYERS} random layers, paced as Kimi-Nano" if given.paced else given.weights.name
+    paced_as = f"{LAYERS_ON_A_GPU} layers of {SHAPE} on an H100" if given.as_a_gpu else "Kimi-Nano"
+    model = f"{LAYERS} random layers, paced as {paced_as}" if given.paced else given.weights.name
     record: dict[str, Any] = {
         **provenance("torch", "uvicorn", "uvloop"),
         "model": f"{LAYERS_ON_A_GPU} layers of {SHAPE}, random, {IN_MEMORY} in memory" if gpus else model,
