@@ -45,7 +45,7 @@ class Candidate(NamedTuple):
     worker: str
     cached: int  # tokens of the prompt in its prefix cache, or about to be
     queue: int  # prompt tokens that it has to compute before
-    answers: int  # that it is writing
+    answers: int  # that it is writing, and those that are about to come (`beside`)
     free: int  # tokens for which nothing cached has to be forgotten
     busy: float = 0.0  # share of its time that it computes prompts
 
@@ -127,6 +127,16 @@ def predict(
             )
         )  # fmt: skip
     return found
+
+
+def beside(writing: int, awaited: int, answer_s: float, waits_s: float) -> int:
+    """Answers at a worker, those counted that come from a worker for prompts.
+
+    awaited: whose prompts are computed elsewhere. answer_s: how long one is written. waits_s: how long prompts wait
+    there. Where that is longer than an answer, of those that are awaited only so many are ever there at once: a queue
+    for prompts is no crowd where answers are.
+    """
+    return writing + round(awaited * min(1.0, answer_s / waits_s) if waits_s > 0 else awaited)
 
 
 def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:

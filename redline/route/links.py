@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from redline.route.choose import NO_TARGETS, Candidate, Predicted, apart, predict
+from redline.route.choose import NO_TARGETS, Candidate, Predicted, apart, beside, predict
 from redline.route.index import PageIndex
 from redline.route.pace import Busy, Pace
 from redline.tune.pairs import Work
@@ -55,6 +55,7 @@ class Link:
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
+        self.awaited = 0  # of these, whose prompts others compute
         self.given = 0  # which of all jobs it has been sent last; 0: none
         self.jobs_of_others = 0  # `jobs` of other replicas of the API
         self.tokens_of_others = 0  # of the prompts in their `coming`
@@ -276,7 +277,7 @@ class Links:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
         lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
-        candidates = [self.candidate(link, job, pages) for link in (*answering, *lenders)]
+        candidates = [self.candidate(link, job, pages, of) for link in (*answering, *lenders)]
         all = predict(len(job.tokens), candidates, self.pace, of, targets)
         here, there = all[: len(answering)], all[len(answering) :]
         place, computes = apart(here, there)
@@ -293,6 +294,7 @@ class Links:
         route.link.given = self._given
         if route.prefill is not None:
             route.prefill.jobs += 1
+            route.link.awaited += 1
         computes = route.prefill or route.link
         tokens = len(job.tokens) - route.expected.cached_tokens
         computes.coming[job.id] = Coming(tokens, job.pages)
@@ -302,17 +304,27 @@ class Links:
         """The prompt of a job is computed, or will not be."""
         if route.prefill is not None:
             route.prefill.jobs -= 1
+            route.link.awaited -= 1
         (route.prefill or route.link).coming.pop(id, None)
 
-    def candidate(self, link: Link, job: Job, pages: Mapping[str, int]) -> Candidate:
-        """What is known of a worker. pages: that each has cached of the prompt, by name."""
+    def candidate(self, link: Link, job: Job, pages: Mapping[str, int], of: str = "") -> Candidate:
+        """What is known of a worker. pages: that each has cached of the prompt, by name. of: the job's class."""
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
         queue = link.coming_tokens + link.tokens_of_others
-        answers = 0 if link.role == "prefill" else link.jobs + link.jobs_of_others
+        answers = 0 if link.role == "prefill" else self._beside(link, of)
         room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
         free = max(0, room * PAGE_TOKENS - queue)
         busy = link.computing.share(self._clock())
         return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy)
+
+    def _beside(self, link: Link, of: str) -> int:
+        """Answers at a worker, as of when a job of a class is answered there."""
+        writing, pace = link.jobs + link.jobs_of_others - link.awaited, self.pace
+        if not link.awaited:
+            return writing
+        queued = max((each.coming_tokens for each in self if each.role == "prefill"), default=0)
+        answer_s = pace.output(of) * pace.between_s(writing + 1)
+        return beside(writing, link.awaited, answer_s, queued * pace.token_s(pace.model))
 
     def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
         """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""

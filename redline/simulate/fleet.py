@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from redline.route.choose import Candidate, Predicted, apart, cheapest, predict
+from redline.route.choose import Candidate, Predicted, apart, beside, cheapest, predict
 from redline.route.pace import Busy, Pace
 from redline.simulate.caches import Caches, Depth
 from redline.simulate.traces import BLOCK_TOKENS, Request
@@ -228,6 +228,7 @@ class Simulation:
         job.cached = chosen.cached
         job.work = job.remaining = job.prompt - chosen.cached
         answerer.jobs += 1
+        answerer.awaited += computer is not answerer
         answerer.given = next(self._given)
         answerer.outputs += job.output
         computer.queue += job.work
@@ -274,6 +275,7 @@ class Simulation:
             looked_at = list(some.values())
         found: list[tuple[Worker, Candidate]] = []
         caches = self._caches
+        waits_s = max((each.queue for each in self._computing), default=0) * self._pace.token_s(self._model.steps)
         for worker in looked_at:
             bit, blocks = 1 << worker.index, 0
             for depth in depths:  # each one's workers are among those before
@@ -282,13 +284,18 @@ class Simulation:
                 blocks = depth.blocks
             cached = min(blocks * BLOCK_TOKENS if everywhere is None else everywhere, job.prompt - 1)
             free = max(0, (caches.blocks - caches.kept(worker.index)) * BLOCK_TOKENS - worker.queue)
-            answers = 0 if worker.role == "prefill" else worker.jobs
+            answers = 0 if worker.role == "prefill" else worker.jobs - worker.awaited
+            if worker.awaited:
+                answer_s = self._pace.output(job.of) * self._pace.between_s(answers + 1)
+                answers = beside(answers, worker.awaited, answer_s, waits_s)
             busy = self._busy[worker.index].share(self.now)
             found.append((worker, Candidate(worker.name, cached, worker.queue, answers, free, busy)))
         return found
 
     def _computed(self, job: Played, worker: Worker) -> None:
         worker.queue -= job.work
+        if job.travels and job.answerer is not None:
+            job.answerer.awaited -= 1
         self._is_over(worker)
         assert job.answerer is not None
         self._pace.stepped(_of_prompt(job.cached, job.work), 0.0, 0.0)

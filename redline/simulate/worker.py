@@ -62,8 +62,8 @@ class Worker:
 
     __slots__ = (
         "_began", "_context", "_ends", "_first_ms", "_growth_ms", "_held", "_landed", "_parts", "_prompts",
-        "_quick", "_saved_ms", "_short", "_slots", "_slow_done", "_slow_s", "_steps", "_steps_done", "busy_s",
-        "computed", "gaps", "given", "index", "jobs", "model", "name", "outputs", "queue", "role", "rows",
+        "_quick", "_saved_ms", "_short", "_slots", "_slow_done", "_slow_s", "_steps", "_steps_done", "awaited",
+        "busy_s", "computed", "gaps", "given", "index", "jobs", "model", "name", "outputs", "queue", "role", "rows",
         "version", "wake",
     )  # fmt: skip
 
@@ -80,6 +80,7 @@ class Worker:
         # What routing knows of it.
         self.queue = 0  # prompt tokens that it has been sent and that are not computed
         self.jobs = 0  # whose answers it gives
+        self.awaited = 0  # of these, whose prompts others compute
         self.given = 0  # which of all jobs it was sent last
         self.outputs = 0  # tokens that its answers will have come to
         # For figures.
