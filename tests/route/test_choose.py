@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from redline.route.choose import Candidate, Predicted, apart, cheapest, predict
+from redline.route.choose import Candidate, Predicted, apart, beside, cheapest, predict
 from redline.route.pace import FRESH_TOKEN_S, Pace
 from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
@@ -169,3 +169,10 @@ def test_what_holds_answers_up_counts_more_where_each_makes_steps_longer() -> No
         for step_s, row_s in ((0.01, 0.0), (0.002, 0.001))
     )
     assert steep > 2.5 * flat
+
+
+def test_a_queue_for_prompts_is_no_crowd_where_answers_are() -> None:
+    assert beside(3, 0, 2.0, 60.0) == 3
+    assert beside(3, 4, 2.0, 0.0) == beside(3, 4, 2.0, 1.0) == 7, "they are there before an answer ends"
+    assert beside(3, 60, 2.0, 60.0) == 5, "one comes each second, and stays for two"
+    assert beside(0, 60, 0.0, 60.0) == 0

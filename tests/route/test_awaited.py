@@ -1,0 +1,62 @@
+"""Jobs whose answers a worker is to write once another has computed their prompts."""
+
+import pytest
+
+from redline.chat.hashing import make_job
+from redline.route.links import Link, Links, Route
+from redline.tune.pairs import Work
+from redline.wire.channel import MemoryChannel
+from redline.wire.job import Job, JobId, Sampling
+from redline.wire.news import Ready
+
+READY = Ready(max_model_len=1 << 20, pages=4096, fingerprint="f", summary="", area=b"area", format="f")
+
+
+def job(number: int) -> Job:
+    tokens = tuple(range(10 * number, 10 * number + 2000))
+    return make_job(JobId(f"job-{number}"), tokens, Sampling(max_tokens=50), "f")
+
+
+@pytest.fixture
+def links() -> Links:
+    """One for prompts, one that answers. A prompt takes a second, an answer of 20 tokens a fifth of one."""
+    found = Links(lambda: 0.0)
+    for name, role in (("p", "prefill"), ("d", "decode")):
+        link = Link(name, MemoryChannel(), role)  # type: ignore[arg-type]
+        found.join(link)
+        assert found.speaks(link, READY) is None
+    for _ in range(9):
+        found.pace.stepped(Work(prompt=500, expanded=500), 0.25, 0)
+        found.pace.stepped(Work(rows=1), 0.01, 1)
+        found.pace.answered("", 20)
+    return found
+
+
+def sent(links: Links, number: int) -> tuple[Route, Job]:
+    one = job(number)
+    route = links.route(one)
+    assert route is not None
+    links.sent(route, one)
+    return route, one
+
+
+def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_written(links: Links) -> None:
+    p, d = links
+    first, one = sent(links, 1)
+    assert first.prefill is p
+    assert (d.jobs, d.awaited) == (1, 1)
+    assert links.candidate(d, job(2), {}).answers == 0, "its prompt takes a second, and its answer a fifth"
+    links.pace.answered("", 10_000)
+    assert links.candidate(d, job(2), {}).answers == 1, "now answers are long"
+    links.computed(first, one.id)
+    assert (d.jobs, d.awaited) == (1, 0)
+    assert links.candidate(d, job(2), {}).answers == 1
+
+
+def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> None:
+    p, d = links
+    route, _ = sent(links, 1)
+    for number in range(2, 41):
+        links.sent(route, job(number))
+    assert (d.jobs, d.awaited, p.jobs) == (40, 40, 40)
+    assert links.candidate(d, job(50), {}).answers <= 1, "one comes each second"
