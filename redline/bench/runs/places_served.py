@@ -28,10 +28,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-import redline.route.links as links
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.runs.paced_worker import PACED
 from redline.bench.runs.steer_served import (
     BOTH,
     IN_MEMORY,
@@ -58,6 +56,20 @@ from redline.errors import ConfigError
 from redline.route.choose import Predicted, apart, cheapest
 
 Way = Literal["predicted", "remote", "local"]
+# A server that decides by `by_the_file`, in the place of a Python that is told `-m redline serve ...`.
+PYTHON = f"""#!{sys.executable}
+import os, sys
+from redline.bench.runs.paced_worker import PACED
+from redline.bench.runs.places_served import by_the_file
+from redline.fleet import process
+from redline.route import links
+links.apart = by_the_file
+if os.environ[PACED] != "None":
+    process.WORKER = sys.executable, "-m", "redline.bench.runs.paced_worker"
+del sys.argv[1:3]
+from redline.__main__ import main
+sys.exit(main())
+"""
 WAY = "REDLINE_WAY"  # the environment's name of the file that says which
 APART = "1:1"
 # Requests a second of each worker, times the loads: long prompts beside short ones, prompts of all lengths with longer
@@ -117,17 +129,6 @@ def decisions(noted: str, turn: Turn) -> dict[str, Any]:
         "expected_between_ms": spread([note[3] for note in notes]),
         "between_ms": spread(came[1]),
     }
-
-
-def serve() -> None:
-    """`redline serve` with `by_the_file`. For a server's process; its workers are as they are."""
-    from redline.__main__ import main
-    from redline.fleet import process
-
-    links.__dict__["apart"] = by_the_file
-    if os.environ.get(PACED, "None") != "None":
-        process.WORKER = sys.executable, "-m", "redline.bench.runs.paced_worker"
-    main()
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -193,10 +194,7 @@ def main(words: Sequence[str] | None = None) -> None:
         file, python = folder / "way", folder / "python-of-ways"
         noted, decided = noted_beside(file), dict[str, Any]()
         file.write_text("predicted")
-        python.write_text(
-            f"#!{sys.executable}\nimport sys\ndel sys.argv[1:3]\n"
-            "from redline.bench.runs.places_served import serve\nserve()\n"
-        )
+        python.write_text(PYTHON)
         python.chmod(0o700)
         place = Place(given, folder, stack, python, {WAY: str(file)})
         vocabulary = place.vocabulary
