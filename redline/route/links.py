@@ -277,7 +277,8 @@ class Links:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
         lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
-        candidates = [self.candidate(link, job, pages, of) for link in (*answering, *lenders)]
+        waits_s = self.prompts_wait_s if lenders else 0.0
+        candidates = [self.candidate(link, job, pages, of, waits_s) for link in (*answering, *lenders)]
         all = predict(len(job.tokens), candidates, self.pace, of, targets)
         here, there = all[: len(answering)], all[len(answering) :]
         place, computes = apart(here, there)
@@ -307,24 +308,31 @@ class Links:
             route.link.awaited -= 1
         (route.prefill or route.link).coming.pop(id, None)
 
-    def candidate(self, link: Link, job: Job, pages: Mapping[str, int], of: str = "") -> Candidate:
-        """What is known of a worker. pages: that each has cached of the prompt, by name. of: the job's class."""
+    @property
+    def prompts_wait_s(self) -> float:
+        """How long prompts wait at most, at those that compute them for others."""
+        queued = max((link.coming_tokens for link in self if link.role == "prefill"), default=0)
+        return queued * self.pace.token_s(self.pace.model)
+
+    def candidate(
+        self, link: Link, job: Job, pages: Mapping[str, int], of: str = "", waits_s: float = 0.0
+    ) -> Candidate:
+        """What is known of a worker. pages: that each has cached of the prompt, by name. of: the job's class. waits_s:
+        `prompts_wait_s`."""
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
         queue = link.coming_tokens + link.tokens_of_others
-        answers = 0 if link.role == "prefill" else self._beside(link, of)
+        answers = 0 if link.role == "prefill" else self._beside(link, of, waits_s)
         room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
         free = max(0, room * PAGE_TOKENS - queue)
         busy = link.computing.share(self._clock())
         return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy)
 
-    def _beside(self, link: Link, of: str) -> int:
+    def _beside(self, link: Link, of: str, waits_s: float) -> int:
         """Answers at a worker, as of when a job of a class is answered there."""
-        writing, pace = link.jobs + link.jobs_of_others - link.awaited, self.pace
+        writing = link.jobs + link.jobs_of_others - link.awaited
         if not link.awaited:
             return writing
-        queued = max((each.coming_tokens for each in self if each.role == "prefill"), default=0)
-        answer_s = pace.output(of) * pace.between_s(writing + 1)
-        return beside(writing, link.awaited, answer_s, queued * pace.token_s(pace.model))
+        return beside(writing, link.awaited, self.pace.output(of) * self.pace.between_s(writing + 1), waits_s)
 
     def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
         """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""

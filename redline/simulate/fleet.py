@@ -219,7 +219,7 @@ class Simulation:
         targets = self._setting.targets
         wanted = targets.get(job.of) or targets[""]
         expected = predict(job.prompt, [each[1] for each in (*here, *there)], self._pace, job.of, wanted)
-        place, computes = self._way(expected[: len(here)], expected[len(here) :])
+        place, computes = sent(self._setting.way, expected[: len(here)], expected[len(here) :])
         answerer = here[place][0]
         computer = answerer if computes is None else there[computes][0]
         chosen = here[place][1] if computes is None else there[computes][1]
@@ -240,18 +240,6 @@ class Simulation:
             self._recent.append((self.now, Asked(job.cached, job.work, job.output, job.of)))
         computer.compute(job, self.now)
         self._push(computer)
-
-    def _way(self, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
-        match self._setting.way:
-            case "predicted":
-                return apart(here, there)
-            case "local":
-                return cheapest(here), None
-            case "remote":
-                if not there:
-                    return cheapest(here), None
-                few = min(range(len(here)), key=lambda place: (here[place].answers, here[place].uncached_tokens))
-                return few, cheapest(there)
 
     def _candidates(
         self, pool: Sequence[Worker], depths: Sequence[Depth], job: Played, everywhere: int | None
@@ -529,6 +517,20 @@ def _requests(traffic: Traffic, part: float, model: WorkerModel, workers: int, s
     for each in itertools.islice(itertools.cycle(traffic.requests), count):
         at_s += draw.expovariate(rate)
         yield _request(at_s, each)
+
+
+def sent(way: Way, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+    """Who of `here` answers, and who of `there` computes the prompt; None: whoever answers."""
+    match way:
+        case "predicted":
+            return apart(here, there)
+        case "local":
+            return cheapest(here), None
+        case "remote":
+            if not there:
+                return cheapest(here), None
+            few = min(range(len(here)), key=lambda place: (here[place].answers, here[place].uncached_tokens))
+            return few, cheapest(there)
 
 
 def _of_prompt(cached: int, uncached: int) -> Work:

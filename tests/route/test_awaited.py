@@ -45,12 +45,14 @@ def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_w
     first, one = sent(links, 1)
     assert first.prefill is p
     assert (d.jobs, d.awaited) == (1, 1)
-    assert links.candidate(d, job(2), {}).answers == 0, "its prompt takes a second, and its answer a fifth"
+    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 0, (
+        "its prompt takes a second, and its answer a fifth"
+    )
     links.pace.answered("", 10_000)
-    assert links.candidate(d, job(2), {}).answers == 1, "now answers are long"
+    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1, "now answers are long"
     links.computed(first, one.id)
     assert (d.jobs, d.awaited) == (1, 0)
-    assert links.candidate(d, job(2), {}).answers == 1
+    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1
 
 
 def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> None:
@@ -59,4 +61,4 @@ def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> 
     for number in range(2, 41):
         links.sent(route, job(number))
     assert (d.jobs, d.awaited, p.jobs) == (40, 40, 40)
-    assert links.candidate(d, job(50), {}).answers <= 1, "one comes each second"
+    assert links.candidate(d, job(50), {}, waits_s=links.prompts_wait_s).answers <= 1, "one comes each second"

@@ -22,13 +22,13 @@ from typing import Any
 
 from redline.bench.program import output, program
 from redline.bench.record import provenance
+from redline.bench.runs.paced_worker import LAYERS_ON_AN_H100
 from redline.bench.runs.places_served import KINDS
 from redline.bench.runs.steer_served import Kind as Served
 from redline.simulate.fleet import Setting, Simulation
 from redline.simulate.models import KIMI_8_H200
 from redline.simulate.traces import AGENTS, CHAT, DOCUMENTS, Kind, Phase, Request, made
 from redline.tune.expected import Roles, WorkerModel
-from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
 
 TARGETS = {
@@ -48,11 +48,9 @@ SPLITS: dict[str, tuple[Kind, tuple[int, ...], tuple[float, ...]]] = {  # worker
     "agents": (AGENTS, (1, 2, 3), (3.0, 5.0, 6.0, 8.0)),
 }
 SWEEP_S = 200.0
-# Two workers of four layers on an H100 each, fitted by hand to first tokens of prompts of 64 to 8,192 tokens and to
-# steps of 1 to 32 answers there (2026-11-27, commit ad8cce8a; a lead), of the former 9 ms less: client, API, handoff.
 H100_LAYERS = WorkerModel(
     name="four-layers-h100",
-    steps=StepModel(base=1.45, experts=9.1, row=0.03, prompt=0.0064, pair=3.5e-7, experts_of=384, experts_chosen=8),
+    steps=LAYERS_ON_AN_H100,
     step_tokens=8192,
     slots=64,
     kv_tokens=400_000,

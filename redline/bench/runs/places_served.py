@@ -5,8 +5,9 @@
 Two deployments stand on the same two GPUs: `both`, of two workers that do all alone, and one of a worker for prompts
 and one that answers. At this one prompts are computed in three ways: `predicted`, as the router decides; `remote`, all
 of them by the worker for prompts; `local`, all by the worker that answers. Which way is said by a file, read at every
-request, so that the same processes are compared. For each kind of traffic and each load all ways are sent the same
-requests at the same times, one after the other. A request is good where its first token and the mean time between its
+request, so that the same processes are compared. For each kind of traffic and each load all ways are sent requests of
+the same lengths at the same times, one after the other, each with words of its own, so that none has what another has
+cached. A request is good where its first token and the mean time between its
 tokens keep what is promised.
 
 The model, and how fast things are taken to be, are those of `steer_served` (four layers of Kimi K2.6's widths on a GPU
@@ -24,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, cast, get_args
 
 import torch
 
@@ -53,9 +54,9 @@ from redline.bench.runs.trees import ended_by_a_signal
 from redline.bench.serving.intervals import interval
 from redline.bench.serving.metrics import keeps, tpot, ttft
 from redline.errors import ConfigError
-from redline.route.choose import Predicted, apart, cheapest
+from redline.route.choose import Predicted
+from redline.simulate.fleet import Way, sent
 
-Way = Literal["predicted", "remote", "local"]
 # A server that decides by `by_the_file`, in the place of a Python that is told `-m redline serve ...`.
 PYTHON = f"""#!{sys.executable}
 import os, sys
@@ -64,7 +65,7 @@ from redline.bench.runs.places_served import by_the_file
 from redline.fleet import process
 from redline.route import links
 links.apart = by_the_file
-if os.environ[PACED] != "None":
+if PACED in os.environ:
     process.WORKER = sys.executable, "-m", "redline.bench.runs.paced_worker"
 del sys.argv[1:3]
 from redline.__main__ import main
@@ -95,13 +96,7 @@ def by_the_file(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[
     """`choose.apart`, or what the file says in its place. What is decided is written beside it."""
     file = Path(os.environ[WAY])
     way = file.read_text()
-    if way == "local" or not there:
-        place, computes = cheapest(here), None
-    elif way == "remote":
-        few = min(range(len(here)), key=lambda place: (here[place].answers, here[place].uncached_tokens))
-        place, computes = few, cheapest(there)
-    else:
-        place, computes = apart(here, there)
+    place, computes = sent(cast("Way", way) if way in get_args(Way) else "predicted", here, there)
     took = here[place] if computes is None else there[computes]
     with noted_beside(file).open("a") as notes:
         note = [computes is None, took.uncached_tokens, took.first_token_s, here[place].between_s, here[place].answers]

@@ -411,8 +411,9 @@ class Place:
         """A server, which is not waited for."""
         file = self._folder / f"{name.replace(':', '-')}.toml"
         file.write_text(deployment(self._given, setting, self._weights, workers, steered=name == STEERED))
+        paced = {PACED: str(self._given.paced)} if self._given.paced else {}
         as_a_gpu = {AS_A_GPU: "1"} if self._given.as_a_gpu else {}
-        environment = {PACED: str(self._given.paced), **as_a_gpu, **self._environment}
+        environment = {**paced, **as_a_gpu, **self._environment}
         server = Server(self._tree, [str(file)], self._folder, str(self._python), environment)
         self._stack.callback(server.close)
         return server
