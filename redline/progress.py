@@ -5,13 +5,14 @@ The lines come from a thread, so they come also while one long step runs, or a m
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from redline import clock
 
 EVERY_S = 10.0
 
@@ -26,7 +27,7 @@ class Working:
         shown: bool = True,
         bar: bool = True,
         stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         """what: names the work. shown: False says nothing at all (of several processes, one speaks).

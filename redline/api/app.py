@@ -6,7 +6,6 @@ that met it and no other. The two generating routes are plain ASGI, since that i
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redline import clock
 from redline.api import metrics
 from redline.api.access import OPEN_PATHS, Headers, check_page, header
 from redline.api.answers import (
@@ -157,7 +157,7 @@ class Border:
             await self._app(scope, receive, send)
             return
         scope["app"] = self  # so that the router raises its 404 and 405
-        began = time.perf_counter()
+        began = clock.perf_counter()
         status, complete = 0, False
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         request_id = header(headers, b"x-request-id")
@@ -195,7 +195,7 @@ class Border:
             elif scope["path"] not in self._open:
                 scope["account"] = account = self._edge.keyring.account(headers)
             self._edge.check(scope["method"])
-            CALLER.set(Caller(request_id.decode(), account, time.monotonic(), _timeout_s(headers), passage))
+            CALLER.set(Caller(request_id.decode(), account, clock.monotonic(), _timeout_s(headers), passage))
             if account is not None and scope["method"] == "POST":
                 with account.request():
                     await self._app(scope, receive, send_on)
@@ -213,7 +213,7 @@ class Border:
         finally:
             self._counted.answered(scope, status)
             self._edge.passages.end(passage, status)
-            _tell(scope, status, complete, time.perf_counter() - began, request_id, json_lines=self._edge.json_lines)
+            _tell(scope, status, complete, clock.perf_counter() - began, request_id, json_lines=self._edge.json_lines)
 
 
 def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id: bytes, *, json_lines: bool) -> None:
@@ -428,7 +428,7 @@ class _Api:
         self._limits = config.limits
         self._defaults = config.defaults
         self._names = config.served_model_names
-        self._created = int(time.time())
+        self._created = int(clock.now())
         self.routes: list[str] = []
         document = openapi(operations(config), open_paths(config), keys=config.keys_file is not None)
         self._document, self._page = msgspec.json.encode(document), page(document)
@@ -493,7 +493,7 @@ class _Api:
     async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
         """Begin what a body asks for in a dialect."""
         passage: Passage = scope["passage"]
-        began = time.perf_counter()
+        began = clock.perf_counter()
         asked = await self._read(body, dialect.read)
         passage.did("parse", began)
         passage.model = model = self._model(asked.model)
@@ -501,7 +501,7 @@ class _Api:
             asked = await dialect.recall(asked)
         scope["generation"] = generation = await self._gateway.begin(asked.ask)  # for the access line
         gateway = self._gateway
-        reply = Reply(asked, model, int(time.time()), generation, gateway.tokenizer, gateway.max_model_len)
+        reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, gateway.max_model_len)
         return partial(self._reply, dialect, reply)
 
     async def _reply(self, dialect: Dialect[A], reply: Reply[A], send: Send) -> None:

@@ -2,9 +2,9 @@
 
 import asyncio
 import logging
-import time
 from pathlib import Path
 
+from redline import clock
 from redline.api.config import ApiConfig
 from redline.api.keys import SECRET, Keyring
 from redline.api.metrics import Metrics
@@ -63,6 +63,6 @@ class Edge:
 async def measure_lag(metrics: Metrics) -> None:
     """Observe by how much the event loop is late, until cancelled."""
     while True:
-        due = time.perf_counter() + LAG_S
+        due = clock.perf_counter() + LAG_S
         await asyncio.sleep(LAG_S)
-        metrics.loop_lag.observe(max(0.0, time.perf_counter() - due))
+        metrics.loop_lag.observe(max(0.0, clock.perf_counter() - due))

@@ -13,7 +13,6 @@ import logging
 import math
 import secrets
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import msgspec
 
+from redline import clock
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits, Sla
 from redline.api.grammars import Grammars
@@ -119,7 +119,7 @@ class Gateway:
         style: Style,
         metrics: Metrics,
         limits: Limits = Limits(),  # noqa: B008
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         resume_s: float = 0.0,
         targets: Mapping[str, Sla] = NO_TARGETS,
         replica: str = "",
@@ -227,7 +227,7 @@ class Gateway:
 
     def take(self, link: Link, messages: Sequence[Wire]) -> None:
         """Take in what has come of a worker together: what it gives a stream is one write. Raises as `deliver`."""
-        began = 0.0 if self.profiling is None else time.perf_counter()
+        began = 0.0 if self.profiling is None else clock.perf_counter()
         for message in messages:
             self._take(link, message)
         self.pours.flush()
@@ -315,7 +315,7 @@ class Gateway:
             lane.link.draining = True
             self._move(lane, delta.error or "the worker ends")
             return
-        now = time.perf_counter()
+        now = clock.perf_counter()
         if not lane.heard:
             lane.heard = True
             lane.cached_tokens = lane.came.cached = delta.cached_tokens
@@ -522,7 +522,7 @@ class Gateway:
 
     def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
-        lane.route, lane.link, lane.sent_at, lane.waits = route, route.link, time.perf_counter(), False
+        lane.route, lane.link, lane.sent_at, lane.waits = route, route.link, clock.perf_counter(), False
         if not lane.heard:
             lane.came.cached = route.expected.cached_tokens
             if (ttft_s := self._promised(lane.generation.caller.sla).ttft_s) < math.inf:
@@ -582,7 +582,7 @@ class Gateway:
         caller, timeout_s = CALLER.get(), self._timeout_s(ask)
         if timeout_s is None:
             return await self._begin(ask, caller)
-        passed = max(0.0, time.monotonic() - caller.began) if caller.began else 0.0
+        passed = max(0.0, clock.monotonic() - caller.began) if caller.began else 0.0
         until = asyncio.get_running_loop().time() + timeout_s - passed
         try:
             async with asyncio.timeout_at(until):
@@ -593,7 +593,7 @@ class Gateway:
         return generation
 
     async def _begin(self, ask: Ask, caller: Caller) -> "Generation":
-        began = time.perf_counter()
+        began = clock.perf_counter()
         engine = self._engine()
         salt = _salt(caller, ask.salt)
         self._admit(ask)
@@ -610,7 +610,7 @@ class Gateway:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
                 if ask.sampling.max_tokens:
-                    at = time.perf_counter()
+                    at = clock.perf_counter()
                     sampling = msgspec.structs.replace(
                         sampling, grammar=await self._grammar(ask, prompt, tokens, sampling)
                     )
@@ -734,7 +734,7 @@ class Gateway:
         if self._lanes.pop(lane.job.id, None) is not None:
             if not lane.heard:
                 self._waits_no_more(lane)
-            self._ended(lane, time.perf_counter(), finish)
+            self._ended(lane, clock.perf_counter(), finish)
             self._unstrand(lane)
             if lane.link is not None:
                 lane.link.outbox.put(Abort(job=lane.job.id))
@@ -802,14 +802,14 @@ class Gateway:
             if left.is_set():
                 raise asyncio.CancelledError  # nobody waits for this any more
 
-        began = time.perf_counter()
+        began = clock.perf_counter()
         if isinstance(prompt, str):  # a raw prompt is the client's own template
             tokens = tuple(self.tokenizer.encode_with_specials(prompt, most, check))
         else:
             pieces = render(prompt, self._style, chars)
             if passage is not None:
                 passage.did("template", began)
-                began = time.perf_counter()
+                began = clock.perf_counter()
             known = None if salt is None else self._known
             tokens = tuple(self.tokenizer.encode_pieces(pieces, most, check, known, salt or ""))
         if passage is not None:
@@ -977,7 +977,7 @@ class _Lane:
         self.job = job
         self.decoder = decoder
         self.began = began
-        self.sent_at = time.perf_counter()  # to the worker, but for what it costs to write jobs
+        self.sent_at = clock.perf_counter()  # to the worker, but for what it costs to write jobs
         self.queued_s = 0.0  # there
         self.first_at = began
         self.last_at = began

@@ -13,13 +13,13 @@ Limits stand beside the key so that one reading takes both: a new client needs n
 
 import os
 import secrets
-import time
 from collections.abc import Callable, Collection
 from hashlib import blake2b, sha256
 from pathlib import Path
 
 import msgspec
 
+from redline import clock
 from redline.api.access import Headers, check_key
 from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.api.quota import Account
@@ -122,7 +122,7 @@ class Keyring:
         self,
         path: Path,
         default: KeyLimits,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         classes: Collection[str] = (),
         secret: bytes = SECRET,
     ) -> None:

@@ -1,6 +1,5 @@
 """Prometheus series under the names that dashboards for vLLM already expect, from the gateway and from worker news."""
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate, zip_longest
@@ -19,6 +18,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from starlette.types import Scope
 
+from redline import clock
 from redline.api.errors import Refusal
 from redline.api.step_metrics import StepMetrics
 from redline.api.tier_metrics import TierMetrics
@@ -106,7 +106,7 @@ class StepSizes:
 class Metrics:
     """One registry of its own, so that several servers may live in one process. Times are in seconds."""
 
-    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, model_name: str, clock: Callable[[], float] = clock.monotonic) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         own = (model_name, ENGINE)

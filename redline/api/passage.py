@@ -4,10 +4,10 @@ Marks are set where a request passes, a few for each and none for a token, so th
 (a profile, spans for a collector) is told once, when the request has ended. No text of a prompt or an answer is held.
 """
 
-import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from redline import clock
 from redline.api.stories import Story
 from redline.wire.job import Sampling
 
@@ -32,7 +32,7 @@ class Passage:
         self.method = method
         self.path = path
         self.trace = trace
-        self.began = time.perf_counter()
+        self.began = clock.perf_counter()
         self.parts: list[Part] = []
         self.jobs: Sequence[Story] = ()
         self.model = ""
@@ -42,7 +42,7 @@ class Passage:
 
     def did(self, name: str, began: float) -> None:
         """A part of it ends now. Any thread may say so."""
-        self.parts.append(Part(name, began, time.perf_counter()))
+        self.parts.append(Part(name, began, clock.perf_counter()))
 
 
 class Watcher(Protocol):
@@ -66,7 +66,7 @@ class Passages:
 
     def end(self, passage: Passage, status: int) -> None:
         """It has ended. status: 0 where none was sent."""
-        passage.status, passage.ended = status, time.perf_counter()
+        passage.status, passage.ended = status, clock.perf_counter()
         self.open.discard(passage)
         for watcher in self.watchers:
             watcher.ended(passage)

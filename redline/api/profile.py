@@ -6,12 +6,12 @@ is bounded, and what was left out is told in the file (`otherData`).
 
 import asyncio
 import gzip
-import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from redline import clock
 from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
 from redline.api.passage import Passage, Passages
@@ -46,7 +46,7 @@ class Recording:
 
     def __init__(self, number: int, waits_for: Iterable[Link]) -> None:
         self.number = number
-        self.began = time.perf_counter()
+        self.began = clock.perf_counter()
         self.until = 0.0
         self.passages: list[Passage] = []
         self.turns: list[Turn] = []
@@ -69,7 +69,7 @@ class Recording:
             return
         if len(self.turns) < MOST_TURNS:
             tokens = sum(len(message.tokens) for message in messages if isinstance(message, Delta))
-            self.turns.append(Turn(link.name, len(messages), tokens, began, time.perf_counter()))
+            self.turns.append(Turn(link.name, len(messages), tokens, began, clock.perf_counter()))
         else:
             self._leave_out("turns")
 
@@ -115,12 +115,12 @@ class Profiler:
             for link in links:
                 link.outbox.put(Profile(number=self._number, seconds=seconds, most=MOST_SPANS))
             await asyncio.sleep(seconds)
-            seen.until = time.perf_counter()
+            seen.until = clock.perf_counter()
             late.cancel()
             still = [passage for passage in self._passages.open if passage.began < seen.until]
             self._passages.watchers.remove(seen)
             now = [stages_of(passage) for passage in (*seen.passages, *still)]  # before they go on
-            until = time.monotonic() + LAST_S
+            until = clock.monotonic() + LAST_S
             for link, told in seen.waits_for.items():
                 await _told_or_lost(link, told, until)
                 if not told.is_set():
@@ -134,7 +134,7 @@ class Profiler:
 
 
 async def _told_or_lost(link: Link, told: asyncio.Event, until: float) -> None:
-    while not told.is_set() and link.lost is None and time.monotonic() < until:
+    while not told.is_set() and link.lost is None and clock.monotonic() < until:
         try:
             await asyncio.wait_for(told.wait(), 0.1)
         except TimeoutError:
@@ -143,9 +143,9 @@ async def _told_or_lost(link: Link, told: asyncio.Event, until: float) -> None:
 
 async def _measure_lateness(seen: Recording) -> None:
     while True:
-        due = time.perf_counter() + LATE_S
+        due = clock.perf_counter() + LATE_S
         await asyncio.sleep(LATE_S)
-        now = time.perf_counter()
+        now = clock.perf_counter()
         seen.late.append((now, max(0.0, now - due)))
 
 

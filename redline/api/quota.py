@@ -5,13 +5,13 @@ account may go into debt by what its running requests still generate; it is refu
 """
 
 import math
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 import msgspec
 
+from redline import clock
 from redline.api.config import DEFAULT_SLA, KeyLimits
 from redline.api.errors import Refusal
 from redline.api.passage import Passage
@@ -56,7 +56,7 @@ class Bucket:
 class Account:
     """What requests under one name use. `tokens` and `requests` count since the server started."""
 
-    def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float] = clock.monotonic) -> None:
         self.name = name
         self.sla = DEFAULT_SLA  # the class of its requests
         self.running = 0  # requests
@@ -163,7 +163,7 @@ class ServedRate:
     LASTING_S = 60.0
     LEAST_S, MOST_S = 1.0, 600.0  # what a client may be told
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
         self._since = 0.0
         self._tokens = 0.0

@@ -7,7 +7,6 @@ the same file, one that is not there is looked for a little longer: it may be ab
 import asyncio
 import logging
 import sqlite3
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from redline import clock
 from redline.api.errors import Refusal
 from redline.chat.conversation import Message
 from redline.errors import ConfigError
@@ -53,7 +53,7 @@ class ResponseStore:
         self,
         path: Path,
         limits: StoreLimits = StoreLimits(),  # noqa: B008
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = clock.now,
         *,
         shared: bool = False,
     ) -> None:

@@ -19,7 +19,6 @@ import asyncio
 import logging
 import resource
 import socket
-import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +30,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from redline import clock
 from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
 from redline.api.pour import DIRECT
@@ -60,7 +60,7 @@ class Connections:
 
     def make_room(self) -> bool:
         """Close the connection that has owed a head for longest; False where none owes one. It logs once a minute."""
-        if (now := time.monotonic()) - self._told >= TELL_FULL_S:
+        if (now := clock.monotonic()) - self._told >= TELL_FULL_S:
             self._told = now
             log.warning("%d connections are open, the most that there may be", self.most)
         oldest = next(iter(self.owing), None)

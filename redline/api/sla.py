@@ -11,11 +11,11 @@ it was not late yet, it does not count.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from redline import clock
 from redline.api.config import DEFAULT_SLA, Sla
 from redline.api.metrics import Metrics
 from redline.tune.targets import Targets
@@ -54,7 +54,7 @@ class Attainment:
     """Counts of each class, since the start and lately. Requests of a class without targets are not counted."""
 
     def __init__(
-        self, targets: Mapping[str, Sla], metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self, targets: Mapping[str, Sla], metrics: Metrics, clock: Callable[[], float] = clock.monotonic
     ) -> None:
         """clock: tells seconds, by which `lately` is meant."""
         self.targets = targets

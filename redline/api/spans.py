@@ -8,10 +8,10 @@ dropped. No text of a prompt or an answer is in them.
 import logging
 import os
 import threading
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from redline import clock
 from redline.api.passage import Passage
 from redline.api.stages import Stage, stages_of
 from redline.errors import ConfigError
@@ -65,7 +65,7 @@ class Spans:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         told = stages_of(passage)
-        epoch_ns = time.time_ns() - time.perf_counter_ns()  # both clocks are read again: one of them may be set
+        epoch_ns = clock.now_ns() - clock.perf_counter_ns()  # both clocks are read again: one of them may be set
         traceparent, tracestate = passage.trace
         parent = self._parents.extract({"traceparent": traceparent, "tracestate": tracestate})
         whole = self._tracer.start_span(

@@ -1,9 +1,9 @@
 """The stages of a request, from what its passage and its jobs have noted: what a profile draws and a span tells."""
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from redline import clock
 from redline.api.passage import Passage
 from redline.api.stories import Sent, Story
 
@@ -27,7 +27,7 @@ class Stages(NamedTuple):
 
 def stages_of(passage: Passage) -> Stages:
     """A request as it is now, whether it has ended or not."""
-    now = time.perf_counter()
+    now = clock.perf_counter()
     end = now if passage.ended is None else passage.ended
     facts: dict[str, Any] = {"id": passage.id, "status": passage.status or None, "ended": passage.ended is not None}
     jobs = [_of_job(job, end) for job in passage.jobs]

@@ -3,13 +3,13 @@
 Of the newest requests alone, and without a word of their text. `redline explain` and /admin/requests/ID show them.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from redline import clock
 from redline.route.choose import Predicted
 from redline.route.links import Route
 from redline.route.resume import GoesOn
@@ -79,7 +79,7 @@ class Story(msgspec.Struct, gc=False):
         """It is sent to a worker. moved_because: as in `Sent`."""
         instead = tuple(tuple(each) for each in route.instead)
         computes = (route.prefill or route.link).name
-        at_s = time.perf_counter() - self.began
+        at_s = clock.perf_counter() - self.began
         self.sent += ((at_s, route.link.name, computes, moved_because, tuple(route.expected), instead),)
 
     def comes(self, delta: Delta, now: float) -> None:
@@ -99,7 +99,7 @@ class Story(msgspec.Struct, gc=False):
             case Preempted():
                 computing = self.first_token_s is None and self.sent
                 worker = self.sent[-1][2 if computing else 1] if self.sent else ""
-                at_s, expected = time.perf_counter() - self.began, expected or GoesOn(0.0, 0.0)
+                at_s, expected = clock.perf_counter() - self.began, expected or GoesOn(0.0, 0.0)
                 paused = Paused(
                     *(
                         at_s,
@@ -117,7 +117,7 @@ class Story(msgspec.Struct, gc=False):
             case Resumed() if self.paused:
                 last = Paused(*self.paused[-1])
                 # Of a prompt that another worker computes both are told with its first token.
-                at_s = min(last.at_s, time.perf_counter() - self.began - (note.paused_s or 0.0))
+                at_s = min(last.at_s, clock.perf_counter() - self.began - (note.paused_s or 0.0))
                 last = last._replace(
                     at_s=at_s, again_tokens=note.again_tokens, waited_s=note.waited_s, paused_s=note.paused_s
                 )

@@ -1,6 +1,5 @@
 """`redline chat`: a conversation with a server in the terminal. Plain HTTP, so any OpenAI server will do."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from redline import clock
 from redline.cli.prompt import Prompt, is_interactive, piped
 from redline.cli.terminal import one_line
 from redline.errors import ConfigError
@@ -122,7 +122,7 @@ class Client:
         """What has been said, but for the system prompt."""
         del self.messages[bool(self.messages) and self.messages[0]["role"] == "system" :]
 
-    def connect(self, tell: Callable[[str], object], wait: Callable[[float], object] = time.sleep) -> str:
+    def connect(self, tell: Callable[[str], object], wait: Callable[[float], object] = clock.sleep) -> str:
         """The model's name, once the server has loaded it. It is waited for, for LOADING_S seconds at most.
 
         tell: called with a line before it waits. wait: sleeps for so many seconds (tests). Raises ConfigError where
@@ -274,7 +274,7 @@ def converse(client: Client, read: Callable[[], str], console: Console) -> None:
 
 def _answer(client: Client, text: str, console: Console, notes: Console) -> None:
     """Asks, prints the answer, and all else to `notes`. Keeps the conversation sound however the answer ends."""
-    start, first, usage = time.monotonic(), None, None
+    start, first, usage = clock.monotonic(), None, None
     content, thinking, whole, midline = "", False, False, False
 
     def say(piece: str, style: str | None, to: Console = console) -> None:
@@ -288,7 +288,7 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
             delta = chunk.choices[0].delta if chunk.choices else None
             if delta is None:
                 continue
-            first = first or time.monotonic()
+            first = first or clock.monotonic()
             if thought := delta.reasoning or delta.reasoning_content:
                 thinking = True
                 say(thought, "dim", notes)
@@ -309,7 +309,7 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
         if not client.keep(content, whole) and notes is console:  # else nobody asks on
             notes.print("(the question is forgotten)", style="dim")
     if first is not None and usage is not None:
-        tokens, seconds = usage.completion_tokens, time.monotonic() - first
+        tokens, seconds = usage.completion_tokens, clock.monotonic() - first
         rate = f"{(tokens - 1) / seconds:.0f} tokens/s" if tokens > 1 and seconds > 0 else "one token"
         told = f"{tokens} tokens, {rate}, first after {(first - start) * 1000:.0f} ms{_drafts(usage)}"
         notes.print(told, style="dim", highlight=False)

@@ -12,7 +12,6 @@ package that the third stage imports.
 """
 
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -22,6 +21,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 import msgspec
 from rich.console import Console
 
+from redline import clock
 from redline.disk import save, written
 from redline.errors import ConfigError
 from redline.wire.base import Record
@@ -93,11 +93,11 @@ def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
                 _empty(stage, out, console)
             save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False, ground=ground)))
         console.rule(title)
-        began = time.monotonic()
+        began = clock.monotonic()
         status = stage.run(stage.config, console)
         if status:
             return status
-        seconds = round(time.monotonic() - began, 2)
+        seconds = round(clock.monotonic() - began, 2)
         console.print(f"{title}: {seconds:,.0f} s", style="dim", markup=False, highlight=False)
         missing = [str(made) for made in stage.makes if not made.exists()]
         assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from importlib import import_module
@@ -22,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from redline import clock
 from redline.errors import ConfigError
 from redline.fleet.agent import AgentConfig, agent_of
 from redline.fleet.config import Place, ServeConfig
@@ -145,7 +145,7 @@ def _leave_with(parent: int) -> None:
     """Where Ray's own process of this machine has ended, Ray starts the actor elsewhere, and does not always end it
     here: two agents of one name would be left."""
     while os.getppid() == parent:
-        time.sleep(1.0)
+        clock.sleep(1.0)
     os._exit(1)
 
 

@@ -2,12 +2,12 @@
 they say becomes one answer."""
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from redline import clock
 from redline.api.admin import worker_of
 from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
@@ -120,7 +120,7 @@ class FleetDesk:
     async def scrape(self) -> bytes:
         """/metrics of the server, at most EXPOSED_S seconds old."""
         at, text = self._exposed
-        if time.monotonic() - at < EXPOSED_S:
+        if clock.monotonic() - at < EXPOSED_S:
             return text
         if self._scraping is None or self._scraping.done():
             self._scraping = asyncio.create_task(self._scrape())
@@ -149,7 +149,7 @@ class FleetDesk:
             if said is not None and start.name in self._fleet.replicas:
                 self._summed.told(start.of, said)
         text = self._summed.expose()
-        self._exposed = time.monotonic(), text
+        self._exposed = clock.monotonic(), text
         return text
 
     async def _ask(

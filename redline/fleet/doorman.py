@@ -10,10 +10,10 @@ costs that process an accept and a message; a token never passes it.
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
+from redline import clock
 from redline.wire.replicas import Use
 
 AT_ONCE = 64  # connections that are handed out in one turn of the event loop
@@ -57,7 +57,7 @@ class Doorman:
         self,
         listener: socket.socket,
         takers: Callable[[], Iterable[Taker]],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """listener: does not block, and is its caller's. takers: those that there are now."""
         self._listener = listener

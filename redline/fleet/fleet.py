@@ -5,10 +5,10 @@ replica. What workers say of jobs never passes here: each of them speaks to each
 """
 
 import socket
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from redline import clock
 from redline.api.gateway import LOOK_S
 from redline.api.metrics import Metrics
 from redline.fleet.doorman import Taker
@@ -54,7 +54,7 @@ class Fleet:
         metrics: Metrics,
         sockets: Path,
         answer: Callable[["ReplicaStart", Ask], None] = lambda _, __: None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """metrics: where it is counted what workers tell. sockets: the folder for those between workers and replicas.
 

@@ -11,9 +11,10 @@ import os
 import queue
 import sys
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+
+from redline import clock
 
 MOST_WAITING = 1000  # lines
 END_S = 1.0  # for the last lines to be written
@@ -90,7 +91,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The line, without its end."""
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        stamp = clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(record.created))
         fields: dict[str, object] | None = getattr(record, "fields", None)
         told = {"message": record.getMessage()} if fields is None else fields
         line: dict[str, object] = {"time": stamp, "level": record.levelname, **told}

@@ -15,13 +15,13 @@ and its numbers are in /admin/status.
 import asyncio
 import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from redline import clock
 from redline.api.config import Sla
 from redline.api.gateway import Gateway
 from redline.api.sla import targets_of
@@ -69,7 +69,7 @@ class Decision(NamedTuple):
     def told(self) -> dict[str, Any]:
         """As JSON."""
         return {
-            "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self.at)),
+            "at": clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(self.at)),
             "worker": self.worker,
             "does": self.does,
             "role": self.role,
@@ -129,7 +129,7 @@ class Steering:
         gateway: Gateway,
         crew: Crew,
         targets: Mapping[str, Sla],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         self.measured = Measured()
         self.last: Decision | None = None
@@ -202,7 +202,7 @@ class Steering:
         able = self._able()
         if not able or any(can_answer(self._gateway.links, link) for link in able):
             return None
-        return self._change(able[0], "decode", Decision(time.time(), "no other worker is left that answers"))
+        return self._change(able[0], "decode", Decision(clock.now(), "no other worker is left that answers"))
 
     def _go_on(self) -> Decision | None:
         """The next worker changes on the way to roles that were decided on; None where there is no such way."""
@@ -215,7 +215,7 @@ class Steering:
             return None
         if any(link.turning is not None for link in able):
             return None
-        decision = self._step(able, way, goal._replace(at=time.time()))
+        decision = self._step(able, way, goal._replace(at=clock.now()))
         if decision.worker is None:
             self._goal = None
         return decision
@@ -224,19 +224,19 @@ class Steering:
         """What roles are to be, and how many workers, by what comes."""
         why_stays = self._why_stays()
         if why_stays is not None and not self._spares.any:
-            return Decision(time.time(), why_stays)
+            return Decision(clock.now(), why_stays)
         asked, came = self._asked(), self._came()
         if isinstance(asked, str):
             if not came:
                 self._spares.saw(self._with_queues())
-            return Decision(time.time(), why_stays or asked)
+            return Decision(clock.now(), why_stays or asked)
         # Numpy and a fit: some milliseconds, in which every stream would stand still.
         choice = await asyncio.get_running_loop().run_in_executor(None, self._choose, *asked)
         self._spares.saw(max(choice.ample, self._with_queues()))
         if why_stays is None:
             choice, why_stays = await self._try(choice)
         if why_stays is not None:
-            return Decision(time.time(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
+            return Decision(clock.now(), why_stays, None, None, None, choice.now, choice.expected, choice.wanted)
         return self._decide(choice)
 
     async def _try(self, choice: Choice) -> tuple[Choice, str | None]:
@@ -318,7 +318,7 @@ class Steering:
     # -- what is done
 
     def _decide(self, choice: Choice) -> Decision:
-        seen = Decision(time.time(), choice.why, None, None, None, choice.now, choice.expected, choice.wanted)
+        seen = Decision(clock.now(), choice.why, None, None, None, choice.now, choice.expected, choice.wanted)
         able = self._able()
         way = choice.roles.prefill - roles_of([link.role for link in able]).prefill
         if not way or choice.roles.workers != len(able):  # somebody has come or gone meanwhile
@@ -362,7 +362,7 @@ class Steering:
         if name is None:
             return seen._replace(why=f"{seen.why}; {count.why}, but {why_not}")
         return seen._replace(
-            at=time.time(), why=count.why, worker=name, role=role, does=does,
+            at=clock.now(), why=count.why, worker=name, role=role, does=does,
             expected=expected or seen.expected,
         )  # fmt: skip
 

@@ -4,11 +4,12 @@ A rate is the best of several ways to reach it, each tried several times: distur
 """
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from redline import clock
 
 WORKING_SET_BYTES = 256 << 20  # larger than the last-level cache, on most machines
 GPU_SIDE, CPU_SIDE = 8192, 1024  # of the square matrices that are multiplied
@@ -72,12 +73,12 @@ def _seconds(work: Callable[[], Tensor], device: torch.device, rounds: int, best
     """
 
     def run(times: int) -> float:
-        start = time.perf_counter()
+        start = clock.perf_counter()
         for _ in range(times):
             work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return (time.perf_counter() - start) / times
+        return (clock.perf_counter() - start) / times
 
     run(1)
     once = run(1)

@@ -8,7 +8,6 @@ T tokens, D hidden, V vocabulary, I expert width.
 """
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -17,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline import clock
 from redline.errors import ConfigError
 from redline.kernels.by_chip import linear
 from redline.model.k2.checkpoint import Checkpoint, Weight, weights
@@ -112,7 +112,7 @@ def audit(
 
     Raises ConfigError where they are not the same model, CheckpointError where one is broken.
     """
-    began = time.monotonic()
+    began = clock.monotonic()
     check_alike(a, b)
     rows, same = _weights(a, b, device, progress)
     experts: list[ExpertRow] = []
@@ -131,7 +131,7 @@ def audit(
         same=same,
         experts=tuple(experts),
         domains=tuple(domains),
-        seconds=time.monotonic() - began,
+        seconds=clock.monotonic() - began,
         bounds=bounds,
         excess=tuple(excess(rows, experts, domains, bounds)),
     )

@@ -8,7 +8,6 @@ is deleted on failure. The index comes last: a folder with an index is whole.
 import math
 import os
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from redline import clock
 from redline.disk import alone, check_room, human, is_full, save, written
 from redline.errors import ConfigError
 from redline.limits import processors
@@ -334,12 +334,12 @@ def _check_room(work: Plan, done: Mapping[str, ShardDone]) -> None:
 def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | None, working: Working) -> list[ShardDone]:
     """The records of all shards, after those that were not there have been written."""
     left = [shard for shard in work.shards if shard.file not in done]
-    total, read, began = sum(shard.read for shard in left), 0, time.monotonic()
+    total, read, began = sum(shard.read for shard in left), 0, clock.monotonic()
 
     def progress(count: int) -> None:
         nonlocal read
         read += count
-        rate = human(round(read / max(time.monotonic() - began, 1e-9)))
+        rate = human(round(read / max(clock.monotonic() - began, 1e-9)))
         working.show(read / max(total, 1), 1.0, what="quantize", note=f"{rate}/s")
 
     records = dict(done)

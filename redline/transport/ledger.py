@@ -9,11 +9,12 @@ that comes later than that finds other bytes, and its checksum says so.
     taken                 its reader has verified its own copy
 """
 
-import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from redline import clock
+from redline.clock import now_ns
 from redline.wire.parcel import Ticket, seed_of
 
 ALIGNED = 256  # bytes: what a GPU reads at best in one piece, and whole words of a checksum
@@ -61,10 +62,10 @@ class Lender:
     or a later one, which holds for the time in nanoseconds while fewer than a parcel is lent in each.
     """
 
-    def __init__(self, size: int, clock: Callable[[], float] = time.monotonic, first_epoch: int | None = None) -> None:
+    def __init__(self, size: int, clock: Callable[[], float] = clock.monotonic, first_epoch: int | None = None) -> None:
         self.size = size // ALIGNED * ALIGNED
         self._clock = clock
-        self._epoch = time.time_ns() if first_epoch is None else first_epoch
+        self._epoch = now_ns() if first_epoch is None else first_epoch
         self._first_epoch = self._epoch
         self._lent: dict[int, _Lent] = {}
         self._ids: list[int] = []  # free ones below _next_id

@@ -7,11 +7,11 @@ with a seed instead of a clock.
 import ctypes
 import itertools
 import mmap
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakSet
 
+from redline import clock
 from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
 
@@ -165,7 +165,7 @@ class MemoryTransport:
     disturb: what happens to each read (tests). clock: of the readings' deadlines, in seconds.
     """
 
-    def __init__(self, disturb: Disturb | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, disturb: Disturb | None = None, clock: Callable[[], float] = clock.monotonic) -> None:
         self._disturb, self._clock = disturb, clock
         self._areas: list[MemoryArea] = []
         self._peers: WeakSet[MemoryPeer] = WeakSet()

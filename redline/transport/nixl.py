@@ -13,7 +13,6 @@ import contextlib
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Generator
 from importlib import import_module
 from typing import Any
@@ -21,6 +20,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from redline import clock
 from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
 from redline.transport.memory import host_memory
@@ -125,7 +125,7 @@ class NixlReading:
     def __init__(self, peer: "NixlPeer", into: NixlLanding, handle: Any, held: object, seconds: float) -> None:
         self.into = into
         self._peer, self._handle, self._held = peer, handle, held
-        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._seconds, self._until = seconds, clock.monotonic() + seconds
         self._failed: str | None = None
 
     def done(self) -> bool:
@@ -139,7 +139,7 @@ class NixlReading:
             return True
         if self._failed is not None:  # the peer has, and all of its readings
             raise TransferFailed(self._failed)
-        if time.monotonic() >= self._until:
+        if clock.monotonic() >= self._until:
             self._give_up(f"the read took longer than its {self._seconds:g} s")
             return self.done()
         return False
@@ -155,14 +155,14 @@ class NixlReading:
         self._end()
 
     def _give_up(self, reason: str) -> None:
-        until = time.monotonic() + GRACE_S
+        until = clock.monotonic() + GRACE_S
         while self._handle is not None:
             if self._peer.ended(self._handle):
                 self._end()
-            elif time.monotonic() >= until:
+            elif clock.monotonic() >= until:
                 self._peer.fail(reason)
             else:
-                time.sleep(LOOK_S)
+                clock.sleep(LOOK_S)
 
     def _end(self) -> None:
         handle, self._handle, self._held = self._handle, None, None

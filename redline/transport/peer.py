@@ -8,7 +8,6 @@ What a driver does here is behind `Chip`, so that all else can be tried where th
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +15,7 @@ from weakref import WeakSet
 
 import msgspec
 
+from redline import clock
 from redline.errors import ConfigError, WorkerLost
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
 
@@ -111,7 +111,7 @@ class PeerReading:
         """ended: whether the bytes are there; None: the GPU has refused the copy, as `fail` will say."""
         self.into = into
         self._peer, self._ended, self._held = peer, ended, held
-        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._seconds, self._until = seconds, clock.monotonic() + seconds
         self._failed: str | None = None
 
     def done(self) -> bool:
@@ -128,7 +128,7 @@ class PeerReading:
         if ended:
             self._end()
             return True
-        if time.monotonic() >= self._until:
+        if clock.monotonic() >= self._until:
             self._give_up(f"the read took longer than its {self._seconds:g} s")
             return self.done()
         return False
@@ -144,12 +144,12 @@ class PeerReading:
         self._end()
 
     def _give_up(self, reason: str) -> None:
-        until = time.monotonic() + HANG_S
+        until = clock.monotonic() + HANG_S
         try:
             while self._ended is not None and not self._ended():
-                if time.monotonic() >= until:
+                if clock.monotonic() >= until:
                     raise WorkerLost(f"the GPU has not ended a copy from a peer in {HANG_S:g} s")
-                time.sleep(LOOK_S)
+                clock.sleep(LOOK_S)
         except RuntimeError as error:
             reason = f"{reason}, and the GPU could not copy ({error})"
         self.fail(reason)

@@ -9,7 +9,6 @@ import mmap
 import os
 import secrets
 import stat
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from weakref import WeakSet
@@ -17,6 +16,7 @@ from weakref import WeakSet
 import msgspec
 import numpy as np
 
+from redline import clock
 from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside
 
@@ -69,7 +69,7 @@ class SharedReading:
     def __init__(self, peer: "SharedPeer", source: int, into: Target, count: int, seconds: float) -> None:
         self._peer, self._source, self._count = peer, source, count
         self._into, self._held = address_of(into, count)
-        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._seconds, self._until = seconds, clock.monotonic() + seconds
         self._stopped = False
         self._whole = False
         self._failed: str | None = None
@@ -87,7 +87,7 @@ class SharedReading:
         if self._copying is None or self._copying.done():
             self._end()
             return True
-        if time.monotonic() >= self._until:
+        if clock.monotonic() >= self._until:
             self._give_up(f"the read took longer than its {self._seconds:g} s")
             return self.done()
         return False

@@ -7,7 +7,6 @@ Nothing of it is encrypted, and nobody is asked for a key.
 
 import queue
 import threading
-import time
 from collections import deque
 from hashlib import blake2b
 from types import TracebackType
@@ -15,6 +14,7 @@ from typing import NamedTuple, Self, cast
 
 import zmq
 
+from redline import clock
 from redline.errors import ConfigError
 
 MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20  # messages that can be said again
@@ -180,11 +180,11 @@ class Subscriber:
     def _said_from(self, first: int, address: str) -> list[Numbered]:
         """What has this number or a higher one, as far as it is kept and comes in time."""
         found: list[Numbered] = []
-        until = time.monotonic() + REPLAY_S
+        until = clock.monotonic() + REPLAY_S
         socket = _connected(zmq.DEALER, address)
         try:
             socket.send_multipart([b"", _packed(first)])
-            while socket.poll(max(0, int(1e3 * (until - time.monotonic())))):
+            while socket.poll(max(0, int(1e3 * (until - clock.monotonic())))):
                 frames = socket.recv_multipart()  # an older publisher leaves out the topic
                 if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
                     continue  # no answer of this kind

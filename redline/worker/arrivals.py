@@ -6,12 +6,12 @@ predicted from what its bytes have taken so far. While nothing runs, nobody is h
 """
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+from redline import clock
 from redline.run.handoff import Parcels
 from redline.transport.base import Peer, Reading, TransferFailed, Transport
 from redline.transport.ledger import Lender, Parcel
@@ -178,9 +178,9 @@ class Arrivals(Generic[Of]):
 
     def wait(self) -> None:
         """Waits a moment."""
-        began = time.perf_counter()
-        time.sleep(LOOK_S)
-        self.budget.charge(time.perf_counter() - began)
+        began = clock.perf_counter()
+        clock.sleep(LOOK_S)
+        self.budget.charge(clock.perf_counter() - began)
 
     def cancel(self, of: Of) -> list[Offer]:
         """Returns once nothing for it can arrive any more: -> what was under way."""

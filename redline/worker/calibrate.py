@@ -5,8 +5,8 @@ slots and pages before it reads it.
 """
 
 import math
-import time
 
+from redline import clock
 from redline.plan.recorded import RecordedShapes
 from redline.run.runner import Runner
 from redline.tune.costs import StepCosts
@@ -83,9 +83,9 @@ def _step(runner: Runner, rows: int, count: int, propose: int, shape: Shape | No
             for slot in range(rows)
         ),
     )
-    start = time.perf_counter()
+    start = clock.perf_counter()
     runner.launch(step).wait()
-    return (time.perf_counter() - start) * 1000
+    return (clock.perf_counter() - start) * 1000
 
 
 def _tokens(runner: Runner, seed: int, count: int) -> tuple[int, ...]:

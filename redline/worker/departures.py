@@ -5,11 +5,11 @@ launched, and takes less than a millisecond beside the step that runs: the loop'
 turn may be a prompt's chunk later.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
+from redline import clock
 from redline.run.handoff import Parcels
 from redline.transport.base import Transport
 from redline.transport.ledger import Lender, Parcel
@@ -57,12 +57,12 @@ class Departures(Generic[Of]):
     def filled(self) -> Iterator[tuple[Of, Piece, Ticket | None]]:
         """Those that have been filled since, in the order of `fill`. None: its reader has gone meanwhile, or its time
         is over, and nobody can read it."""
-        until = time.perf_counter() + self._memory.fill_s
+        until = clock.perf_counter() + self._memory.fill_s
         while self._filling:
             one = self._filling[0]
             while not one.summed.ended():
-                if time.perf_counter() >= until:
+                if clock.perf_counter() >= until:
                     return
-                time.sleep(LOOK_S)
+                clock.sleep(LOOK_S)
             self._filling.popleft()
             yield one.of, one.piece, self.lender.offer(one.parcel, one.summed.number())

@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from filelock import FileLock
 
-from redline import limits
+from redline import clock, limits
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
@@ -119,7 +118,7 @@ class EngineCore:
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=loaded.fingerprint),
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
-            time.monotonic,
+            clock.monotonic,
         )
         if plan.step_ms is not None:
             self.planner.foresee(StepForecast(*_experts(model.config)))
@@ -206,7 +205,7 @@ class EngineCore:
         *,
         lends: bool,
         area_bytes: int | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         **how: Any,
     ) -> Exchange:
         """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.

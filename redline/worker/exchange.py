@@ -13,7 +13,6 @@ way but for those pages.
 
 import contextlib
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from redline import clock
 from redline.errors import RedlineError, WorkerLost
 from redline.plan.planner import Planner
 from redline.transport.base import Peer, TransferFailed
@@ -105,7 +105,7 @@ class Exchange:
         planner: Planner,
         ways: Ways,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         outbox_of: Callable[[str], Outbox] = SocketOutbox,
     ) -> None:
         """ways: best first. outbox_of: to another worker's inbox, by its address."""
@@ -506,8 +506,8 @@ class Exchange:
             self._take(way)
         self._read_offered()
         for way in self._ways.values():
-            until = time.perf_counter() + way.arrivals.patience()
-            while way.arrivals.under_way and time.perf_counter() < until:
+            until = clock.perf_counter() + way.arrivals.patience()
+            while way.arrivals.under_way and clock.perf_counter() < until:
                 way.arrivals.wait()
                 self._take(way)
                 self._read_offered()

@@ -5,11 +5,11 @@ The profiler slows each launch, and what it writes is large: so it watches the f
 
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import msgspec
 
+from redline import clock
 from redline.wire.profile import Span
 
 MOST_S = 2.0  # of kernels: a small model has a hundred thousand in a second
@@ -80,7 +80,7 @@ class KernelTrace:
 
     def _read(self, data: bytes) -> None:
         trace = msgspec.json.decode(data, type=_Trace)
-        wall_to_monotonic = time.monotonic_ns() - time.time_ns()
+        wall_to_monotonic = clock.monotonic_ns() - clock.now_ns()
         base = trace.baseTimeNanoseconds + wall_to_monotonic
         for event in trace.traceEvents:
             if event.ph == "X" and event.cat in ON_DEVICE:

@@ -7,12 +7,12 @@ jobs are told so, and whoever started it can start another.
 
 import functools
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
 
+from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.faults import is_device_error
 from redline.plan.planner import Planner
@@ -104,7 +104,7 @@ def turn(
     planner.report(runner.recorded)
     # After a step that could not be launched none is: the jobs of that step never began, and have to end first.
     step = planner.next_step() if last is None or last.launched else None
-    in_flight = StepInFlight(step, _launch(runner, step), time.monotonic()) if step else None
+    in_flight = StepInFlight(step, _launch(runner, step), clock.monotonic()) if step else None
     if last is None and not planner.ahead:
         last, in_flight = in_flight, None
     if last is None:
@@ -153,7 +153,7 @@ def lead(
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
     others = [one for one in (exchange, tiers) if one is not None]  # what is under way beside steps
-    loads = _Loads(planner, exchange, tiers, outbox, time.monotonic)
+    loads = _Loads(planner, exchange, tiers, outbox, clock.monotonic)
     profiling: Profiling | None = None
     whole = False  # whether all of the prefix cache is to be told
     proven = False
@@ -385,13 +385,13 @@ def _launch(runner: Runner, step: Step) -> Pending:
 def _wait(in_flight: StepInFlight) -> EndedStep:
     """Waits for a step. One that failed gives an error to each of its rows."""
     try:
-        return EndedStep(in_flight.pending.wait(), time.monotonic(), None)
+        return EndedStep(in_flight.pending.wait(), clock.monotonic(), None)
     except Exception as error:
         what = "failed" if in_flight.launched else "could not be launched"
         _log.error("step %d %s: %s", in_flight.step.number, what, one_line(error))
         _log.info("step %d %s", in_flight.step.number, what, exc_info=error)
         rows = (RowResult(error=f"the step {what}: {error}"),) * len(in_flight.step.rows)
-        return EndedStep(StepResult(number=in_flight.step.number, rows=rows), time.monotonic(), error)
+        return EndedStep(StepResult(number=in_flight.step.number, rows=rows), clock.monotonic(), error)
 
 
 def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:

@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +23,7 @@ import zmq
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from redline import clock
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.wire.channel import IPC, SocketInbox, SocketOutbox
@@ -90,7 +90,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         """Another rank has ended: this one may be deep in a sum with it."""
         with SocketOutbox(config.outbox, key) as last_words:
             say(reason, last_words)
-        time.sleep(FLUSH_S)
+        clock.sleep(FLUSH_S)
         os._exit(1)
 
     with (
@@ -127,7 +127,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
 
         def hung(reason: str) -> None:
             say(reason, beats)
-            time.sleep(FLUSH_S)
+            clock.sleep(FLUSH_S)
             os._exit(1)  # nothing else ends a thread that is inside a kernel
 
         with Heart(pulse, beats, engine.step_tokens, hung, engine.model.device.type):

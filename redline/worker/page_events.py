@@ -4,11 +4,11 @@ After each step that has changed the cache goes one batch. A start begins with a
 begin anew, and ends so. A page of images is not told: its name depends on them, and the format has no bytes of them.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
+from redline import clock
 from redline.plan.prefix import Changed
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.kv_events import (
@@ -38,7 +38,7 @@ class Says(Protocol):
 class PageEvents:
     """Tells what changes. The loop's thread uses it."""
 
-    def __init__(self, says: Says, number: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, says: Says, number: int, clock: Callable[[], float] = clock.now) -> None:
         """number: the worker's among those of the deployment, from 0 on. clock: tells seconds since 1970."""
         self._says, self._number, self._clock = says, number, clock
         self._say([AllBlocksCleared()])

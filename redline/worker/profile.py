@@ -5,9 +5,9 @@ nothing. What is inside of a step is told by the runner (its parts), and by the 
 each op, on a GPU torch.profiler tells of each kernel.
 """
 
-import time
 from collections.abc import Callable
 
+from redline import clock
 from redline.kernels.cpu import native
 from redline.kernels.cpu.watch import OpTimes
 from redline.run.layer_marks import Meanwhile
@@ -62,7 +62,7 @@ class Profiling:
         planner: Plans,
         runner: Runner,
         outbox: Outbox,
-        clock: Callable[[], int] = time.monotonic_ns,
+        clock: Callable[[], int] = clock.monotonic_ns,
     ) -> None:
         """clock: in nanoseconds, the monotonic one of the host. Called in the loop's thread, as all else here."""
         self._asked, self._outbox, self._clock = asked, outbox, clock

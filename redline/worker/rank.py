@@ -10,12 +10,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import msgspec
 import torch
 
+from redline import clock
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.model.k2.config import K2Config
@@ -127,7 +127,7 @@ def _beat() -> None:
     with contextlib.suppress(BrokenPipeError):  # rank 0 has ended, and so does this process
         while True:
             os.write(1, b"\n")
-            time.sleep(BEAT_S)
+            clock.sleep(BEAT_S)
 
 
 def _leave_with_parent() -> None:

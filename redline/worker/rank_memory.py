@@ -10,14 +10,13 @@ import ctypes
 import mmap
 import os
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from redline import limits
+from redline import clock, limits
 from redline.disk import human
 from redline.errors import ConfigError
 from redline.run.handoff import Parcels, of_its_pages
@@ -174,11 +173,11 @@ class FollowedMemory:
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             staged_B = torch.empty(told.size, dtype=torch.uint8, device=self._device)
         ended = self._chip.copy(staged_B.data_ptr(), source.address + told.offset, told.size)
-        until = time.monotonic() + HANG_S
+        until = clock.monotonic() + HANG_S
         while not ended():
-            if time.monotonic() > until:
+            if clock.monotonic() > until:
                 raise RuntimeError(f"the GPU has not ended a copy from rank 0's in {HANG_S:g} s")
-            time.sleep(LOOK_S)
+            clock.sleep(LOOK_S)
         if self._stream is not None:
             staged_B.record_stream(torch.cuda.default_stream(self._device))
         return staged_B

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
 from redline.kernels.cpu.ranks import SharedMemoryGroup
@@ -261,7 +261,7 @@ class Ranks:
         with self._telling:
             self._ending = True
         self._over.set()
-        until = time.monotonic() + (END_S if self.reason is None else LOST_END_S)
+        until = clock.monotonic() + (END_S if self.reason is None else LOST_END_S)
         with contextlib.suppress(RankLost, RuntimeError):
             self.tell(Stop())
         group: Group | None = vars(self).pop("group", None)
@@ -270,7 +270,7 @@ class Ranks:
             group = None
         for process in self._processes:
             try:
-                process.wait(max(0.0, until - time.monotonic()))
+                process.wait(max(0.0, until - clock.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -8,10 +8,10 @@ been no room for them: then it computes what is missing, as it would have done.
 All of it runs in the loop's thread between two steps, and takes microseconds; the reading is done by the store's own.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from redline import clock
 from redline.plan.below import Fetch, Kept, Lack
 from redline.plan.planner import Planner
 from redline.plan.prefix import Forgotten
@@ -83,7 +83,7 @@ class Tiers:
         *,
         step_tokens: int,
         experts: tuple[int, int] = (0, 0),
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """step_tokens: positions that a step computes, at most. experts: of a layer, how many there are and how many a
         token chooses; 0: all weights are read by every step."""

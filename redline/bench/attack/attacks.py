@@ -9,12 +9,12 @@ import asyncio
 import json
 import random
 import socket
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 
+from redline import clock
 from redline.api.config import Limits
 from redline.bench.attack.raw_http import HOST, Reply, ask, connect, connection, get, hang_up, head, post
 
@@ -70,8 +70,8 @@ class World:
 
     async def others_are_served(self, seconds: float) -> None:
         """Asks for one token every second, as a newcomer would, and counts each outcome under "newcomer ..."."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        end = clock.monotonic() + seconds
+        while clock.monotonic() < end:
             reply = await ask(self.port, post(COMPLETIONS, body(prompt="Hello", max_tokens=1)), limit_s=10)
             self.tally[f"newcomer {reply.kind}"] += 1
             await asyncio.sleep(1)

@@ -24,13 +24,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redline import clock
 from redline.api.config import Limits
 from redline.bench.attack.attacks import ATTACKS, CHAT, COMPLETIONS, TOKENIZE, Attack, World, body, silent, unread
 from redline.bench.attack.random_requests import Request, requests
@@ -73,7 +73,7 @@ class Memory:
         self.samples: list[Sample] = []
         self.requests = 0
         self._pids = api, worker
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
         self._done = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -83,7 +83,7 @@ class Memory:
                 api, worker = (_resident(pid) for pid in self._pids)
             except OSError:
                 return  # one of the processes has ended
-            self.samples.append(Sample(round(time.monotonic() - self._began, 1), self.requests, api, worker))
+            self.samples.append(Sample(round(clock.monotonic() - self._began, 1), self.requests, api, worker))
 
     def now(self) -> tuple[int, int]:
         """Resident bytes of the API and of the worker at the last sample; zeros before the first one."""
@@ -215,10 +215,10 @@ class Bench:
         """Eight clients whose prompts are long and eight whose answers are, for so many seconds."""
         chance = random.Random(1)
         size = min(POLITE_TOKENS, self.world.context // 2)
-        deadline = time.monotonic() + seconds
+        deadline = clock.monotonic() + seconds
 
         async def client(prompt_tokens: int, new: int) -> None:
-            while time.monotonic() < deadline:
+            while clock.monotonic() < deadline:
                 prompt = [chance.randrange(3000) for _ in range(prompt_tokens)]
                 asked = {"prompt": prompt, "max_tokens": new, "stream": True}
                 await self.world.send(post(COMPLETIONS, body(**asked)), keep=1 << 12)
@@ -257,18 +257,18 @@ class Bench:
         every_s: seconds from the start of one request to that of the next, at least. Returns what was sent, the counts
         by route and kind of reply, and the answers that nobody should get.
         """
-        began = time.monotonic()
+        began = clock.monotonic()
         sent = 0
         by_route: Counter[str] = Counter()
 
         async def client() -> None:
             nonlocal sent
-            while sent < count and time.monotonic() < began + most_s:
+            while sent < count and clock.monotonic() < began + most_s:
                 sent += 1
                 self.memory.requests += 1
                 self.doing = f"{name} request {sent} of {count}"
                 request = next(source)
-                await asyncio.sleep(began + sent * every_s - time.monotonic())
+                await asyncio.sleep(began + sent * every_s - clock.monotonic())
                 reply = await self.world.send(request.data, **{"limit_s": ANSWER_S, **request.how})
                 by_route[f"{request.route} {reply.kind}"] += 1
                 self._judge(request, reply)
@@ -300,14 +300,14 @@ class Bench:
         self.world.tally.clear()
         before = (await self._metrics()).get("num_preemptions_total", 0.0)
         self.watch.take()
-        began = time.monotonic()
+        began = clock.monotonic()
         work = asyncio.ensure_future(fire())
         parts: list[Notes] = []
         while not work.done():
             await asyncio.wait({work}, timeout=TAKE_S)
             parts.append(await asyncio.to_thread(self.watch.take))
         await work
-        seconds = time.monotonic() - began
+        seconds = clock.monotonic() - began
         calm = await self._calm(parts)
         parts.append(await asyncio.to_thread(self.watch.take))
         replies = dict(sorted(self.world.tally.items()))
@@ -321,8 +321,8 @@ class Bench:
 
     async def _calm(self, parts: list[Notes]) -> float | None:
         """Seconds until no job but the bystander's runs or waits."""
-        began = time.monotonic()
-        while (past := time.monotonic() - began) < CALM_S:
+        began = clock.monotonic()
+        while (past := clock.monotonic() - began) < CALM_S:
             metrics = await self._metrics()
             if metrics and metrics["num_requests_running"] + metrics["num_requests_waiting"] <= 2:
                 return round(past, 1)
@@ -462,12 +462,12 @@ def draw(record: dict[str, Any], samples: Sequence[Sample], path: Path) -> None:
 def told(bench: Bench) -> Generator[None]:
     """Prints what the bench is doing and both processes' MiB every ten seconds."""
     done = threading.Event()
-    began = time.monotonic()
+    began = clock.monotonic()
 
     def run() -> None:
         while not done.wait(SAY_S):
             api, worker = (size >> 20 for size in bench.memory.now())
-            print(f"{time.monotonic() - began:5.0f} s: {bench.doing}; {api} and {worker} MiB", flush=True)
+            print(f"{clock.monotonic() - began:5.0f} s: {bench.doing}; {api} and {worker} MiB", flush=True)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

@@ -20,7 +20,6 @@ import os
 import random
 import resource
 import socket
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
@@ -30,6 +29,7 @@ import msgspec
 import torch
 import uvloop
 
+from redline import clock
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Gateway
@@ -275,7 +275,7 @@ def main(words: Sequence[str] | None = None) -> int:
         for row in rows:
             print(name, "  ".join(f"{key} {value:,}" for key, value in row.items()), flush=True)
 
-    began = time.monotonic()
+    began = clock.monotonic()
     rows, jobs = uvloop.run(api(asked.model, asked.requests, asked.known_bytes, asked.jobs))
     note("api", rows)
     note("api, few texts known", uvloop.run(api(asked.model, asked.requests, SMALL))[0])
@@ -289,7 +289,7 @@ def main(words: Sequence[str] | None = None) -> int:
         **provenance("torch", "uvicorn", "uvloop", "msgspec", "llguidance"),
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "model": asked.model.name,
-        "seconds": round(time.monotonic() - began),
+        "seconds": round(clock.monotonic() - began),
         "per_1000_over_the_second_half": {name: per_1000(rows) for name, rows in parts.items()},
         "counts": parts,
     }

@@ -5,10 +5,11 @@ No library that speaks HTTP would send what the bystander has to send. One conne
 
 import asyncio
 import socket
-import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Literal, NamedTuple
+
+from redline import clock
 
 HOST = "127.0.0.1"
 READ_BYTES = 1 << 16
@@ -110,7 +111,7 @@ async def ask(
     pause_s: seconds between two reads, and between two of the `pieces` in which the request is sent. A connection that
     is refused or breaks is the outcome "closed"; nothing is raised for it.
     """
-    began = time.perf_counter()
+    began = clock.perf_counter()
     answer = bytearray()
     most = limit_s if leave_s is None else min(leave_s, limit_s)
     outcome: Outcome = "answered"
@@ -138,7 +139,7 @@ async def ask(
     length = _declared(top)
     chunked = b"transfer-encoding: chunked" in top.lower()
     whole = body.endswith(b"0\r\n\r\n") if chunked else length is not None and len(body) == length
-    seconds = time.perf_counter() - began
+    seconds = clock.perf_counter() - began
     return Reply(outcome, status if outcome == "answered" else 0, _joined(body) if chunked else body, seconds, whole)
 
 

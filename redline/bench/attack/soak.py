@@ -18,13 +18,13 @@ import re
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+from redline import clock
 from redline.api.config import Limits
 from redline.bench.attack.bystander import CALM_S, Bench, Sample, memory_slopes, slopes, told
 from redline.bench.attack.random_requests import Request, light
@@ -63,10 +63,10 @@ async def figures(port: int) -> dict[str, float]:
 
 async def rest(port: int) -> dict[str, float]:
     """The figures once all of them are 0, or after CALM_S seconds as they are then."""
-    deadline = time.monotonic() + CALM_S
+    deadline = clock.monotonic() + CALM_S
     while True:
         found = await figures(port)
-        if (found and not any(found.values())) or time.monotonic() > deadline:
+        if (found and not any(found.values())) or clock.monotonic() > deadline:
             return found
         await asyncio.sleep(0.5)
 

@@ -19,13 +19,13 @@ import math
 import socket
 import sys
 import threading
-import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redline import clock
 from redline.bench.attack.raw_http import HOST, head
 
 KNOCK_S = 0.005  # between an answer and the next knock
@@ -251,20 +251,20 @@ class Watcher:
             except (OSError, ValueError):
                 with self._lock:
                     self._refused += 1
-                time.sleep(0.1)
+                clock.sleep(0.1)
 
     def _knock(self) -> None:
         request = head("GET", "/health", None, {"Connection": "keep-alive"}.items())
         with socket.create_connection((HOST, self._port), PATIENCE_S) as link:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while True:
-                waited, began = self._waited(), time.monotonic()
+                waited, began = self._waited(), clock.monotonic()
                 link.sendall(request)
                 _read_answer(link)
-                took = time.monotonic() - began
+                took = clock.monotonic() - began
                 with self._lock:
                     self._knocks.extend((began, took, self._waited() - waited))
-                time.sleep(KNOCK_S)
+                clock.sleep(KNOCK_S)
 
     def _waited(self) -> float:
         """Seconds that the server's event loop and this thread have waited for a core so far."""
@@ -279,7 +279,7 @@ class Watcher:
                 raise ValueError("refused")
             while True:
                 part = link.recv(1 << 16)
-                at, own = time.monotonic(), waited(OWN)
+                at, own = clock.monotonic(), waited(OWN)
                 if not part:
                     raise ValueError("closed")
                 if part.endswith(TAIL):

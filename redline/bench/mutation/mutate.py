@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
+from redline import clock
 from redline.bench.mutation.mutants import CPP, Mutant, mutants
 from redline.bench.record import provenance
 from redline.kernels.cpu import native
@@ -266,9 +266,9 @@ class Suite:
                 self._measured.add(file)
             report = tree.folder / "report.xml"
             report.unlink(missing_ok=True)  # that of the file before
-            began = time.monotonic()
+            began = clock.monotonic()
             tree.pytest([file, f"--junitxml={report}", "-p", "no:randomly"], HANGS_S)
-            took = time.monotonic() - began
+            took = clock.monotonic() - began
             failing = _failing(file, report) if report.exists() else [file]
             with self._lock:
                 self.seconds[file] = round(took, 1)
@@ -382,14 +382,14 @@ class Tree:
         chosen = suite.within(ending, seconds)
         least = sum(suite.seconds[test] for test in chosen)
         words = [*chosen, "-x", *(f"--deselect={test}" for test in sorted(suite.failing))]
-        began = time.monotonic()
+        began = clock.monotonic()
         (self.project / mutant.file).write_bytes(mutant.apply(source))
         try:
             code, said = self.pytest(words, PATIENCE * least + SLACK_S)
         finally:
             (self.project / mutant.file).write_bytes(source)
         outcome = "hung" if code is None else "lived" if code == 0 else "killed"
-        took = round(time.monotonic() - began, 1)
+        took = round(clock.monotonic() - began, 1)
         by = " ".join(chosen) if outcome == "lived" else _reason(said)
         return Found(mutant.id, mutant.file, mutant.line, mutant.kind, mutant.diff(source), outcome, by, took)
 
@@ -412,7 +412,7 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
     left = [mutant for mutant in wanted if mutant.id not in known]
     print(f"{len(wanted)} mutants, {len(wanted) - len(left)} of them known", flush=True)
     lock = threading.Lock()
-    began = time.monotonic()
+    began = clock.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutate-") as name:
         folder = Path(name)
         cache = folder / "cache"
@@ -442,7 +442,7 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
                     file.write(json.dumps(found._asdict()) + "\n")
                 done = sum(mutant.id in known for mutant in wanted)
                 print(
-                    f"{time.monotonic() - began:5.0f} s {done}/{len(wanted)} {found.outcome:6} "
+                    f"{clock.monotonic() - began:5.0f} s {done}/{len(wanted)} {found.outcome:6} "
                     f"{found.file}:{found.line} ({found.kind}, {found.seconds:.0f} s)",
                     flush=True,
                 )

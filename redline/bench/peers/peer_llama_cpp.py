@@ -15,7 +15,6 @@ lie, the largest one taken.
 
 import json
 import sys
-import time
 from functools import cache
 from importlib import import_module
 from itertools import product
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from redline import clock
 
 CHUNK = 512  # tokens of a prompt that are computed at once: llama.cpp's own default
 CELLS = 256  # the room of a cache is a multiple of so many tokens
@@ -68,9 +69,9 @@ class Context:
         """
         self._llama.llama_memory_clear(self._memory, False)
         wanted = self._fill(prompts, every=False)
-        start = time.perf_counter()
+        start = clock.perf_counter()
         last = self._logits(wanted).argmax(-1)
-        first = time.perf_counter()
+        first = clock.perf_counter()
         batch = self._batch
         batch.n_tokens = self._rows
         for row in range(self._rows):
@@ -79,7 +80,7 @@ class Context:
             for row, token in enumerate(last.tolist()):
                 batch.token[row], batch.pos[row] = token, position
             last = self._logits(self._rows).argmax(-1)
-        return {"first_s": first - start, "rest_s": time.perf_counter() - first}
+        return {"first_s": first - start, "rest_s": clock.perf_counter() - first}
 
     def logits(self, prompt: list[int]) -> Any:
         """float32 [tokens, vocabulary] of one prompt, as an array of its own."""

@@ -9,7 +9,6 @@ alternate between it and us without the two ever sharing threads. A task is {"wa
 
 import json
 import sys
-import time
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from redline import clock
 from redline.bench.peers.oracle import transformers_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -46,8 +46,8 @@ class Times(NamedTuple):
 @torch.inference_mode()
 def run(model: Any, prompts: list[list[int]], new: int) -> Times:
     """Greedy, `new` tokens for every prompt (all of one length), never ending early."""
-    ids, clock = torch.tensor(prompts), _clock()
-    start = time.perf_counter()
+    ids, ticks = torch.tensor(prompts), _clock()
+    start = clock.perf_counter()
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -55,10 +55,10 @@ def run(model: Any, prompts: list[list[int]], new: int) -> Times:
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        stopping_criteria=[clock],
+        stopping_criteria=[ticks],
     )
-    assert len(clock.ticks) == new
-    return Times(clock.ticks[0] - start, clock.ticks[-1] - clock.ticks[0])
+    assert len(ticks.ticks) == new
+    return Times(ticks.ticks[0] - start, ticks.ticks[-1] - ticks.ticks[0])
 
 
 def serve(folder: Path) -> None:
@@ -90,7 +90,7 @@ def _clock() -> Any:
             self.ticks: list[float] = []
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
-            self.ticks.append(time.perf_counter())
+            self.ticks.append(clock.perf_counter())
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     return Clock()

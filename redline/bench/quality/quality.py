@@ -6,7 +6,6 @@ after quantisation, are compared prompt by prompt: pairs tell apart what two tot
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from typing import Protocol
 import msgspec
 from rich.table import Table
 
+from redline import clock
 from redline.bench.quality.checks import Call, Grade, grade
 from redline.bench.quality.prompts import Answer, Prompt, limited, read_sets
 from redline.errors import ConfigError
@@ -150,9 +150,9 @@ def grade_all(
 
     def ask(which: Path) -> tuple[str, float, list[Answer]]:
         with open_checkpoint(which) as checkpoint:
-            start = time.monotonic()
+            start = clock.monotonic()
             answers = checkpoint.answer(prompts, one_more)
-            return checkpoint.fingerprint, time.monotonic() - start, answers
+            return checkpoint.fingerprint, clock.monotonic() - start, answers
 
     fingerprint, seconds, answers = ask(folder)
     verdicts = judge(asked, answers, run_code)

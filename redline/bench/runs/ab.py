@@ -30,12 +30,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from redline import clock
 from redline.bench.attack.raw_http import READ_BYTES, connection, post
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -124,7 +124,7 @@ class Cpu:
         return found
 
     def _rate(self, case: Case, prompts: Sequence[Sequence[int]], server: Server) -> float:
-        began = time.perf_counter()
+        began = clock.perf_counter()
         streams = asyncio.run(_streams(server.port, prompts, case.new))
         server.check()
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
@@ -152,7 +152,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
         async with asyncio.timeout(ANSWER_S), connection(port) as (reader, writer):
             writer.write(post("/v1/completions", json.dumps(body).encode()))
             while part := await reader.read(READ_BYTES):
-                found.append((time.perf_counter(), part))
+                found.append((clock.perf_counter(), part))
         return found
 
     try:

@@ -12,7 +12,6 @@ with attention in float32. It needs one GPU and a minute; cases for which there 
 
 import argparse
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.divided_contexts import microseconds
@@ -210,7 +210,7 @@ def main() -> None:
     given = parser.parse_args()
     if not torch.cuda.is_available():
         raise ConfigError("attention is timed on a GPU, and torch sees none")
-    began, device = time.monotonic(), torch.device("cuda")
+    began, device = clock.monotonic(), torch.device("cuda")
     bytes_per_s = read_rate(device, 8 * WORKING_SET_BYTES, 3)
     cases = [
         Case(heads, tokens, context) for context in given.context for heads in given.heads for tokens in given.tokens
@@ -219,7 +219,7 @@ def main() -> None:
     memory, records, left_out = Memory(device, pages, given.heads, LAYERS), list[dict[str, Any]](), list[Case]()
     with torch.inference_mode():
         for case in cases:
-            if time.monotonic() - began > LIMIT_S:
+            if clock.monotonic() - began > LIMIT_S:
                 left_out.append(case)
                 continue
             for record in measured(memory, case, bytes_per_s):
@@ -232,7 +232,7 @@ def main() -> None:
             **provenance("torch"),
             "gpu": torch.cuda.get_device_name(device),
             "read_tb_s": round(bytes_per_s / 1e12, 3),
-            "seconds": round(time.monotonic() - began, 1),
+            "seconds": round(clock.monotonic() - began, 1),
             "left_out": left_out,
             "cases": records,
         }

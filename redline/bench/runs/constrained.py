@@ -16,7 +16,6 @@ import os
 import platform
 import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -32,6 +31,7 @@ import httpx
 import jsonschema
 import torch
 
+from redline import clock
 from redline.api.app import create_app
 from redline.api.config import ApiConfig
 from redline.api.gateway import Gateway
@@ -283,15 +283,15 @@ def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
         composed = compose(constraint, Calls(), None, real, thinks=False)
         assert composed is not None, "there is a constraint"
         text = drawn(real, drawing.begin(composed.grammar, ()), generator)
-        began = time.perf_counter()
+        began = clock.perf_counter()
         matcher = timing.begin(composed.grammar, ())
         matcher.forced()  # waits for the compilation
-        compiled.append((time.perf_counter() - began) * 1e3)
+        compiled.append((clock.perf_counter() - began) * 1e3)
         for token in text:
-            began = time.perf_counter(), time.thread_time()
+            began = clock.perf_counter(), clock.thread_time()
             matcher.masks(())
-            took["wall"].append((time.perf_counter() - began[0]) * 1e6)
-            took["thread"].append((time.thread_time() - began[1]) * 1e6)
+            took["wall"].append((clock.perf_counter() - began[0]) * 1e6)
+            took["thread"].append((clock.thread_time() - began[1]) * 1e6)
             matcher.advance((token,))
     drawing.close()
     timing.close()
@@ -302,7 +302,7 @@ def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {"mean": mean, "p50": half, "p99": round(times[len(times) * 99 // 100], 1), "most": round(times[-1], 1)}
 
     count = len(took["wall"])
-    us = {f"{clock}_us": told(times) for clock, times in took.items()}
+    us = {f"{which}_us": told(times) for which, times in took.items()}
     return {"vocabulary": real.vocab_size, "masks": count, **us, "compile_ms": told(compiled)}
 
 
@@ -319,7 +319,7 @@ def main() -> int:
         async with tiny_server() as client:
             return await ask_all(client, made, WAYS)
 
-    began = time.perf_counter()
+    began = clock.perf_counter()
     outcomes = asyncio.run(run())
     reasons = Counter((outcome.way, outcome.refused) for outcome in outcomes if outcome.refused is not None)
     refused = {reason: times for (way, reason), times in reasons.items() if way == WAYS[0]}
@@ -346,7 +346,7 @@ def main() -> int:
         "accepted": 1 - sum(refused.values()) / len(made),
         "refused": refused,
         "refused_in_other_ways": other_reasons,
-        "seconds": round(time.perf_counter() - began, 1),
+        "seconds": round(clock.perf_counter() - began, 1),
         "ways": ways,
         "wrong": wrong[:20],
     }

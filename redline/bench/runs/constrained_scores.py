@@ -9,7 +9,6 @@ as the API makes them. Both ways ask the same prompts, and are compared pair by 
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.quality.answering import MAX_TOKENS, Greedy
 from redline.bench.quality.prompts import Prompt, limited, read_sets
@@ -80,10 +80,10 @@ def main() -> None:
     with Engine.open(asked.weights, EngineConfig(max_running=16, device="cpu")) as engine:
         ways = {"without": None, "with": partial(asked_for, engine)}
         for way, grammar in ways.items():
-            began = time.perf_counter()
+            began = clock.perf_counter()
             answers = Greedy(engine, grammar=grammar).answer(prompts, lambda: None)
             verdicts[way] = judge(sets, answers, run_code=False)
-            result[way] = {"seconds": round(time.perf_counter() - began, 1), "scores": told(verdicts[way])}
+            result[way] = {"seconds": round(clock.perf_counter() - began, 1), "scores": told(verdicts[way])}
     pair = compare(verdicts["with"], verdicts["without"])
     result["pairs"] = {**msgspec.to_builtins(pair), "difference": pair.difference, "interval": pair.interval}
     result["lost"] = [

@@ -9,7 +9,6 @@ and outside of its time, with the recipe's [eval]: the same prompts, the same ro
 """
 
 import argparse
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from redline import clock
 from redline.bench.machine import device_name
 from redline.bench.program import output, program
 from redline.bench.record import provenance
@@ -97,9 +97,9 @@ def main() -> int:
     def tell(stage: str, tokens: int, seconds: float) -> None:
         told[stage] = tokens, seconds
 
-    began = time.monotonic()
+    began = clock.monotonic()
     status = run(RunConfig(recipe=str(given.recipe), out=given.out, device=given.device), console, origin, tell)
-    seconds = time.monotonic() - began
+    seconds = clock.monotonic() - began
     if status:
         return status
     stages, out = stages_of(given.recipe, given.out and Path(given.out), device=given.device)

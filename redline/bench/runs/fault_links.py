@@ -11,10 +11,11 @@ import os
 import socket
 import struct
 import threading
-import time
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
+
+from redline import clock
 
 LOOK_S = 0.002  # between two looks for new sockets: who has connected before its socket was found is left alone
 CHUNK = 1 << 16
@@ -66,7 +67,7 @@ class Detours:
 
     def stall(self, name: LinkName, seconds: float) -> None:
         """Hold what a link carries, both ways, for so long; then all of it goes on."""
-        self._links[name].until = time.monotonic() + seconds
+        self._links[name].until = clock.monotonic() + seconds
 
     def holding(self, name: LinkName) -> int:
         """Bytes of a link that are held now, and would be lost if it were cut."""
@@ -128,7 +129,7 @@ def _through(links: dict[LinkName, _Held], name: str, real: Path):
         while data := await reader.read(CHUNK):
             link.holding += len(data)
             try:
-                while (left := link.until - time.monotonic()) > 0:
+                while (left := link.until - clock.monotonic()) > 0:
                     await asyncio.sleep(min(left, LOOK_S * 5))
                     if writer.transport.is_closing():
                         raise ConnectionAbortedError

@@ -8,10 +8,11 @@ probabilities, several choices, thoughts and tool calls.
 import http.client
 import json
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from redline import clock
 
 DEADLINE_S = 90.0  # of each request, which the server is told
 TOPICS = ("a lighthouse", "prime numbers", "the tides", "a bicycle", "bread", "a chess game", "snow", "two friends")
@@ -119,13 +120,13 @@ def mix(seed: int, model: str, long_tokens: int, vocabulary: int) -> list[Asked]
 def ask(port: int, asked: Asked, salt: str) -> Answer:
     """Sends a request and reads its answer. salt: who shares cached pages with it."""
     answer = Answer()
-    began = last = time.monotonic()
+    began = last = clock.monotonic()
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S + 10)
     try:
         body = json.dumps({**asked.body, "cache_salt": salt})
         link.request("POST", asked.path, body, {"content-type": "application/json"})
         if asked.leaves == 0:
-            time.sleep(0.2)
+            clock.sleep(0.2)
             return answer
         reply = link.getresponse()
         answer.status = reply.status
@@ -137,7 +138,7 @@ def ask(port: int, asked: Asked, salt: str) -> Answer:
             answer.whole = True
             return answer
         for chunks, event in enumerate(_events(reply)):
-            now = time.monotonic()
+            now = clock.monotonic()
             if event is None:
                 answer.whole = True
                 break
@@ -155,7 +156,7 @@ def ask(port: int, asked: Asked, salt: str) -> Answer:
     except (OSError, ValueError, http.client.HTTPException) as error:
         answer.error = f"{type(error).__name__}: {error}"
     finally:
-        answer.seconds = time.monotonic() - began
+        answer.seconds = clock.monotonic() - began
         link.close()
     return answer
 

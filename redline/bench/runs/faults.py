@@ -36,7 +36,6 @@ import re
 import signal
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +46,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.fault_links import Detours, LinkName
@@ -161,10 +161,10 @@ class Chaos:
 
     def run(self, seconds: float, working: Working) -> None:
         """Does them for so long, and returns once all is well again."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
+        until = clock.monotonic() + seconds
+        while (left := until - clock.monotonic()) > 0:
             working.show(int(seconds - left), int(seconds))
-            time.sleep(self._draw.uniform(0.3, 2.0))
+            clock.sleep(self._draw.uniform(0.3, 2.0))
             self._one()
             if self._draw.random() < 0.2:
                 self._one()
@@ -172,7 +172,7 @@ class Chaos:
                 self.problems.append(f"not all workers were back {BACK_S:g} s after {self.faults[-1]}")
                 return
             for fault in self.faults:
-                fault.ended = min(fault.ended, time.monotonic())
+                fault.ended = min(fault.ended, clock.monotonic())
 
     def _one(self) -> None:
         kind, draw = self._draw.choice(self._kinds), self._draw
@@ -182,7 +182,7 @@ class Chaos:
         link = draw.choice(self._detours.links())
         if kind == "kill" and self._kills[name] >= MOST_KILLS:
             kind = "stop"
-        began = time.monotonic()
+        began = clock.monotonic()
         match kind:
             case "kill":
                 self._kills[name] += 1
@@ -194,17 +194,17 @@ class Chaos:
             case "stall":
                 self._note(kind, f"{self._words(link)} for {seconds} s", began)
                 self._detours.stall(link, seconds)
-                time.sleep(seconds)
+                clock.sleep(seconds)
             case "cut":
                 held = round(draw.choice([0.0, 0.1, 1.0]) * draw.random(), 2)
                 self._note(kind, f"{self._words(link)}, held for {held} s", began)
                 self._detours.stall(link, held)
-                time.sleep(held)
+                clock.sleep(held)
                 self._detours.cut(link)
             case "replace":
                 self._note(kind, name, began)
                 self._deployment.replace(name)
-                time.sleep(1.0)
+                clock.sleep(1.0)
             case _:
                 seconds = round(draw.uniform(0.5, 3.0), 1)
                 self._note(kind, f"for {seconds} s", began)
@@ -223,18 +223,18 @@ def paused(pid: int, seconds: float) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:
-            time.sleep(seconds)
+            clock.sleep(seconds)
         finally:
             os.kill(pid, signal.SIGCONT)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     """Whether it came true within so many seconds."""
-    until = time.monotonic() + seconds
+    until = clock.monotonic() + seconds
     while not condition():
-        if time.monotonic() > until:
+        if clock.monotonic() > until:
             return False
-        time.sleep(0.1)
+        clock.sleep(0.1)
     return True
 
 
@@ -342,7 +342,7 @@ def run(asked: argparse.Namespace, name: str, place: Path, working: Working) -> 
             loading = threading.Thread(
                 target=lambda: answers.extend(load(deployment.port, requests, asked.clients, "faults", ended))
             )
-            began = time.monotonic()
+            began = clock.monotonic()
             loading.start()
             try:
                 working.show(what=f"{name}: faults")
@@ -350,7 +350,7 @@ def run(asked: argparse.Namespace, name: str, place: Path, working: Working) -> 
             finally:
                 ended.set()
                 loading.join()
-            seconds = time.monotonic() - began
+            seconds = clock.monotonic() - began
             disturbed = judge(requests, truth, answers)
             limit_s = NOTICE_S + most(again.first_s) + most([gap for gap, _, _ in again.gaps])
             had_late = late(disturbed.gaps, chaos.faults, limit_s)

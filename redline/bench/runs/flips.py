@@ -18,11 +18,11 @@ import random
 import re
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of, ended_by_a_signal
@@ -107,11 +107,11 @@ class Operator:
 
     def __init__(self, server: Server) -> None:
         """Raises RedlineError where the server does not say in time where its admin routes are."""
-        end = time.perf_counter() + WAIT_S
+        end = clock.perf_counter() + WAIT_S
         while (found := re.search(r"admin routes are at http://127\.0\.0\.1:(\d+)/", server.said)) is None:
-            if time.perf_counter() > end:
+            if clock.perf_counter() > end:
                 raise RedlineError(f"the server does not say where its admin routes are: {server.said[-300:]}")
-            time.sleep(POLL_S)
+            clock.sleep(POLL_S)
         self._port = int(found[1])
 
     def status(self) -> dict[str, Any]:
@@ -120,15 +120,15 @@ class Operator:
 
     def flip(self, name: str, role: str) -> dict[str, Any]:
         """Give a worker a role and wait until it has it. Raises RedlineError where it is refused or never ends."""
-        before, began = self.status()["workers"][name], time.perf_counter()
+        before, began = self.status()["workers"][name], clock.perf_counter()
         status, told = ask(self._port, "POST", f"/admin/workers/{name}/role", {"role": role}, 10.0)
         if status != 200:
             raise RedlineError(f"{name} does not become {role}: {told.get('error', status)}")
         while (now := self.status()["workers"][name])["turning_s"] is not None:
-            if time.perf_counter() - began > WAIT_S:
+            if clock.perf_counter() - began > WAIT_S:
                 raise RedlineError(f"{name} is not {role} after {WAIT_S:g} s")
-            time.sleep(POLL_S)
-        took = time.perf_counter() - began
+            clock.sleep(POLL_S)
+        took = clock.perf_counter() - began
         return {
             "worker": name,
             "from": before["role"],
@@ -165,11 +165,11 @@ def by_hand(operator: Operator, clients: Clients, turns: int) -> list[dict[str, 
 
 def wait_for_jobs(operator: Operator) -> None:
     """Until somebody works. Raises RedlineError where nobody does."""
-    end = time.perf_counter() + WAIT_S
+    end = clock.perf_counter() + WAIT_S
     while not any(worker["jobs"] for worker in operator.status()["workers"].values()):
-        if time.perf_counter() > end:
+        if clock.perf_counter() > end:
             raise RedlineError(f"no worker had a job in {WAIT_S:g} s")
-        time.sleep(POLL_S)
+        clock.sleep(POLL_S)
 
 
 def steered(operator: Operator, clients: Clients, seconds: int) -> list[dict[str, Any]]:
@@ -178,7 +178,7 @@ def steered(operator: Operator, clients: Clients, seconds: int) -> list[dict[str
     told = 0
     for kind in KINDS:
         clients.kind = kind
-        time.sleep(seconds)
+        clock.sleep(seconds)
         status = operator.status()
         changes = status["steer"]["changes"]
         newest = list(reversed(changes[: len(changes) - told]))

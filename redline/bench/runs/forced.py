@@ -16,12 +16,12 @@ import itertools
 import json
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from redline import clock
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.chat.constraint import Calls, Constraint, compose
@@ -144,7 +144,7 @@ class Asker:
 
         def note(delta: Delta) -> None:
             nonlocal begun, busy, counted, end, busy_end
-            end, busy_end = time.perf_counter(), time.process_time()
+            end, busy_end = clock.perf_counter(), clock.process_time()
             if waiting:
                 waiting.discard(delta.job)
                 begun, busy = end, busy_end

@@ -17,7 +17,6 @@ import platform
 import socket
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,6 +29,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from redline import clock
 from redline.api.app import STREAM_START, create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
@@ -119,7 +119,7 @@ def front_end() -> ASGIApp:
 
 def bare() -> ASGIApp:
     """The floor: an app that sends the same chunks without anything behind them."""
-    stream = ChatStream("chatcmpl-" + "0" * 32, int(time.time()), MODEL, [20], 1, Streaming(), False, lambda _: b"")
+    stream = ChatStream("chatcmpl-" + "0" * 32, int(clock.now()), MODEL, [20], 1, Streaming(), False, lambda _: b"")
     chunk = stream.write([Batch(0, [Text(text=WORD)], 1)])
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -175,7 +175,7 @@ def serve(make: Callable[[], ASGIApp], listener: socket.socket, control: Connect
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.add_reader(
-            control.fileno(), lambda: control.send((time.process_time(), app.writes)) if control.recv() else None
+            control.fileno(), lambda: control.send((clock.process_time(), app.writes)) if control.recv() else None
         )
         await server.serve(sockets=[listener])
 
@@ -243,9 +243,9 @@ class Server:
             await asyncio.gather(*(read_stream(self.port, tokens) for _ in range(streams)))
 
         cpu, writes = self._counts()
-        began = time.perf_counter()
+        began = clock.perf_counter()
         uvloop.run(all_streams())
-        wall = time.perf_counter() - began
+        wall = clock.perf_counter() - began
         cpu_after, writes_after = self._counts()
         total = streams * tokens
         return {

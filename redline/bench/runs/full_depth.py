@@ -17,13 +17,13 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from redline import clock
 from redline.bench.machine import measure
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -171,14 +171,14 @@ def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Pa
         ranks=ranks,
     )
     with tempfile.TemporaryDirectory(prefix="redline-depth-") as name:
-        place, began = Path(name), time.monotonic()
+        place, began = Path(name), clock.monotonic()
         server = Server(Tree(".", ROOT, commit_of(ROOT)), [str(folder), *flags(engine)], place)
         try:
             port = server.until_ready()
-            start_s = time.monotonic() - began
+            start_s = clock.monotonic() - began
             load(folder, port, WARM[0], given.input, min(WARM[1], given.output), place, seed=1)
             if device.type == "cuda":
-                time.sleep(SETTLE_S)
+                clock.sleep(SETTLE_S)
             found = load(folder, port, given.streams, given.input, given.output, place, seed=2)
             end = server.stop()
         finally:

@@ -20,7 +20,6 @@ import os
 import random
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from redline import clock
 from redline.bench.attack.raw_http import Reply, ask, post
 from redline.bench.program import count, output, program
 from redline.bench.quality.prompts import Prompt, read_sets
@@ -408,7 +408,7 @@ def run(asked: argparse.Namespace) -> int:
     model: str = asked.model
     here = Tree("this checkout", ROOT, "").model(model)
     prompts = chosen(read_sets(here / "eval"), None if asked.all else asked.prompts)
-    began = time.monotonic()
+    began = clock.monotonic()
     tally = Tally()
     with Working("opening the trees") as working, opened([asked.before, asked.after]) as trees:
         before, after = trees
@@ -424,7 +424,7 @@ def run(asked: argparse.Namespace) -> int:
             words = [words_of(tree, model, flags) for tree in trees]
             with served(trees, words) as (one, other):
                 compare(name, one, other, prompts, tally, working)
-    seconds = time.monotonic() - began
+    seconds = clock.monotonic() - began
     print(f"before: {before.name} ({before.commit}); after: {after.name} ({after.commit}); {len(prompts):,} prompts")
     print(tally.table())
     for difference in tally.differences[:SHOWN]:

@@ -8,12 +8,12 @@ import os
 import random
 import select
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from redline import clock
 from redline.bench.runs.handoff_receiver import HARMS, LEAST, Content, Offered
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Transport
@@ -112,7 +112,7 @@ def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: i
                     given_up += len(lender.give_up(to))
                 case _:
                     raise AssertionError(message)
-        expired += len(lender.expire(time.monotonic()))
+        expired += len(lender.expire(clock.monotonic()))
         if lent < handoffs and len(lender.lent) < OUTSTANDING:
             size = int(LEAST * (most / LEAST) ** draw.random())
             to = f"receiver {draw.randrange(receivers)}"

@@ -25,11 +25,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.handoff_lender import Ended, Gone, Lent, Lines, Taken, Told, lend, say
@@ -194,12 +194,12 @@ def _receive(
 ) -> Ended:  # fmt: skip
     receivers: dict[str, Receiver] = {}
     ended: Ended | None = None
-    stopped, quiet = 0, time.monotonic()
+    stopped, quiet = 0, clock.monotonic()
     deadline_s = 0.5 if stops else 20.0
     lent = leaves = 0
     while ended is None or any(one.busy for one in receivers.values()):
         for message in heard.read(0.0 if any(one.busy for one in receivers.values()) else 0.05):
-            quiet = time.monotonic()
+            quiet = clock.monotonic()
             match message:
                 case Told(told):
                     for n in range(RECEIVERS):
@@ -217,9 +217,9 @@ def _receive(
                 say(to, Taken(ticket.id, ticket.epoch))
                 moved = True
         if moved:
-            quiet = time.monotonic()
+            quiet = clock.monotonic()
         else:
-            time.sleep(0.0002)
+            clock.sleep(0.0002)
         if lent >= handoffs * (leaves + 1) // 201 and leaves < 200:
             leaves += 1
             name = draw.choice([*receivers])
@@ -229,14 +229,14 @@ def _receive(
         if ended is None and lent >= handoffs * (stopped + 1) // (stops + 1) and stopped < stops:
             stopped += 1
             os.kill(lender, signal.SIGSTOP)
-            until = time.monotonic() + 0.7
-            while time.monotonic() < until:  # reads go on without their source, as far as they can
+            until = clock.monotonic() + 0.7
+            while clock.monotonic() < until:  # reads go on without their source, as far as they can
                 for one in receivers.values():
                     for ticket in one.turn():
                         say(to, Taken(ticket.id, ticket.epoch))
-                time.sleep(0.001)
+                clock.sleep(0.001)
             os.kill(lender, signal.SIGCONT)
-        assert time.monotonic() - quiet < SILENCE_S, "no parcel comes and none ends"
+        assert clock.monotonic() - quiet < SILENCE_S, "no parcel comes and none ends"
         assert heard.open, "the lender has ended"
         working.show(lent, handoffs)
     for one in receivers.values():
@@ -261,7 +261,7 @@ def speed(name: TransportName | Literal["memory"]) -> dict[str, float]:
         def read() -> None:
             reading = peer.read(0, into.address, PIECE, 20.0)
             while not reading.done():
-                time.sleep(0.0002)
+                clock.sleep(0.0002)
 
         def verified() -> None:
             read()
@@ -278,10 +278,10 @@ def speed(name: TransportName | Literal["memory"]) -> dict[str, float]:
         seconds: dict[str, list[float]] = {what: [] for what in tried}
         for _ in range(ROUNDS + 1):
             for what, work in tried.items():
-                began = time.perf_counter()
+                began = clock.perf_counter()
                 for _ in range(8):
                     work()
-                seconds[what].append((time.perf_counter() - began) / 8)
+                seconds[what].append((clock.perf_counter() - began) / 8)
         ours.close()
         owner.close()
     rates = {what: PIECE / statistics.median(each[1:]) / 1e9 for what, each in seconds.items()}
@@ -302,13 +302,13 @@ def main() -> int:
     asked = parser.parse_args()
     if native.library() is None:
         raise ConfigError(f"checksums need the CPU kernels: {native.why_not()}")
-    began = time.perf_counter()
+    began = clock.perf_counter()
     with Working(f"handoffs over {asked.transport}") as working:
         if asked.transport == "memory":
             tally, book = within_one_process(asked.handoffs, asked.seed, working)
         else:
             tally, book = between_two(asked.transport, asked.handoffs, asked.seed, asked.stops, working)
-    seconds = time.perf_counter() - began
+    seconds = clock.perf_counter() - began
     problems = tally.problems()
     if book["bytes that came back"] != book["bytes of the area"]:
         problems.append("some of the area did not come back")

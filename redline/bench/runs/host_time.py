@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.chat.hashing import make_job
@@ -46,11 +46,11 @@ class Spent:
         """The same function, its time counted under `name`."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            began, waited = time.thread_time(), self._waited[get_ident()]
+            began, waited = clock.thread_time(), self._waited[get_ident()]
             try:
                 return work(*args, **kwargs)
             finally:
-                spent = time.thread_time() - began - (self._waited[get_ident()] - waited)
+                spent = clock.thread_time() - began - (self._waited[get_ident()] - waited)
                 self.parts[name] += spent
 
         return counted
@@ -59,11 +59,11 @@ class Spent:
         """The same function, its time taken off whatever part calls it."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
+            began = clock.thread_time()
             try:
                 return work(*args, **kwargs)
             finally:
-                self._waited[get_ident()] += time.thread_time() - began
+                self._waited[get_ident()] += clock.thread_time() - began
 
         return counted
 
@@ -90,9 +90,9 @@ def measured(engine: EngineCore, rows: int, rounds: int, spent: Spent) -> dict[s
         if number == WARM:
             spent.parts.clear()
             led = dict(engine.runner.led)
-        began = time.perf_counter()
+        began = clock.perf_counter()
         flight, deltas = turn(engine.planner, engine.runner, flight)
-        walls.append(time.perf_counter() - began)
+        walls.append(clock.perf_counter() - began)
         for delta in deltas:
             assert delta.error is None, delta.error
         new += sum(len(delta.tokens) for delta in deltas) if number >= WARM else 0

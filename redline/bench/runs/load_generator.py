@@ -19,13 +19,13 @@ import argparse
 import json
 import os
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.serving.load import run_load
@@ -63,9 +63,9 @@ def asks(streams: int, script: Script, tokens: int) -> list[Ask]:
 def ask_all(server: Scripted, requests: list[Ask], pace: Pace) -> tuple[Run, float]:
     """The run, and the processor seconds of this process that it took. Raises RedlineError where an answer is wrong."""
     server.forget()
-    cpu = time.process_time()
+    cpu = clock.process_time()
     run = run_load(Target(base_url=server.url, model="scripted"), requests, pace)
-    cpu = time.process_time() - cpu
+    cpu = clock.process_time() - cpu
     for answer in run.answers:
         if answer.error or len(answer.chunks) != answer.ask.max_tokens:
             raise RedlineError(f"{len(answer.chunks)} of {answer.ask.max_tokens} tokens came: {answer.error}")

@@ -8,7 +8,6 @@ import os
 import resource
 import sys
 import threading
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import program
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE
@@ -129,12 +129,12 @@ def load(task: Task) -> Took:
         torch.cuda.reset_peak_memory_stats(device)
     before, used, disk = anonymous(), resource.getrusage(resource.RUSAGE_SELF), from_disk()
     device_before = torch.cuda.memory_allocated(device) if cuda else 0
-    began = time.monotonic()
+    began = clock.monotonic()
     with peak.watched():
         loaded = load_model(task.folder, engine, device, group, progress)
         if cuda:
             torch.cuda.synchronize(device)
-        ended = time.monotonic()
+        ended = clock.monotonic()
     after, now = resource.getrusage(resource.RUSAGE_SELF), from_disk()
     took = Took(
         rank=task.rank,
@@ -164,7 +164,7 @@ def main() -> None:
 
 def _leave_with_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(0.5)
+        clock.sleep(0.5)
     os._exit(1)
 
 

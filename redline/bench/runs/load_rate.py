@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -31,6 +30,7 @@ from typing import Any
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -135,9 +135,9 @@ def read(files: Sequence[Path], threads: int) -> Read:
 
     with contextlib.ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
         opened = {path: stack.enter_context(path.open("rb", buffering=0)).fileno() for path in files}
-        disk, began = from_disk(), time.perf_counter()
+        disk, began = from_disk(), clock.perf_counter()
         done = sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
-        seconds, now = time.perf_counter() - began, from_disk()
+        seconds, now = clock.perf_counter() - began, from_disk()
     if done != whole:
         raise ConfigError(f"{files[0].parent}: {done:,} of {whole:,} bytes were read; leave the files as they are")
     share = None if disk is None or now is None else round((now - disk) / whole, 3)

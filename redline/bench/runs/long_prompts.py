@@ -15,7 +15,6 @@ import os
 import platform
 import random
 import statistics
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
@@ -27,6 +26,7 @@ import tiktoken
 import uvloop
 from starlette.types import ASGIApp
 
+from redline import clock
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
@@ -128,7 +128,7 @@ async def first_token(port: int, body: bytes) -> float:
     """Seconds from the request's first byte to the first chunk with text. Raises ConnectionError without one."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    began = time.perf_counter()
+    began = clock.perf_counter()
     writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
     seen = b""
     while b'"content":" the"' not in seen:
@@ -136,7 +136,7 @@ async def first_token(port: int, body: bytes) -> float:
         if not data:
             raise ConnectionError(f"the server closed before the first token: {seen[:300]!r}")
         seen += data
-    took = time.perf_counter() - began
+    took = clock.perf_counter() - began
     writer.close()
     return took
 
@@ -146,9 +146,9 @@ def seconds(rounds: int, work: Callable[[], T]) -> tuple[dict[str, float], T]:
     times: list[float] = []
     results: list[T] = []
     for _ in range(rounds):
-        began = time.thread_time()
+        began = clock.thread_time()
         results = [work()]
-        times.append((time.thread_time() - began) * 1000)
+        times.append((clock.thread_time() - began) * 1000)
     return {"least_ms": round(min(times), 3), "median_ms": round(statistics.median(times), 3)}, results[0]
 
 

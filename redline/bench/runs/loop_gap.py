@@ -14,12 +14,12 @@ import itertools
 import json
 import logging
 import random
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from redline import clock
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.bench.step.trace import ON_DEVICE, draw, idle_share, intervals, joined, traced
@@ -85,11 +85,11 @@ class Answering:
 
     def milliseconds(self, steps: int) -> float:
         """Milliseconds of each token, over so many of them."""
-        began = time.perf_counter()
+        began = clock.perf_counter()
         count = 0
         while count < steps:
             count += self.turn()
-        return (time.perf_counter() - began) * 1000 / count
+        return (clock.perf_counter() - began) * 1000 / count
 
     def end(self) -> None:
         """Aborts the answer, and waits for the step that is in flight."""
@@ -108,10 +108,10 @@ def back_to_back(engine: EngineCore, steps: int) -> float:
     named = shapes.choose(rows=1, positions=1, longest=PAGE_TOKENS * engine.runner.slots.at[0].pages)
     launched = [engine.runner.launch(Step(number=n, rows=(row,), shape=named)) for n in range(steps // 4)]
     launched[-1].wait()
-    began = time.perf_counter()
+    began = clock.perf_counter()
     launched = [engine.runner.launch(Step(number=n, rows=(row,), shape=named)) for n in range(steps)]
     launched[-1].wait()
-    return (time.perf_counter() - began) * 1000 / steps
+    return (clock.perf_counter() - began) * 1000 / steps
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this measures a GPU, and torch sees none")
     config = EngineConfig(max_running=asked.running, max_model_len=asked.context + 8 * asked.steps + 64)
-    began = time.perf_counter()
+    began = clock.perf_counter()
     if asked.shape is None:
         name, engine = asked.weights.name, EngineCore.load(asked.weights, config)
     else:
@@ -141,7 +141,7 @@ def main() -> None:
         in_memory = asked.alias or sizes.num_hidden_layers
         name = f"{asked.shape}, {sizes.num_hidden_layers} layers, {in_memory} of them in memory"
         engine = random_engine(sizes, in_memory, config, torch.device("cuda"))
-    print(f"{name}: open after {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"{name}: open after {clock.perf_counter() - began:.0f} s", flush=True)
     with torch.inference_mode():
         answering = Answering(engine, asked.context, 7 * asked.steps)
         answering.milliseconds(asked.steps)

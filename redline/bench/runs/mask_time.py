@@ -12,12 +12,12 @@ import argparse
 import json
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.constrained import drawn
@@ -59,9 +59,9 @@ def _grammar(schema: dict[str, Any], tokenizer: Tokenizer) -> Grammar:
 
 
 def _mask(matcher: Matcher) -> float:
-    began = time.thread_time()
+    began = clock.thread_time()
     matcher.masks(())
-    return (time.thread_time() - began) * 1e6
+    return (clock.thread_time() - began) * 1e6
 
 
 def by_characters_left(tokens: "LLTokenizer", tokenizer: Tokenizer) -> dict[str, list[int]]:

@@ -8,7 +8,6 @@ were there: a difference is the rounding of kernels only where that is little. A
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import output, program
 from redline.bench.quality.answering import Greedy
 from redline.bench.quality.prompts import Prompt, read_sets
@@ -115,9 +115,9 @@ def run(
         engine.record_all()
         fallbacks.clear()
         kept = Kept(engine)
-        start = time.monotonic()
+        start = clock.monotonic()
         given = Greedy(kept, MAX_TOKENS).answer(prompts, lambda: None)
-        seconds = time.monotonic() - start
+        seconds = clock.monotonic() - start
         called = dict(fallbacks)
         grades = judge({"asked": prompts}, given, False)
         right = {row.kind: round(row.percent, 2) for row in rows(grades, read_targets(folder / "eval"))}

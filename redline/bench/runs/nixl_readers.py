@@ -18,13 +18,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import RedlineError
@@ -112,14 +112,14 @@ class Process:
     def end(self) -> dict[str, Any]:
         """Ends its input and waits: its exit code (None: it had to be killed) and the seconds that took."""
         assert self.process.stdin is not None
-        began = time.monotonic()
+        began = clock.monotonic()
         self.process.stdin.close()
         try:
             code: int | None = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
             code = None
             self.kill()
-        return {"code": code, "seconds": round(time.monotonic() - began, 2)}
+        return {"code": code, "seconds": round(clock.monotonic() - began, 2)}
 
     def kill(self) -> None:
         """At once (SIGKILL), if it has not ended."""
@@ -150,8 +150,8 @@ def one_owner(asked: argparse.Namespace) -> dict[str, Any]:
             if reader.process.poll() is not None:
                 raise RedlineError(f"a reader has ended by itself with code {reader.process.returncode}")
             reader.kill()
-            time.sleep(BETWEEN_S)
-        time.sleep(NOTICED_S)
+            clock.sleep(BETWEEN_S)
+        clock.sleep(NOTICED_S)
         row["owner_lives"] = owner.process.poll() is None
         if not row["owner_lives"]:
             return {**row, "owner_ended": {"code": owner.process.returncode}}

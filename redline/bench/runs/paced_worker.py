@@ -10,7 +10,6 @@ handoffs, roles and the API are the product's own, what steps take is given. PAC
 import json
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ import msgspec
 from msgspec import structs
 
 import redline.worker.main as worker
+from redline import clock
 from redline.bench.runs.tiny_tokenizer import RESERVED, words, write_tiny_tokenizer
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import k25_config
@@ -102,7 +102,7 @@ class _Paced(NamedTuple):
 
     def wait(self) -> StepResult:
         result = self.pending.wait()
-        time.sleep(max(0.0, self.until - time.perf_counter()))
+        clock.sleep(max(0.0, self.until - clock.perf_counter()))
         return result
 
 
@@ -114,7 +114,7 @@ class PacedCore(EngineCore):
         launch, model, times = self.runner.launch, step_model(), float(os.environ[PACED])
 
         def paced(step: Step) -> Pending:
-            until = time.perf_counter() + times * model.step_ms(work_of(step)) / 1e3
+            until = clock.perf_counter() + times * model.step_ms(work_of(step)) / 1e3
             return _Paced(launch(step), until)
 
         self.runner.launch = paced

@@ -13,11 +13,11 @@ import json
 import os
 import socket
 import statistics
-import time
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from redline import clock
 from redline.api.app import create_app
 from redline.api.chat_page import EVERY_S
 from redline.api.config import ApiConfig
@@ -89,11 +89,11 @@ def measure(server: Server, pages: int, streams: int, tokens: int) -> dict[str, 
 def event_us(server: Server, pages: int, seconds: float) -> float:
     """Microseconds of the server's processor time per event, while so many pages watch and nothing else is asked."""
     before = server.cpu_s()
-    time.sleep(seconds)
+    clock.sleep(seconds)
     alone = server.cpu_s() - before
     watching = [Page(server.port) for _ in range(pages)]
     before = server.cpu_s()
-    time.sleep(seconds)
+    clock.sleep(seconds)
     spent = server.cpu_s() - before
     events = sum(page.close() for page in watching) - pages  # the first came before
     assert events > 0, "no event came"

@@ -21,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import RedlineError
@@ -86,15 +86,15 @@ def owner(asked: argparse.Namespace) -> None:
     for line in sys.stdin:
         parcels = Parcels(kv, int(line) * MIB)
         size = kv.planes.nbytes + 64 * MIB
-        departures: Departures[None] = Departures(parcels, carrier.transport, carrier.memory, size, time.monotonic)
+        departures: Departures[None] = Departures(parcels, carrier.transport, carrier.memory, size, clock.monotonic)
         offers, seconds = tuple[Offer, ...](), 0.0
         for _ in range(ROUNDS):
             for parcel in departures.lender.lent:
                 departures.lender.taken(parcel.id, parcel.epoch)
             settle(device)
-            began = time.perf_counter()
+            began = clock.perf_counter()
             offers = gathered(departures, parcels, asked.pages)
-            seconds = time.perf_counter() - began
+            seconds = clock.perf_counter() - began
         lent = Lent(departures.area.told, gpu, offers, seconds)
         sys.stdout.buffer.write(msgspec.json.encode(lent) + b"\n")
         sys.stdout.buffer.flush()
@@ -128,32 +128,32 @@ class Reader:
     def read(self, peer: Peer, spans: Sequence[tuple[int, int]]) -> float:
         """Seconds until all spans of the area (offset, bytes) have come, that are told of at once."""
         settle(self.device)
-        began = time.perf_counter()
+        began = clock.perf_counter()
         readings = deque(peer.read(at, self.into.address + at, size, READ_S) for at, size in spans)
         while readings:
             if readings[0].done():
                 readings.popleft()
-        return time.perf_counter() - began
+        return clock.perf_counter() - began
 
     def place(self, peer: Peer, arrivals: Arrivals[None], offers: Sequence[Offer]) -> float:
         """Seconds until all parcels are verified and in their pages, which are other ones than the owner's."""
         waiting, pages = deque(offers), range(self.pages - 1, -1, -1)
         settle(self.device)
-        began = time.perf_counter()
+        began = clock.perf_counter()
         while waiting or arrivals.under_way:
             for arrival in list(arrivals.under_way):
                 arrivals.take(arrival, pages)
             while waiting and arrivals.read(None, waiting[0], peer):
                 waiting.popleft()
         settle(self.device)
-        return time.perf_counter() - began
+        return clock.perf_counter() - began
 
     def row(self, mib: int, lent: Lent) -> dict[str, Any]:
         """The figures of one size."""
         transport, memory = self.carrier.transport, self.carrier.memory
         parcels, peer = Parcels(self.kv, mib * MIB), transport.connect(lent.area)
-        budget = Budget(1.0, time.monotonic)
-        arrivals: Arrivals[None] = Arrivals(parcels, transport, memory, budget, time.monotonic)
+        budget = Budget(1.0, clock.monotonic)
+        arrivals: Arrivals[None] = Arrivals(parcels, transport, memory, budget, clock.monotonic)
         spans = [(offer.ticket.offset, offer.ticket.size) for offer in lent.offers]
         size = sum(each for _, each in spans)
         whole = several(lambda: self.read(peer, [(0, size)]), size)
@@ -204,10 +204,10 @@ def torch_copy(size: int, reader: torch.device) -> dict[str, float] | None:
     def copy() -> float:
         for device in (there.device, here.device):
             torch.cuda.synchronize(device)
-        began = time.perf_counter()
+        began = clock.perf_counter()
         here.copy_(there)
         torch.cuda.synchronize(here.device)
-        return time.perf_counter() - began
+        return clock.perf_counter() - began
 
     return several(copy, size)
 

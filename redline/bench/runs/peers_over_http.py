@@ -25,12 +25,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from redline import clock
 from redline.bench.peers import to_bf16, to_gguf
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -162,12 +162,12 @@ def running(server: Server, folder: Path, cores: Sequence[int] = ()) -> Generato
             env={**os.environ, **server.environment},
         )
     try:
-        deadline = time.monotonic() + START_S
+        deadline = clock.monotonic() + START_S
         while not is_healthy(port):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if process.poll() is not None or clock.monotonic() > deadline:
                 words = Path(said.name).read_text(errors="replace").strip()[-2000:]
                 raise RedlineError(f"{server.name} did not start: {words}")
-            time.sleep(0.2)
+            clock.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)

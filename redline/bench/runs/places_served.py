@@ -21,7 +21,6 @@ import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import Any, cast, get_args
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.steer_served import (
@@ -209,9 +209,9 @@ def main(words: Sequence[str] | None = None) -> None:
                 file.write_text(way)
                 warm = load._replace(phases={kind: _at(kinds[kind], loads[-1]) for kind in kinds})
                 one.ask(schedule(setting._replace(load=warm, seconds=given.warm_s), given.seed, vocabulary, way))
-        began = time.monotonic()
+        began = clock.monotonic()
         for number, (kind, times) in enumerate((kind, times) for times in loads for kind in kinds):
-            if time.monotonic() - began > given.budget_s:
+            if clock.monotonic() - began > given.budget_s:
                 left_out.append(f"{kind}, {times}")
                 continue
             asked = setting._replace(load=load._replace(phases={kind: _at(kinds[kind], times)}))

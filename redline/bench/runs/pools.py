@@ -22,13 +22,13 @@ import random
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
@@ -66,7 +66,7 @@ class Stream:
             for line in self._answer:
                 if line.startswith(b"data: {"):
                     told = json.loads(line[6:])["choices"][0].get("token_ids") or ()
-                    self.arrivals.append((time.perf_counter(), len(told)))
+                    self.arrivals.append((clock.perf_counter(), len(told)))
         except (OSError, ValueError, AttributeError, http.client.HTTPException):
             return  # closed
 
@@ -96,13 +96,13 @@ def first_token_ms(port: int, model: str, prompt: Sequence[int]) -> float:
     """Milliseconds from the request to the first token of an answer of two."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
     body = {"model": model, "prompt": list(prompt), "max_tokens": 2, "stream": True, "ignore_eos": True}
-    began = time.perf_counter()
+    began = clock.perf_counter()
     link.request("POST", "/v1/completions", json.dumps({**body, "temperature": 0}), JSON)
     answer = link.getresponse()
     try:
         for line in answer:
             if line.startswith(b"data: {"):
-                return (time.perf_counter() - began) * 1000
+                return (clock.perf_counter() - began) * 1000
     finally:
         link.close()
     raise RedlineError(f"a prompt had no answer: status {answer.status}")

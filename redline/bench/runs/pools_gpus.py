@@ -37,7 +37,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +45,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.full_depth import write_folder
@@ -143,7 +143,7 @@ class Worker:
     def _listen(self) -> None:
         while not self._ended:
             messages = self._inbox.drain(wait=True, timeout=0.2)
-            at = time.perf_counter()
+            at = clock.perf_counter()
             with self._came:
                 for message in messages:
                     match message:
@@ -255,7 +255,7 @@ class Pools:
         if handed:
             fresh = page_hashes(job.tokens, f"{job.id} there", ready.fingerprint)
             there = msgspec.structs.replace(job, pages=fresh, pages_from=self.other(self.computes))
-        began = time.perf_counter()
+        began = clock.perf_counter()
         worker.put(there)
         if handed:
             self.computes.put(prefill)
@@ -278,7 +278,7 @@ def alone(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[
         tokens, salt = draw(asked.prompt), f"alone {number}"
         whole = [("local", f"{salt} local"), ("there", f"{salt} there"), ("handed", salt)]
         for kind, name in (*(whole if number % 2 else whole[::-1]), ("there_cached", salt), ("handed_cached", salt)):
-            time.sleep(asked.rest_s)
+            clock.sleep(asked.rest_s)
             by = pools.computes if kind.startswith("there") else None
             answer = pools.ask(pools.job(tokens, 1, name), handed=kind.startswith("handed"), by=by)
             times[kind].append(answer.first_ms)
@@ -327,7 +327,7 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
     kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         "nothing": contextlib.nullcontext,
         "prompts": lambda: Prompts(
-            lambda: pools.ask(pools.job(draw(asked.prompt), 1, f"{time.time_ns()}"), handed=True).first_ms,
+            lambda: pools.ask(pools.job(draw(asked.prompt), 1, f"{clock.now_ns()}"), handed=True).first_ms,
             first_ms["prompts"],
         ),
         "pages": lambda: Prompts(
@@ -337,9 +337,9 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
     order = ["nothing", "prompts", "pages", "pages", "prompts", "nothing"]
     for kind in order * turns:
         with kinds[kind]():
-            began = time.perf_counter()
-            time.sleep(asked.window_s)
-            windows.append((kind, began, time.perf_counter()))
+            began = clock.perf_counter()
+            clock.sleep(asked.window_s)
+            windows.append((kind, began, clock.perf_counter()))
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}
     over: list[str] = []
     for job in streams:
@@ -440,7 +440,7 @@ def main(said: Sequence[str] | None = None) -> None:
     Raises RedlineError where a worker fails, or an answer does not come.
     """
     asked, given = asked_of(said)
-    began = time.monotonic()
+    began = clock.monotonic()
     record: dict[str, Any] = {
         **provenance("torch", "triton", "nixl"),
         "shape": "kimi-nano" if asked.weights else given.shape,
@@ -454,7 +454,7 @@ def main(said: Sequence[str] | None = None) -> None:
 
     def keep(part: str, value: Any) -> None:
         record[part] = value
-        record["seconds"] = round(time.monotonic() - began, 1)
+        record["seconds"] = round(clock.monotonic() - began, 1)
         given.save.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{record['seconds']} s, {part}: {json.dumps(value)}", flush=True)
 
@@ -493,12 +493,12 @@ def main(said: Sequence[str] | None = None) -> None:
             pools.ask(pools.job(draw(asked.prompt), 4, "warm", logprobs=2), handed=True)
         keep("ways", workers[1].ways())
         keep("alone", alone(pools, draw, asked))
-        left_s = given.seconds - (time.monotonic() - began) - 20
+        left_s = given.seconds - (clock.monotonic() - began) - 20
         turns = max(1, min(asked.turns, int(left_s / (6 * asked.window_s))))
         keep("beside", beside(pools, draw, asked, turns))
-        if time.monotonic() - began < given.seconds - 20:
+        if clock.monotonic() - began < given.seconds - 20:
             keep("answers", answers(pools, draw, asked))
-        time.sleep(0.5)  # for the last Load
+        clock.sleep(0.5)  # for the last Load
         keep("handoffs", {worker.name: dict(worker.load.handoffs) for worker in workers if worker.load is not None})
 
 

@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.bench.runs.loop_gap import random_engine
@@ -60,7 +60,7 @@ class Turns:
         settled = self._flight is not None
         self._flight, deltas = turn(self._engine.planner, self._engine.runner, self._flight)
         if settled:
-            self.ends.append(time.perf_counter())
+            self.ends.append(clock.perf_counter())
         for delta in deltas:
             assert delta.error is None, delta.error
         return sum(len(delta.tokens) for delta in deltas)

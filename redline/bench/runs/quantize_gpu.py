@@ -15,7 +15,6 @@ import argparse
 import functools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.quantizers import SHAPE, theirs
@@ -109,11 +109,11 @@ def ways(weights: list[Int4], turns: int) -> dict[str, Way]:
     for turn in range(turns + 1):
         for name, way in named.items():
             torch.cuda.synchronize()
-            began = time.perf_counter()
+            began = clock.perf_counter()
             made = [one for pair in pairs for one in way(pair)]
             torch.cuda.synchronize()
             if turn:
-                seconds[name].append((time.perf_counter() - began) / len(weights))
+                seconds[name].append((clock.perf_counter() - began) / len(weights))
             if made:
                 squared, plain = (
                     sum(getattr(error, field) for _, error in made) for field in ("squared", "max_scaling")
@@ -143,10 +143,10 @@ def side_by_side(weights: list[Int4], turns: int, *, host: bool) -> Way:
     seconds: list[float] = []
     with ThreadPoolExecutor(UNITS_A_GPU) as pool:
         for _ in range(turns + 1):
-            began = time.perf_counter()
+            began = clock.perf_counter()
             list(pool.map(one, pairs))
             torch.cuda.synchronize()
-            seconds.append((time.perf_counter() - began) / len(held))
+            seconds.append((clock.perf_counter() - began) / len(held))
     middle = statistics.median(seconds[1:])
     return Way(seconds=round(middle, 7), int4_gb_s=round(weights[0].nbytes / middle / 1e9, 2))
 

@@ -14,13 +14,13 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import ConfigError
@@ -77,20 +77,20 @@ def measure(folder: Path, experts: int, levels: tuple[str, ...], device: str | N
     int4 = experts * 3 * (one // 2 + one // 32 * 2)
     files = list(source.glob("*.safetensors"))
     _flushed(source)
-    began = time.perf_counter()
+    began = clock.perf_counter()
     out.mkdir()
     for path in files:
         shutil.copyfile(path, out / path.name)
     _flushed(out)
-    copied = time.perf_counter() - began
+    copied = clock.perf_counter() - began
     shutil.rmtree(out)
     runs: list[Run] = []
     for level in levels:
         words = [sys.executable, "-m", "redline", "quantize", str(source), str(out), "--level", level]
         words += [] if device is None else ["--device", device]
-        began = time.perf_counter()
+        began = clock.perf_counter()
         done = subprocess.run(words, capture_output=True, text=True)
-        seconds = time.perf_counter() - began
+        seconds = clock.perf_counter() - began
         if done.returncode:
             raise ConfigError(f"redline quantize --level {level}: {(done.stderr or done.stdout).strip()[-500:]}")
         print(done.stdout, flush=True)

@@ -17,7 +17,6 @@ import argparse
 import io
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.quality.texts import read_texts
 from redline.bench.record import provenance
@@ -126,9 +126,9 @@ def speed(turns: int) -> Speed:
     for _ in range(turns + 1):
         row: list[float] = []
         for way in ways:
-            began = time.perf_counter()
+            began = clock.perf_counter()
             way(weight)
-            row.append(time.perf_counter() - began)
+            row.append(clock.perf_counter() - began)
         seconds.append(row)
     counted = seconds[1:]
     best = [min(column) for column in zip(*counted, strict=True)]

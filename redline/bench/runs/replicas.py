@@ -21,13 +21,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.errors import RedlineError
@@ -74,17 +74,17 @@ class Deployment:
         file.write_text("\n".join([*lines, f"api_replicas = {replicas}", "page = false", ""]))
         with said.open("wb") as out:
             self._process = subprocess.Popen([sys.executable, "-c", SERVER, str(file)], stdout=out, stderr=out)
-        until = time.monotonic() + START_S
+        until = clock.monotonic() + START_S
         while "is ready at" not in said.read_text():
-            if self._process.poll() is not None or time.monotonic() > until:
+            if self._process.poll() is not None or clock.monotonic() > until:
                 self.stop()
                 raise RedlineError(f"a server with {replicas} replicas did not begin to serve: {said.read_text()}")
-            time.sleep(0.05)
+            clock.sleep(0.05)
 
     def cpu_s(self) -> dict[str, float]:
         """Processor seconds so far: of this process, the API's, the worker, and who starts them."""
         pid = self._process.pid
-        found = {"client": time.process_time(), "api": 0.0, "worker": 0.0, "supervisor": 0.0}
+        found = {"client": clock.process_time(), "api": 0.0, "worker": 0.0, "supervisor": 0.0}
         found["api" if self.replicas == 1 else "supervisor"] += _process_s(pid)
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             words = Path(f"/proc/{child}/cmdline").read_text().split("\0")
@@ -95,9 +95,9 @@ class Deployment:
 
     def measure(self, case: Case) -> dict[str, float]:
         """Loads it once: units/s, and microseconds of processor time for each unit. Raises RedlineError."""
-        before, began = self.cpu_s(), time.perf_counter()
+        before, began = self.cpu_s(), clock.perf_counter()
         uvloop.run(_load(self.socket, case))
-        wall_s, after = time.perf_counter() - began, self.cpu_s()
+        wall_s, after = clock.perf_counter() - began, self.cpu_s()
         cost = {f"{kind}_us": (after[kind] - before[kind]) / case.units * 1e6 for kind in after}
         return {"per_s": case.units / wall_s, **cost}
 

@@ -14,12 +14,12 @@ import itertools
 import json
 import random
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.chat.hashing import make_job
@@ -140,9 +140,9 @@ class Fleet:
                 think_s = random.Random(f"{talk.begins_s} {number}").expovariate(1 / THINK_S)
                 self.at(at + think_s, lambda: self.ask(talk, number + 1))
 
-        counted = time.perf_counter()
+        counted = clock.perf_counter()
         route = self._route(job)
-        self.chosen_s.append(time.perf_counter() - counted)
+        self.chosen_s.append(clock.perf_counter() - counted)
         worker = self.workers[route.link.name]
         self.links.sent(route, job)
 

@@ -22,7 +22,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
+from redline import clock
 from redline.bench.machine import measure
 from redline.bench.peers import peer_llama_cpp, peer_transformers, to_gguf
 from redline.bench.peers.peer_transformers import Times
@@ -114,7 +114,7 @@ class Ours:
 
         def note(delta: Delta) -> None:
             nonlocal first_s, after, end_s
-            end_s = time.perf_counter() - start
+            end_s = clock.perf_counter() - start
             if waiting:
                 if delta.tokens:
                     waiting.discard(delta.job)
@@ -122,7 +122,7 @@ class Ours:
             else:
                 after += len(delta.tokens)
 
-        start = time.perf_counter()
+        start = clock.perf_counter()
         deltas = self._engine.generate(jobs, note)
         assert all(sum(len(delta.tokens) for delta in deltas[id]) == new for id in ids)
         rest = len(ids) * (new - 1)
@@ -400,7 +400,7 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        start, tokens, done = time.perf_counter(), 0, False
+        start, tokens, done = clock.perf_counter(), 0, False
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.is_error:
                 raise RuntimeError((await response.aread()).decode())
@@ -412,13 +412,13 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
                     tokens = usage.get("completion_tokens", tokens)
         if not done or tokens != case.new:
             raise RuntimeError(f"a stream ended with {tokens} of {case.new} tokens")
-        return tokens / (time.perf_counter() - start)
+        return tokens / (clock.perf_counter() - start)
 
     limits = httpx.Limits(max_connections=case.batch)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, trust_env=False) as client:
-        start = time.perf_counter()
+        start = clock.perf_counter()
         found = await asyncio.gather(*(one(client, prompt) for prompt in prompts), return_exceptions=True)
-        seconds = time.perf_counter() - start
+        seconds = clock.perf_counter() - start
     rate = sorted(value for value in found if isinstance(value, float))
     errors = Counter(repr(value) for value in found if isinstance(value, BaseException))
     fair = bool(rate) and rate[0] >= statistics.median(rate) / 2
@@ -449,13 +449,13 @@ def served(folder: Path) -> Generator[str]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + START_S
+        deadline = clock.monotonic() + START_S
         while not _is_ready(url):
             if server.poll() is not None:
                 raise RedlineError(f"redline serve {folder} ended with status {server.returncode}")
-            if time.monotonic() > deadline:
+            if clock.monotonic() > deadline:
                 raise RedlineError(f"redline serve {folder} is not ready after {START_S:g} s")
-            time.sleep(0.1)
+            clock.sleep(0.1)
         yield url
     finally:
         server.terminate()

@@ -19,7 +19,6 @@ import signal
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
@@ -71,7 +71,7 @@ def ask(port: int, model: str, prompt: Sequence[int], tokens: int, came: threadi
                 error = str(told["error"])
                 break
             found += told["choices"][0].get("token_ids") or ()
-            arrivals.append(time.perf_counter())
+            arrivals.append(clock.perf_counter())
             if came is not None:
                 came.release()
     finally:
@@ -183,9 +183,9 @@ def main(words: Sequence[str] | None = None) -> None:
             one.close()
         several = Server(tree, [str(given.weights), *flags, "--ranks", str(given.ranks)], Path(place))
         try:
-            began = time.monotonic()
+            began = clock.monotonic()
             port = several.until_ready()
-            start_s = time.monotonic() - began
+            start_s = clock.monotonic() - began
             shared = ask_all(port, model, prompts, given.tokens)
             lost = killed(several, port, model, prompts[0], LONG * given.tokens)
             after = ask_all(port, model, prompts, given.tokens)

@@ -35,7 +35,6 @@ import random
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -46,6 +45,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.runs.flips import KEY, Operator
@@ -235,7 +235,7 @@ class Looks:
     def __init__(self, operator: Operator) -> None:
         self.all: list[dict[str, Any]] = []
         self.jobs: list[list[int]] = []  # of each worker, at each look
-        self._operator, self._stopping, self._began = operator, threading.Event(), time.perf_counter()
+        self._operator, self._stopping, self._began = operator, threading.Event(), clock.perf_counter()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def __enter__(self) -> Self:
@@ -256,7 +256,7 @@ class Looks:
             seen = {"prefill": prefill, **{key: last.get(key) for key in ("why", "now", "expected")}}
             seen["weighed"] = steer.get("weighed") if last.get("now") else None
             if not self.all or any(self.all[-1][key] != value for key, value in seen.items()):
-                self.all.append({"at_s": round(time.perf_counter() - self._began, 1), **seen})
+                self.all.append({"at_s": round(clock.perf_counter() - self._began, 1), **seen})
 
 
 class Deployed:

@@ -20,7 +20,6 @@ import os
 import statistics
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from unittest.mock import patch
 
 import redline.run.runner
+from redline import clock
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.bench.speculation.rates import read_questions
@@ -124,9 +124,9 @@ class Marks:
         """`run` as before, with each of its steps added to `ran`."""
 
         def marked(step: Step) -> StepResult:
-            begin = time.perf_counter_ns()
+            begin = clock.perf_counter_ns()
             result = run(step)
-            self.ran.append(Ran(step, result, begin, time.perf_counter_ns()))
+            self.ran.append(Ran(step, result, begin, clock.perf_counter_ns()))
             return result
 
         return marked
@@ -134,12 +134,12 @@ class Marks:
 
 def timed(spans: list[Span], part: str, name: str, call: Callable[P, R]) -> Callable[P, R]:
     """`call` as before, with a span of this part and name added to `spans` for each call that returns."""
-    clock = time.perf_counter_ns
+    now = clock.perf_counter_ns
 
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
-        begin = clock()
+        begin = now()
         result = call(*args, **kwargs)
-        spans.append(Span(part, name, begin, clock()))
+        spans.append(Span(part, name, begin, now()))
         return result
 
     return marked

@@ -15,7 +15,6 @@ import argparse
 import json
 import random
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.chat.hashing import make_job
@@ -91,9 +91,9 @@ class Timed:
                 prompt, pairs = prompt + row.count, pairs + pairs_of(row.start, row.count)
                 expanded += expanded_of(row.start, row.count)
                 self._lengths[row.slot] += row.samples
-        before = time.process_time()
+        before = clock.process_time()
         result = self._runner.launch(step).wait()
-        self.steps.append((Work(prompt, pairs, rows, context, expanded), 1e3 * (time.process_time() - before)))
+        self.steps.append((Work(prompt, pairs, rows, context, expanded), 1e3 * (clock.process_time() - before)))
         return _Done(result)
 
 

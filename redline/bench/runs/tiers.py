@@ -30,7 +30,6 @@ import gc
 import json
 import random
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -38,6 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from redline import clock
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -109,7 +109,7 @@ class Launches:
 
     def __call__(self, part: str) -> None:
         """A part begins; "": the step is launched."""
-        now = time.perf_counter()
+        now = clock.perf_counter()
         if not part and self._began is not None:
             self._spans.append(Span("launch", self._began, now))
         self._began = (self._began or now) if part else None
@@ -136,9 +136,9 @@ class Talks:
 
         def seen(delta: Delta) -> None:
             if delta.tokens:
-                came.append(time.perf_counter())
+                came.append(clock.perf_counter())
 
-        began = time.perf_counter()
+        began = clock.perf_counter()
         deltas = self._engine.generate([job], seen)[job.id]
         if not came:
             raise RedlineError(f"an answer has no token: {deltas[-1].error}")
@@ -163,10 +163,10 @@ class Talks:
 
     def settle(self) -> float:
         """Seconds until all memory is there that is made while nothing else is to be done. Raises RedlineError."""
-        began = time.perf_counter()
+        began = clock.perf_counter()
         if not self._tiers.store.settle(SETTLE_S):
             raise RedlineError(f"memory of the host was not made in {SETTLE_S:g} s")
-        return time.perf_counter() - began
+        return clock.perf_counter() - began
 
     def warm(self, draw: random.Random, size: int) -> None:
         """As a worker that has served some prompts. size: of the vocabulary. Raises RedlineError."""
@@ -203,9 +203,9 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
 
     def opened(turns: Sequence[tuple[int, bool]]) -> tuple[float, list[Asked], dict[int, tuple[int, ...]]]:
         """Seconds until the engine was open; what was asked; the answers of those that return."""
-        began, asked, answers = time.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
+        began, asked, answers = clock.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
         with Engine.open(folder, EngineConfig(**config)) as engine:
-            opened_s, talks = time.perf_counter() - began, Talks(engine)
+            opened_s, talks = clock.perf_counter() - began, Talks(engine)
             talks.warm(draw, size)
             made_s.append(talks.settle())
             for at, back in turns:

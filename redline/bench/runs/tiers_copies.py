@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from redline import clock
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -86,12 +86,12 @@ class Copies:
         """Seconds until so many that were saved are in their places. Raises RedlineError where not all come, or not as
         they were."""
         hashes, first = [one.hash for one in self._kept[:pages]], 2 * self.most
-        began = time.perf_counter()
+        began = clock.perf_counter()
         reading = self.store.hold(hashes)
         assert reading is not None, "all pages are kept"
         self.store.read(reading, [PageId(first + page) for page in range(pages)], WAIT_S)
         reading.ended.wait(WAIT_S)
-        took = time.perf_counter() - began
+        took = clock.perf_counter() - began
         came, were = self._bytes_LPTB[:, first : first + pages], self._bytes_LPTB[:, :pages]
         if len(reading.kept) < pages or not torch.equal(came, were):
             raise RedlineError(f"{len(reading.kept)} of {pages} pages were read, or not as they were saved")
@@ -107,16 +107,16 @@ class Copies:
     def copy(self, pages: int, *, inwards: bool) -> float:
         """Seconds of one copy of the bytes of so many pages."""
         host, piece = (one[: pages * self.pages.size] for one in (self._host, self._piece))
-        began = time.perf_counter()
+        began = clock.perf_counter()
         (piece if inwards else host).copy_(host if inwards else piece, non_blocking=True)
         self._wait()
-        return time.perf_counter() - began
+        return clock.perf_counter() - began
 
     def parts(self) -> dict[str, float]:
         """Milliseconds of each part since the last call."""
         spans = tuple(self._spans)
         self._spans.clear()
-        return {part: one["ms"] for part, one in told(spans, 0.0, time.perf_counter()).items()}
+        return {part: one["ms"] for part, one in told(spans, 0.0, clock.perf_counter()).items()}
 
     def device_parts(self, pages: int) -> dict[str, tuple[float, float]]:
         """Of each piece of the work by itself: milliseconds until the host had launched it, and of the device."""
@@ -146,7 +146,7 @@ class Copies:
 
     def _timed(self, launch: Callable[[int], object], places: Sequence[int]) -> tuple[float, float]:
         self._wait()
-        gpu, began = self.device.type == "cuda", time.perf_counter()
+        gpu, began = self.device.type == "cuda", clock.perf_counter()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if gpu else []
         for event in events[:1]:
             event.record()
@@ -154,7 +154,7 @@ class Copies:
             launch(at)
         for event in events[1:]:
             event.record()
-        launched_ms = 1e3 * (time.perf_counter() - began)
+        launched_ms = 1e3 * (clock.perf_counter() - began)
         self._wait()
         took_ms = events[0].elapsed_time(events[1]) if gpu else launched_ms
         return launched_ms, took_ms
@@ -164,9 +164,9 @@ class Copies:
         page = self._host[: self.pages.size]
         best = 0.0
         for _ in range(20):
-            began = time.perf_counter()
+            began = clock.perf_counter()
             seal(page, seed_of(self._kept[0].hash, 0))
-            best = max(best, self.pages.size / (time.perf_counter() - began))
+            best = max(best, self.pages.size / (clock.perf_counter() - began))
         return best
 
     def prove(self, pages: int) -> None:
@@ -189,14 +189,14 @@ class Copies:
 
     def _save(self, pages: Sequence[Saved]) -> float:
         """Seconds until they are on the host, and sealed."""
-        began = time.perf_counter()
+        began = clock.perf_counter()
         with self.store.parts.of("until pages are free"):  # for what is launched on the stream of steps
             self.store.save(pages)
             if self.device.type == "cuda":
                 torch.cuda.default_stream(self.device).synchronize()
         if not self.store.settle(WAIT_S):
             raise RedlineError(f"{len(pages)} pages were not sealed in {WAIT_S} s")
-        return time.perf_counter() - began
+        return clock.perf_counter() - began
 
     def _name(self) -> PageHash:
         return PageHash(next(self._names).to_bytes(16, "little"))
@@ -208,7 +208,7 @@ class Copies:
 
 def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
     """Of each number of pages: milliseconds, bytes/s, and how many times the floor's they took."""
-    until, found = time.monotonic() + LIMIT_S, list[dict[str, Any]]()
+    until, found = clock.monotonic() + LIMIT_S, list[dict[str, Any]]()
     for pages in counts:
         ways: dict[str, Callable[[], float]] = {
             "read": partial(copies.read, pages),
@@ -231,7 +231,7 @@ def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[s
                 device.append(copies.device_parts(pages))
             else:
                 copies.device_parts(pages)
-            if time.monotonic() > until and turn >= WARM:
+            if clock.monotonic() > until and turn >= WARM:
                 break
         copies.prove(pages)
         size = pages * copies.pages.size
@@ -255,7 +255,7 @@ def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[s
         }
         found.append(one)
         print(json.dumps(one), flush=True)
-        if time.monotonic() > until:
+        if clock.monotonic() > until:
             break
     return found
 
@@ -284,7 +284,7 @@ def main(said: Sequence[str] | None = None) -> None:
     """Runs the program with `said` in place of the command line's words. Raises RedlineError."""
     given = arguments().parse_args(said)
     config, device = shape(given.shape), pick_device(given.device)
-    began = time.monotonic()
+    began = clock.monotonic()
     copies = Copies(config, max(given.pages), device)
     try:
         record: dict[str, Any] = {
@@ -300,7 +300,7 @@ def main(said: Sequence[str] | None = None) -> None:
         }
     finally:
         copies.store.close()
-    record["wall_s"] = round(time.monotonic() - began, 1)
+    record["wall_s"] = round(clock.monotonic() - began, 1)
     text = json.dumps(record, indent=1)
     print(text)
     if given.save is not None:

@@ -13,7 +13,6 @@ has such. On a CPU nothing is pinned.
 import contextlib
 import mmap
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
@@ -21,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from redline import clock
 
 SLABS = 6  # of each way
 BEHIND_S = 0.05  # of work, that a slab is asked for behind
@@ -37,9 +38,9 @@ class Slab(NamedTuple):
 
 def asked(size: int, gpu: bool) -> Slab:
     """As torch makes it."""
-    began = time.perf_counter()
+    began = clock.perf_counter()
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
-    return Slab(memory, lambda: None, time.perf_counter() - began if gpu else 0.0)
+    return Slab(memory, lambda: None, clock.perf_counter() - began if gpu else 0.0)
 
 
 def touched(size: int, gpu: bool, huge: bool = False) -> Slab:
@@ -53,9 +54,9 @@ def touched(size: int, gpu: bool, huge: bool = False) -> Slab:
     if not gpu:
         return Slab(memory, lambda: None, 0.0)
     runtime: Any = torch.cuda.cudart()
-    began = time.perf_counter()
+    began = clock.perf_counter()
     torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), size, 0))
-    driver_s = time.perf_counter() - began
+    driver_s = clock.perf_counter() - began
 
     def close() -> None:
         runtime.cudaHostUnregister(memory.data_ptr())
@@ -75,15 +76,15 @@ def pinned(device: torch.device, size: int, slabs: int = SLABS) -> dict[str, Any
         alone, driver, behind, longest, usual = [list[float]() for _ in range(5)]
         held = list[Slab]()
         for _ in range(slabs):
-            began = time.perf_counter()
+            began = clock.perf_counter()
             held.append(way(size, gpu))
-            alone.append(time.perf_counter() - began)
+            alone.append(clock.perf_counter() - began)
             driver.append(held[-1].driver_s)
         for _ in range(slabs):
             work.launch(BEHIND_S)
-            began = time.perf_counter()
+            began = clock.perf_counter()
             held.append(way(size, gpu))
-            behind.append(time.perf_counter() - began)
+            behind.append(clock.perf_counter() - began)
             work.wait()
         for _ in range(slabs):
             launches = work.launched_beside(way, size, held)
@@ -114,10 +115,10 @@ class _Work:
         self._small = torch.zeros(32, device=device)
         self._piece_s = 1.0
         for _ in range(3):
-            began = time.perf_counter()
+            began = clock.perf_counter()
             torch.matmul(self._square, self._square, out=self._into)
             self.wait()
-            self._piece_s = time.perf_counter() - began
+            self._piece_s = clock.perf_counter() - began
 
     def launch(self, seconds: float) -> None:
         """So much of it, about. On a CPU it is done at once."""
@@ -129,9 +130,9 @@ class _Work:
         thread, took = threading.Thread(target=lambda: held.append(way(size, self._gpu)), daemon=True), list[float]()
         thread.start()
         while not took or thread.is_alive():
-            began = time.perf_counter()
+            began = clock.perf_counter()
             self._small.add_(1)
-            took.append(time.perf_counter() - began)
+            took.append(clock.perf_counter() - began)
             if len(took) % 256 == 0:
                 self.wait()
         thread.join()

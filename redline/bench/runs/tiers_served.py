@@ -10,12 +10,12 @@ import json
 import random
 import re
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from redline import clock
 from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
 from redline.errors import RedlineError
 from redline.model.k2.config import K2Config
@@ -52,10 +52,10 @@ def served_turns(folder: Path, device: str, turns: int, seed: int) -> dict[str, 
                 servers[way] = Server(Tree(".", ROOT, commit_of(ROOT)), [str(folder), *said], Path(name))
             for server in servers.values():
                 server.until_ready()
-            until = time.monotonic() + LIMIT_S
+            until = clock.monotonic() + LIMIT_S
             for turn in range(turns):
                 for talk in talks:
-                    if time.monotonic() > until:
+                    if clock.monotonic() > until:
                         break
                     talk.append({"role": "user", "content": _words(draw, FIRST if turn == 0 else TURN)})
                     answers: dict[str, str] = {}
@@ -101,7 +101,7 @@ def _first_token(port: int, talk: Sequence[dict[str, str]]) -> tuple[float, str]
     }
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_S)
     try:
-        began, came, answer = time.perf_counter(), 0.0, ""
+        began, came, answer = clock.perf_counter(), 0.0, ""
         link.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         response = link.getresponse()
         if response.status != 200:
@@ -110,17 +110,17 @@ def _first_token(port: int, talk: Sequence[dict[str, str]]) -> tuple[float, str]
             if line.startswith(b"data: {"):
                 for choice in json.loads(line[6:])["choices"]:
                     if text := choice["delta"].get("content"):
-                        came, answer = came or time.perf_counter(), answer + text
+                        came, answer = came or clock.perf_counter(), answer + text
     except (OSError, http.client.HTTPException) as error:
         raise RedlineError(f"a chat has failed: {error}") from None
     finally:
         link.close()
-    return 1e3 * ((came or time.perf_counter()) - began), answer
+    return 1e3 * ((came or clock.perf_counter()) - began), answer
 
 
 def _tier_metrics(port: int) -> dict[str, float]:
     """What the server says of its tiers, a second after the last answer, by when its worker has told."""
-    time.sleep(1.0)
+    clock.sleep(1.0)
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_S)
     try:
         link.request("GET", "/metrics")

@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
+from redline import clock
 from redline.bench.record import told_commit
 from redline.errors import ConfigError, RedlineError
 
@@ -210,11 +210,11 @@ class Server:
 
         Raises RedlineError with what the server said, where it ends before that or is not ready after START_S.
         """
-        deadline = time.monotonic() + START_S
-        while self.process.poll() is None and time.monotonic() < deadline:
+        deadline = clock.monotonic() + START_S
+        while self.process.poll() is None and clock.monotonic() < deadline:
             if is_healthy(self.port):
                 return self.port
-            time.sleep(0.1)
+            clock.sleep(0.1)
         raise RedlineError(f"the server of {self.tree.name} did not start: {self.said.strip()[-2000:]}")
 
     def check(self) -> None:
@@ -236,13 +236,13 @@ class Server:
 
     def stop(self) -> End:
         """Asks the server to end (SIGTERM), and kills it after twice END_S; returns how it went."""
-        began = time.monotonic()
+        began = clock.monotonic()
         self.process.send_signal(signal.SIGTERM)
         try:
             code = self.process.wait(2 * END_S)
         except subprocess.TimeoutExpired:
             code = None
-        took = time.monotonic() - began
+        took = clock.monotonic() - began
         self.close()
         said = self.said
         found = [match.start() for match in re.finditer("Traceback", said)]

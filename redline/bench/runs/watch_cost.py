@@ -21,7 +21,6 @@ import shutil
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 
+from redline import clock
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.disk import save
@@ -119,9 +119,9 @@ def ready(folder: Path) -> Runner:
 def step_ms(runner: Runner) -> float:
     """Milliseconds of a step of one row, always the same."""
     runner.place(0, PROMPT + 1, ())
-    began = time.perf_counter()
+    began = clock.perf_counter()
     runner.launch(Step(number=0, rows=(Row(slot=0, start=None, count=1),))).wait()
-    return 1e3 * (time.perf_counter() - began)
+    return 1e3 * (clock.perf_counter() - began)
 
 
 def ops_of(runner: Runner) -> int:

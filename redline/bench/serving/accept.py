@@ -9,12 +9,12 @@ Where there are no such series, an answer's `usage` may still say how many of it
 known and nothing else. Where neither is there, nothing can be known from outside, and that is what is said.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from redline import clock
 from redline.bench.serving.metrics import failure_of
 from redline.bench.serving.ready import Drafting
 from redline.bench.serving.records import Answer, Ask
@@ -34,8 +34,8 @@ OTHERS = 1.02  # times our own tokens: where rounds made more, somebody else's a
 def settled(
     read: Callable[[], Drafting | None],
     *,
-    clock: Callable[[], float] = time.monotonic,
-    wait: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = clock.monotonic,
+    wait: Callable[[float], object] = clock.sleep,
 ) -> Drafting | None:
     """A server's counts once two looks at them are equal, or PATIENCE_S later; None where it has none.
 

@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import random
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, Protocol
@@ -18,6 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
+from redline import clock
 from redline.bench.serving.metrics import e2el, error_of, failure_of, input_tokens, output_tokens, tpot, ttft
 from redline.bench.serving.records import Answer, Ask, GeneratorLoad
 from redline.bench.serving.remarks import generator_remark, uncounted, uncounted_remarks
@@ -197,7 +197,7 @@ async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: W
     Cancelled, it returns what has been answered until then, as stopped.
     """
     work = _Replaying(client, plan, watch or _unwatched)
-    began, start, processor = time.time(), client.clock(), time.process_time()
+    began, start, processor = clock.now(), client.clock(), clock.process_time()
     task = work.users(sessions, plan.users or 1) if plan.rate is None else work.arrivals(sessions, plan.rate)
     stopped = late = False
     try:
@@ -211,7 +211,7 @@ async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: W
     return Replay(
         began=began,
         seconds=seconds,
-        generator=_generator((time.process_time() - processor) / seconds, work.lags),
+        generator=_generator((clock.process_time() - processor) / seconds, work.lags),
         turns=tuple(work.turns),
         sessions=tuple(work.sessions),
         stopped=stopped,

@@ -11,13 +11,13 @@ An answer is whole when its stream has said `[DONE]` or named a finish_reason. O
 import asyncio
 import contextlib
 import ssl
-import time
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import msgspec
 
+from redline import clock
 from redline.bench.serving.connection import Connection, Events, TooLarge, tls
 from redline.bench.serving.dialects import BACKENDS, error_line
 from redline.bench.serving.records import Answer, Ask, Chunk, Failure, Usage
@@ -269,7 +269,7 @@ class Client:
         self._all: set[Connection] = set()
         self._running: set[_Exchange] = set()
         self._opening: set[asyncio.Task[Any]] = set()
-        self._origin = time.perf_counter()
+        self._origin = clock.perf_counter()
 
     async def __aenter__(self) -> Self:
         if not self.target.model:
@@ -295,11 +295,11 @@ class Client:
 
     def clock(self) -> float:
         """Seconds since the run began: since this client was made, or `begin` was called."""
-        return time.perf_counter() - self._origin
+        return clock.perf_counter() - self._origin
 
     def begin(self) -> None:
         """The run begins now; what `clock` has given until now means nothing any more."""
-        self._origin = time.perf_counter()
+        self._origin = clock.perf_counter()
 
     @property
     def running(self) -> int:

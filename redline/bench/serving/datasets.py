@@ -8,7 +8,6 @@ import gzip
 import math
 import random
 import re
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from redline import clock
 from redline.bench.serving.records import Ask
 from redline.bench.serving.texts import RandomTexts, natural
 from redline.bench.serving.vocabulary import Vocabulary
@@ -162,7 +162,7 @@ class _Maker:
         watch: Callable[[int, int], None] | None,
     ) -> None:
         self._config, self._vocabulary, self._note, self._watch = config, vocabulary, note, watch
-        self._began = time.monotonic()
+        self._began = clock.monotonic()
 
     def made(self) -> list[Ask]:
         match self._config.dataset_name:
@@ -391,7 +391,7 @@ class _Maker:
         return random.Random(" ".join(map(str, (self._config.seed, *what))))
 
     def _show(self, done: int) -> None:
-        if self._watch is not None and time.monotonic() - self._began > _SHOWN_AFTER_S:
+        if self._watch is not None and clock.monotonic() - self._began > _SHOWN_AFTER_S:
             self._watch(done, self._config.num_prompts)
 
 

@@ -12,12 +12,12 @@ import gc
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import uvloop
 
+from redline import clock
 from redline.bench.serving.arrivals import planned as planned_times
 from redline.bench.serving.client import Client
 from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
@@ -84,7 +84,7 @@ class _Run:
         tasks: set[asyncio.Task[None]] = set()
         side = [asyncio.create_task(self._sample()), asyncio.create_task(self._until_stopped())]
         client.begin()
-        began, processor = time.time(), time.process_time()
+        began, processor = clock.now(), clock.process_time()
         if pace.deadline is not None:
             over = f"the run's deadline of {pace.deadline:g} s had come"
             side.append(asyncio.create_task(self._at(pace.deadline, over)))
@@ -103,7 +103,7 @@ class _Run:
                 task.cancel()
             await asyncio.gather(*side, *tasks, return_exceptions=True)
             gc.unfreeze()
-        processor = time.process_time() - processor
+        processor = clock.process_time() - processor
         wall = client.clock()
         answers = [answer or self._skipped(place) for place, answer in enumerate(self._answers)]
         sent = [answer for answer in answers if answer.failure != "skipped"]
@@ -203,11 +203,11 @@ class _Run:
 
     async def _sample(self) -> None:
         """Looks how late the loop is, and shows how far the run is, until it is cancelled."""
-        shown = time.perf_counter()
+        shown = clock.perf_counter()
         while True:
-            due = time.perf_counter() + SAMPLE_S
+            due = clock.perf_counter() + SAMPLE_S
             await asyncio.sleep(SAMPLE_S)
-            now = time.perf_counter()
+            now = clock.perf_counter()
             self._lags.append(max(now - due, 0.0))
             if now - shown >= SHOW_S:
                 shown = now

@@ -1,13 +1,13 @@
 """What is asked of a server beside the load: whether it is there, which models it has, and what its drafts did."""
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 
+from redline import clock
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 from redline.wire.base import Record
@@ -40,8 +40,8 @@ def models(
     seconds: float | None,
     tell: Callable[[str], object],
     *,
-    clock: Callable[[], float] = time.monotonic,
-    wait: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = clock.monotonic,
+    wait: Callable[[float], object] = clock.sleep,
 ) -> tuple[str, ...]:
     """The names of a server's models, once it is ready; none where it has no /v1/models.
 
@@ -79,11 +79,11 @@ class _Answer(NamedTuple):
 
 def _get(http: httpx.Client, place: str) -> _Answer:
     """One answer, of MOST_BYTES and ANSWER_S at most: what comes beyond them is left."""
-    data, until = b"", time.monotonic() + ANSWER_S
+    data, until = b"", clock.monotonic() + ANSWER_S
     with http.stream("GET", place) as answer:
         for part in answer.iter_bytes():
             data += part
-            if len(data) > MOST_BYTES or time.monotonic() > until:
+            if len(data) > MOST_BYTES or clock.monotonic() > until:
                 break
     return _Answer(answer.status_code, data)
 

@@ -19,7 +19,6 @@ import multiprocessing
 import os
 import socket
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -31,6 +30,7 @@ import httptools
 import msgspec
 import uvloop
 
+from redline import clock
 from redline.bench.serving import script as say
 from redline.bench.serving.script import AT_THE_START, MODEL, Form, Log, Logged, Part, Play, Script
 
@@ -88,7 +88,7 @@ class Timer:
         except BlockingIOError:
             return  # it was set anew after it had run out
         for _ in range(CALLS_AT_ONCE):
-            if not self._due or self._due[0][0] > time.perf_counter():
+            if not self._due or self._due[0][0] > clock.perf_counter():
                 break
             heapq.heappop(self._due)[2]()
         if self._due:
@@ -128,12 +128,12 @@ class Stage:
         self._running -= 1
         if self._waiting:
             self._running += 1
-            self._waiting.popleft().begin(time.perf_counter())
+            self._waiting.popleft().begin(clock.perf_counter())
 
     def log(self) -> bytes:
         """What has happened since the log was emptied, as JSON of a `Log`."""
         requests = tuple(act.logged() for act in self.acts)
-        return msgspec.json.encode(Log(cpu_s=time.process_time(), events=self.events, requests=requests))
+        return msgspec.json.encode(Log(cpu_s=clock.process_time(), events=self.events, requests=requests))
 
 
 class Act:
@@ -176,7 +176,7 @@ class Act:
         """The connection has closed: where the answer has not ended, the client has left."""
         if self._end is None:
             self._left = True
-            self._finish(time.perf_counter())
+            self._finish(clock.perf_counter())
 
     def logged(self) -> Logged:
         """The log's row of this answer."""
@@ -280,7 +280,7 @@ class Act:
             case _:
                 pass  # drop and reset say nothing
         fault = self._script.fault
-        self._finish(time.perf_counter())
+        self._finish(clock.perf_counter())
         if fault not in ("error", "short"):
             self._line.close(reset=fault == "reset")
 
@@ -363,7 +363,7 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads requests. What is no HTTP ends the connection."""
-        self.read_at = time.perf_counter()
+        self.read_at = clock.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -414,7 +414,7 @@ class Line(asyncio.Protocol):
 
     def write(self, data: bytes) -> float:
         """Hands data to the socket, and says when. What the system does not take at once waits in the transport."""
-        at = time.perf_counter()
+        at = clock.perf_counter()
         if self._transport.is_closing():
             return at
         taken = 0

@@ -17,7 +17,6 @@ The parts are steps of the runner alone, one after another in turns: plain, with
 import itertools
 import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.chat.hashing import make_job
 from redline.chat.lines import NOT_JSON, Chat, conversation
 from redline.chat.template import Style, encode
@@ -173,7 +173,7 @@ class Asker:
 
         def note(delta: Delta) -> None:
             nonlocal begun, tokens, end
-            end = time.perf_counter()
+            end = clock.perf_counter()
             if waiting:
                 if delta.tokens or delta.finish:
                     waiting.discard(delta.job)
@@ -257,12 +257,12 @@ def bench_parts(
         with torch.inference_mode():
             for number in range(repeats + 3):
                 for name, step in parts.items():
-                    start = time.perf_counter()
+                    start = clock.perf_counter()
                     step()
                     if model.device.type == "cuda":
                         torch.cuda.synchronize(model.device)
                     if number >= 3:
-                        took[name].append((time.perf_counter() - start) * 1e3 / passes[name])
+                        took[name].append((clock.perf_counter() - start) * 1e3 / passes[name])
         plain = took["verify 1"]
         for name, times in took.items():
             ratio = statistics.median(mine / theirs for mine, theirs in zip(times, plain, strict=True))

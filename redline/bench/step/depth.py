@@ -9,7 +9,6 @@ T tokens of a step (rows x tokens of each), k experts of a token.
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -17,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.model.k2.config import K2Config
 from redline.model.k2.forced_routing import distinct, draw
 from redline.model.k2.random_weights import dense_layers, place_of
@@ -270,7 +270,7 @@ class Mark:
         if device.type == "cuda":
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
-        self._seconds = time.perf_counter()
+        self._seconds = clock.perf_counter()
 
     def until(self, end: "Mark") -> float:
         """Milliseconds from this moment to `end`."""

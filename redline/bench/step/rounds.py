@@ -10,13 +10,13 @@ B rows, T = B (1 + k) tokens of a round.
 import functools
 import math
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.bench.step.depth import WARM_UP, Depth, Mark
 from redline.bench.step.trace import ON_DEVICE, idle_share, intervals, joined, traced
 from redline.kernels.hopper.step.step_rows import (
@@ -190,9 +190,9 @@ def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, see
         for number in range(WARM_UP + repeats):
             for one in (plain, rounds) if number % 2 else (rounds, plain):
                 reroute(one.tokens)
-                began = time.perf_counter()
+                began = clock.perf_counter()
                 marks = one.run()
-                spans[one].append((1e3 * (time.perf_counter() - began), marks))
+                spans[one].append((1e3 * (clock.perf_counter() - began), marks))
                 if one is rounds:
                     one.note()
                     reroute.count(one.tokens)

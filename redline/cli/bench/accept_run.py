@@ -1,11 +1,11 @@
 """`redline bench accept` at work: the server is asked, and what came of it is shown and kept."""
 
-import time
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
 
+from redline import clock
 from redline.bench.serving import accept, ready
 from redline.bench.serving.accept import Part, by_domain, part, settled, since
 from redline.bench.serving.datasets import DatasetConfig, asks
@@ -60,7 +60,7 @@ def _run(config: AcceptConfig, console: Console) -> int:
     targets = [kept.reached(target, config.ready_s, console) for target in config.targets]
     asked = [questions(config, target) for target in targets]
     total = len(config.temperatures) * sum(len(of) for domains in asked for of in domains.values())
-    began, parts, answers, stopped = time.time(), list[Part](), list[Answer](), False
+    began, parts, answers, stopped = clock.now(), list[Part](), list[Answer](), False
     with Working("requests", shown=not config.quiet) as working:
         for target, domains in zip(targets, asked, strict=True):
             for temperature in config.temperatures:

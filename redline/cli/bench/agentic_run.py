@@ -1,7 +1,6 @@
 """`redline bench agentic` at work: a trace is replayed or made up, and what came of it is shown and kept."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import msgspec
 import uvloop
 from rich.console import Console
 
+from redline import clock
 from redline.bench.serving import agentic, traces
 from redline.bench.serving.agentic import Plan, Replay
 from redline.bench.serving.client import Client
@@ -68,7 +68,7 @@ def _run(config: AgenticConfig, console: Console) -> int:
         _check_recorded(sessions, config.trace)
     target = kept.reached(config.target, config.ready_s, console)
     total = sum(len(session.turns) for session in sessions)
-    began = time.time()
+    began = clock.now()
     with Working("turns", shown=not config.quiet) as working:
 
         def watch(done: int, running: int, failed: int) -> None:

@@ -1,6 +1,5 @@
 """`redline bench compare` at work: both servers are asked in turns, and what came of it is shown and kept."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from redline import clock
 from redline.bench.serving import compare
 from redline.bench.serving.compare import Plan, Side
 from redline.bench.serving.datasets import DatasetConfig, asks
@@ -80,7 +80,7 @@ class Prompts:
 
 
 def _run(config: CompareConfig, console: Console) -> int:
-    began = time.time()
+    began = clock.now()
     targets: dict[Side, Target] = {
         "A": kept.reached(config.a, config.ready_s, console),
         "B": kept.reached(config.b, config.ready_s, console),

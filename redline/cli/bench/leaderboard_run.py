@@ -1,11 +1,11 @@
 """`redline bench leaderboard` at work: the server is asked, and what came of it is shown and kept."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from redline import clock
 from redline.bench.serving import leaderboard, ready
 from redline.bench.serving.datasets import COMPLETIONS
 from redline.bench.serving.leaderboard import Outcome, Workload
@@ -74,7 +74,7 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
         leaderboard.check_fits(workload, room)
     counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     seed = kept.seed_of(config.seed)
-    began, outcomes, answers = time.time(), list[Outcome](), list[Answer]()
+    began, outcomes, answers = clock.now(), list[Outcome](), list[Answer]()
     total = sum(config.runs * workload.parallel for workload in workloads)
     with Working("requests", shown=not config.quiet) as working:
         asked = [

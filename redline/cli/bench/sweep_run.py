@@ -1,6 +1,5 @@
 """`redline bench sweep` at work: the server is asked, and what came of it is shown and kept."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 from rich.console import Console
 
+from redline import clock
 from redline.bench.serving import saved, sweep
 from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.records import Ask
@@ -89,7 +89,7 @@ def continued(config: SweepConfig, target: Target) -> Held:
     """
     path = None if config.save is None else Path(config.save)
     if path is None or not path.exists():
-        return Held([], kept.seed_of(config.seed), time.time())
+        return Held([], kept.seed_of(config.seed), clock.now())
     found = saved.read(path)
     if found.kind != "sweep":
         raise ConfigError(f"--save {path}: holds a result of {found.kind}; name another file")

@@ -7,7 +7,6 @@ capture; `Streamed` gives the same sequences, in the same order, computed as the
 S sequences of a shard, N their tokens, L captured layers, D hidden.
 """
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from redline import clock
 from redline.disk import alone, check_room, human, is_full, sync, unwritable, write_whole
 from redline.draft.corpus.corpus import Example, Reader, read_about
 from redline.draft.corpus.synth import Told
@@ -140,10 +140,10 @@ def _run(config: CaptureConfig, console: Console, told: Told) -> int:
                 config.layer_ids,
                 lambda done, total: working.show(done / total, 1.0),
             )
-            start = time.monotonic()
+            start = clock.monotonic()
 
             def show(done: int, total: int, tokens: int) -> None:
-                rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
+                rate = f"{tokens / max(clock.monotonic() - start, 1e-9):,.0f} tokens/s"
                 working.show(done / max(total, 1), 1.0, what="capture", note=rate)
 
             if not config.other_answers:
@@ -200,7 +200,7 @@ def capture(
     progress(bytes of the corpus read, bytes in all, tokens computed). Raises ConfigError where the folder holds another
     target's states, OSError or SafetensorError where the disk is full: what the index names stays.
     """
-    start = time.monotonic()
+    start = clock.monotonic()
     folder = _Folder(Path(config.out), index_of(config, target), config.shard_bytes, config.disk)
     before, computed, full = folder.index.tokens, 0, False
     reader = Reader(*map(Path, config.corpus))
@@ -224,7 +224,7 @@ def capture(
     return Captured(
         index=folder.index,
         tokens=folder.index.tokens - before,
-        seconds=time.monotonic() - start,
+        seconds=clock.monotonic() - start,
         full=full,
         skipped=(*reader.skipped, *skipped),
     )

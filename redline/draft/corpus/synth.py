@@ -4,7 +4,6 @@ Examples are appended as they end. What is in the file is not asked again, so th
 Ctrl-C or a full disk.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from redline import clock
 from redline.chat.generation import generation_config_of
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
@@ -78,13 +78,13 @@ def run(config: SynthConfig, console: Console, told: Told = lambda tokens, secon
     check_output(Path(config.out))
     _name(console, asked.skipped, "lines", "are no prompts")
     before = len(existing(Path(config.out)))
-    start = time.monotonic()
+    start = clock.monotonic()
     tokens = 0
 
     def show(answers: int, total: int, new: int) -> None:
         nonlocal tokens
         tokens += new
-        rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
+        rate = f"{tokens / max(clock.monotonic() - start, 1e-9):,.0f} tokens/s"
         working.show(answers, total, note=rate)
 
     try:
@@ -211,7 +211,7 @@ def synth(
     with Writer(out) as writer, open_target(config) as target:
         about = about_of(config, target.fingerprint)
         claim(out, about)
-        start = time.monotonic()
+        start = clock.monotonic()
         answers: dict[JobId, _Answer] = {}  # those in the making
 
         def jobs() -> Iterator[Job]:
@@ -237,7 +237,7 @@ def synth(
 
         target.run(jobs(), take)
     answered = ended - (len(asked) - len(waiting))
-    return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
+    return Done(answers=answered, tokens=tokens, seconds=clock.monotonic() - start, skipped=tuple(skipped))
 
 
 def open_engine(config: SynthConfig) -> AbstractContextManager[JobRunner]:

@@ -2,7 +2,6 @@
 what accelerate runs on: one process, data parallel, fully sharded or ZeRO.
 """
 
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from redline import clock
 from redline.draft.train import batches, losses, train_state, ttt
 from redline.draft.train.batches import Ahead, Batch, Captured, Source
 from redline.draft.train.budget import Budget, Reached, is_agreement, rate
@@ -167,8 +167,8 @@ class Trainer:
         """
         recipe = self.recipe
         ahead = Ahead(self._batches())
-        began = time.monotonic() - self.reached.seconds
-        since = (self.tokens, time.monotonic())
+        began = clock.monotonic() - self.reached.seconds
+        since = (self.tokens, clock.monotonic())
         try:
             while not self._is_over() and not self.stopped:
                 group = list(islice(ahead, recipe.accumulate))
@@ -181,9 +181,9 @@ class Trainer:
                 self._agree(began)
                 if self.step % recipe.log_every == 0:
                     line = self._line(self._summed(self._window), norm)
-                    passed = time.monotonic() - since[1]
+                    passed = clock.monotonic() - since[1]
                     log({**line, "tokens_per_s": round((self.reached.tokens - since[0]) / max(passed, 1e-9))})
-                    self._window, since = None, (round(self.reached.tokens), time.monotonic())
+                    self._window, since = None, (round(self.reached.tokens), clock.monotonic())
                 if self.held_out and self.step % recipe.measure_every == 0 and not self._is_over():
                     log({"step": self.step, "tokens": round(self.reached.tokens), **self.measure()})
                 if self.step % recipe.keep_every == 0:
@@ -249,7 +249,7 @@ class Trainer:
 
     def _agree(self, began: float) -> None:
         """All ranks go on from the same figures, so that they learn at the same rate and end at the same step."""
-        recipe, seconds = self.recipe, time.monotonic() - began
+        recipe, seconds = self.recipe, clock.monotonic() - began
         if self.accelerator.num_processes == 1:
             self.reached, self.stopped = self.reached.next(self.step, self.tokens, seconds), self.asked
         elif is_agreement(self.step, recipe.log_every) or self.step % recipe.keep_every == 0:

@@ -9,7 +9,6 @@ import functools
 import logging
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.kernels.hopper.faults import is_device_error
 from redline.kernels.hopper.step.adjust import IN_PROMPT, MOST_BIASES, MOST_STOPS
 from redline.kernels.hopper.step.step_rows import (
@@ -268,7 +268,7 @@ class CapturedSteps:
         Raises what the device's own failure raised, and where ranks share the model whatever kept a shape from being
         recorded: all of them have the same shapes.
         """
-        began = time.perf_counter()
+        began = clock.perf_counter()
         for shape in self._first:
             made = self._record(shape)
             if made is not None:
@@ -276,7 +276,7 @@ class CapturedSteps:
         self.report = Recorded(shapes=tuple(self._recorded))
         _log.info(
             "%d of %d shapes of decode steps are recorded, in %.1f s; %d more will be while nothing runs",
-            *(len(self._recorded), len(self._first), time.perf_counter() - began, len(self._left)),
+            *(len(self._recorded), len(self._first), clock.perf_counter() - began, len(self._left)),
         )
 
     def close(self) -> None:
@@ -290,7 +290,7 @@ class CapturedSteps:
         """
         if not self._left:
             return False
-        shape, began, made = self._left.popleft(), time.perf_counter(), None
+        shape, began, made = self._left.popleft(), clock.perf_counter(), None
         try:
             made = self._record(shape)
         except Exception as error:
@@ -302,7 +302,7 @@ class CapturedSteps:
             self.report = Recorded(shapes=tuple(self._recorded))
             _log.info(
                 "%s is recorded, in %.1f s: %d shapes by now, and %d to come",
-                *(shape, time.perf_counter() - began, len(self._recorded), len(self._left)),
+                *(shape, clock.perf_counter() - began, len(self._recorded), len(self._left)),
             )
         return True
 

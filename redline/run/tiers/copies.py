@@ -6,13 +6,13 @@ Nothing here waits, but where it says so. On a CPU a copy is done when its call 
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.run.tiers.pages import WholePages
 from redline.wire.job import PageId
 
@@ -97,7 +97,7 @@ class Copies:
         if self._out is not None:
             self._out.synchronize()
 
-    def measure(self, page_B: Tensor, clock: Callable[[], float] = time.perf_counter) -> float:
+    def measure(self, page_B: Tensor, clock: Callable[[], float] = clock.perf_counter) -> float:
         """Seconds that a page takes to be brought, of as many as go together: zeros, by way of memory of the host of a
         page's size, into nobody's. What copies need is compiled and made by then."""
         count = self._pages.together

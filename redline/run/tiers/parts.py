@@ -4,10 +4,11 @@ A part is a piece of one thread's work, such as to launch the copies of what is 
 theirs beside one another, and whoever asks sorts them by time.
 """
 
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
+
+from redline import clock
 
 
 class Span(NamedTuple):
@@ -21,7 +22,7 @@ class Span(NamedTuple):
 class Parts:
     """Spans of one engine's tiers. `kept`: None: nobody wants to know."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = clock.perf_counter) -> None:
         self.kept: list[Span] | None = None
         self.clock = clock
 

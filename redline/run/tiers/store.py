@@ -14,7 +14,6 @@ import heapq
 import itertools
 import logging
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
@@ -24,6 +23,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from redline import clock
 from redline.run.tiers.copies import Copied, Copies, Leaving, wait
 from redline.run.tiers.disk import DiskPages, Place
 from redline.run.tiers.memory import Entry, HostPages, pinned, unpin
@@ -126,7 +126,7 @@ class Store:
         disk: DiskPages | None = None,
         *,
         share: float = 1.0,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = clock.perf_counter,
         others: Others | None = None,
     ) -> None:
         """host_bytes: of the host's memory, for pages. share: of the thread's time, that readings take while steps run.
@@ -487,7 +487,7 @@ class Store:
                             put.append(self._bring(reading.pages[at : at + len(fetched)], fetched))
                     at += len(fetched)
                     if busy and self.share < 1:
-                        time.sleep((self._clock() - began) * (1 / self.share - 1))
+                        clock.sleep((self._clock() - began) * (1 / self.share - 1))
                     continue
                 of = put.popleft()
                 good = self._there(reading, len(kept), of)
@@ -503,7 +503,7 @@ class Store:
                 self._host.touch(hash)
         if self.disk is not None:
             files = {place.file for hash in reading.hashes if (place := self._on_disk.get(hash)) is not None}
-            self.disk.use(files, time.time_ns())
+            self.disk.use(files, clock.now_ns())
 
     def _fetch_some(self, reading: Reading, at: int) -> list[_Fetched]:
         """The next pages of a reading, from that one on, as many as go together; fewer where one cannot be had, or it
@@ -574,7 +574,7 @@ class Store:
             pages = reading.pages[first : first + len(good)]
             told = [self._others.put(page, one.bytes_B) for page, one in zip(pages, put.pages, strict=False)]
             while not all(ended() for ended in told):
-                time.sleep(LOOK_S)
+                clock.sleep(LOOK_S)
         return good
 
     def _spoilt(self, tier: Tier, hash: PageHash, why: str) -> None:
