@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from redline.limits import processors
-from tests import forked
+from tests import forked, real_time
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -49,6 +49,13 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def tests_read_no_real_clock() -> Iterator[None]:
+    """See tests/real_time.py."""
+    with real_time.refusals():
+        yield
 
 
 @pytest.fixture(autouse=True)

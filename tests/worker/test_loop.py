@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import pytest
 import torch
 
+from redline import clock
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.driver import CudaError
 from redline.plan.planner import PlanConfig, Planner
@@ -409,7 +410,7 @@ def test_a_steps_time_begins_when_the_one_before_has_ended(monkeypatch: pytest.M
         told.append(seconds)
         return settle(self, step, result, seconds)
 
-    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(clock, "monotonic", lambda: float(next(now)))
     monkeypatch.setattr(Planner, "settle", listen)
     planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
     planner.submit(make_job("a", PROMPT, max_tokens=3))

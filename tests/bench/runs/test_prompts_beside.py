@@ -17,7 +17,7 @@ STEP, TOKEN = 1e-3, 1e-5  # seconds of a step, and of each prompt's token in it
 def test_what_a_prompt_adds_is_what_its_chunk_costs(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
-    monkeypatch.setattr(prompts_beside, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(prompts_beside, "clock", SimpleNamespace(perf_counter=lambda: now))
     engine = open_engine(tiny_model(), pages=64, max_running=8)
     launch, runner = engine.runner.launch, engine.runner
 

@@ -145,7 +145,7 @@ def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch
     hours = itertools.count(0.0, 3600.0)
     with monkeypatch.context() as patch:
         for clock in ("monotonic", "perf_counter"):
-            patch.setattr(f"time.{clock}", lambda: next(hours))
+            patch.setattr(f"redline.clock.{clock}", lambda: next(hours))
         runner = captured(speculation=SUFFIX, max_running=64, max_model_len=20_000, pages=320).runner
         try:
             wanted = shapes(64, 4, 20_032)

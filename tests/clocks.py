@@ -1,0 +1,53 @@
+"""Clocks that only a test moves."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import redline.clock
+
+
+class FakeClock:
+    """Seconds that pass when the test has them pass: `clock()` reads them, `clock.sleep(s)` and `clock.advance(s)` add.
+
+    Give it to what takes a clock as a parameter; `installed()` puts it in the place of all clocks of `redline.clock`.
+    """
+
+    def __init__(self, now: float = 1_000.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def ns(self) -> int:
+        """The same in nanoseconds."""
+        return round(self.now * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass."""
+        assert seconds >= 0, "time goes forward"
+        self.now += seconds
+
+    sleep = advance
+
+    @contextmanager
+    def installed(self) -> Iterator["FakeClock"]:
+        """In here, what the package reads through `redline.clock` is this clock, and its sleeps move it.
+
+        A default argument (`clock=clock.monotonic`) was read when its module was imported: pass this clock there.
+        """
+        read = ("monotonic", "perf_counter", "process_time", "thread_time", "now")
+        clocks = dict.fromkeys(read, self) | {f"{name}_ns": self.ns for name in ("monotonic", "perf_counter", "now")}
+        with mock.patch.multiple(redline.clock, sleep=self.sleep, **clocks):
+            yield self
+
+    @contextmanager
+    def drives(self, loop: asyncio.AbstractEventLoop) -> Iterator["FakeClock"]:
+        """In here, timers of `loop` (asyncio's own, not uvloop's) run when this clock has reached them.
+
+        `advance` is for coroutines of that loop; its timers then run in the next iterations (`tests.waiting.turns`).
+        Timers that were set before are meant by the real clock: enter this first.
+        """
+        with mock.patch.object(loop, "time", self):
+            yield self

@@ -1,0 +1,86 @@
+"""Tests read no real clock and do not sleep: `time.sleep`, `time.monotonic` and `time.perf_counter` raise for them.
+
+Inject a clock (`tests.clocks.FakeClock`), wait for an event (`tests.waiting`), or assert an order.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+TESTS = Path(__file__).parent
+CLOCKS = "sleep", "monotonic", "perf_counter"
+# Files of tests that may: they start real processes, or are how others wait for them.
+ALLOWED = frozenset(
+    [
+        "api/test_connections.py",
+        "api/test_metrics.py",
+        "api/test_stories.py",
+        "api/world.py",
+        "bench/quality/test_run_code.py",
+        "bench/runs/fake_tree.py",
+        "bench/serving/test_agentic.py",
+        "bench/serving/test_client.py",
+        "bench/serving/test_scripted.py",
+        "bench/serving/test_scripted_client.py",
+        "bench/test_program.py",
+        "bench/test_soak.py",
+        "chat/test_tokenizer.py",
+        "cli/bench/test_serve.py",
+        "cli/pty_session.py",
+        "cli/test_main.py",
+        "fleet/test_faults.py",
+        "fleet/test_machines.py",
+        "fleet/test_pools.py",
+        "fleet/test_replicas.py",
+        "fleet/test_roles.py",
+        "fleet/test_serve.py",
+        "fleet/test_several.py",
+        "fleet/test_spares.py",
+        "kernels/cpu/test_ranks.py",
+        "kernels/hopper/ranks_program.py",
+        "kernels/hopper/test_cuda_ranks.py",
+        "kernels/hopper/test_gpu_group.py",
+        "kernels/test_rates.py",
+        "laws/test_law_5_between_ranks.py",
+        "laws/test_law_6_ranks_change_nothing.py",
+        "nano/test_draft_store.py",
+        "route/test_index.py",
+        "run/drafting/test_suffix.py",
+        "run/graphs/test_captured.py",
+        "run/graphs/test_captured_on_a_gpu.py",
+        "run/graphs/test_ranks_in_rounds.py",
+        "test_disk.py",
+        "transport/promises.py",
+        "transport/test_shared.py",
+        "waiting.py",
+        "wire/test_channel.py",
+        "wire/test_kv_sockets.py",
+        "worker/test_hearers.py",
+        "worker/test_kernel_trace.py",
+        "worker/test_loop.py",
+        "worker/test_main.py",
+        "worker/test_profile.py",
+        "worker/test_ranks.py",
+        "worker/test_tiers.py",
+    ]
+)
+
+
+def refusals() -> Any:
+    """A context in which the clocks of `time` raise AssertionError for a caller in a file of tests, unless ALLOWED."""
+    return mock.patch.multiple(time, **{name: _refusing(name, getattr(time, name)) for name in CLOCKS})
+
+
+def _refusing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    folder = f"{TESTS}/"
+
+    def clock(*args: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if caller.startswith(folder) and caller[len(folder) :] not in ALLOWED:
+            raise AssertionError(f"{caller} calls time.{name}: see tests/real_time.py")
+        return real(*args)
+
+    return clock
