@@ -13,11 +13,12 @@ KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.li
 FIRST = $(shell sed -n -E 's/^  ("(torch|numpy|setuptools)[<>=][^"]*").*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
+.PHONY: help serve test test-all test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
-	@echo "make test     everything: format, lint, types, import laws, tests"
+	@echo "make test     format, lint, types, import laws, tests"
+	@echo "make test-all  the same with the slow tests, such as every case of every emulated CUDA kernel"
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
 	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"
@@ -37,6 +38,9 @@ serve: .venv/.runtime
 test: .venv/.test
 	@$(MAKE) --no-print-directory -j2 check tests
 
+test-all: .venv/.test
+	@$(MAKE) --no-print-directory -j2 check tests PYTEST_ARGS="-m 'not gpu'"
+
 check: .venv/.test
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
@@ -46,7 +50,7 @@ check: .venv/.test
 # One thread each: the tests themselves run side by side, neighbours in one process, which then loads and builds once.
 # They start processes, for which the bytecode of what the first one imports is kept, whatever the shell says of it.
 tests: .venv/.test
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 test-train: .venv/.train
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_train -v -rP
