@@ -189,6 +189,64 @@ def test_a_reading_does_not_wait_for_pages_that_are_still_coming(monkeypatch: py
         store.close()
 
 
+def test_a_page_that_is_not_sealed_yet_is_verified_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, ending = WholePages(pool(), 2), Ending()
+    store = Store(pages, 1 << 20)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(store._copies, "mark", lambda: cast(torch.cuda.Event, ending))
+            store.save(saved(0, 1, 2))
+        entries = [store._host.find(name(page)) for page in range(3)]
+        assert [entry and entry.checksum for entry in entries] == [None] * 3
+        assert entries[1] is not None
+        store._host.slots.bytes_of(entries[1].slot)[0] ^= 1
+        assert len(read(store, [0, 1, 2], [10, 11, 12]).kept) == 1
+        ending.told.set()
+        assert store.settle(WAIT_S)
+        store.check()
+    finally:
+        ending.told.set()
+        store.close()
+
+
+def test_a_page_that_is_saved_anew_behind_a_reading_of_the_disk_stays_until_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory has room for one page, and another one is saved while the first is copied from there."""
+    kv = pool()
+    pages = WholePages(kv)
+    disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder: hold(folder, folder / ".lock", WAIT_S))
+    store = Store(pages, pages.size, disk)
+    try:
+        were = kv.planes[:, 0].clone()
+        for page in (0, 1):
+            store.save([Saved(name(page), PageId(page), False, False)])
+            store.flush(WAIT_S)
+        reading = store.hold([name(0)])
+        assert reading is not None
+        assert [one.tier for one in reading.found] == ["disk"]
+        store.save(saved(0))  # exact now, so it is kept in memory again
+        assert store.settle(WAIT_S)
+        bring = store._copies.bring
+
+        def bring_beside_a_save(*args: Any) -> Any:
+            store.save(saved(2))
+            return bring(*args)
+
+        monkeypatch.setattr(store._copies, "bring", bring_beside_a_save)
+        store.read(reading, [PageId(20)], WAIT_S)
+        assert reading.ended.wait(WAIT_S)
+        assert [one.tier for one in reading.kept] == ["host"]
+        assert torch.equal(kv.planes[:, 20].view(torch.uint8), were.view(torch.uint8))
+        assert store.counts["host", "spoilt"] == 0
+        assert store.settle(WAIT_S)
+        store.check()
+        store.save(saved(3))
+        assert len(store.find([name(3)])) == 1, "its slot can be given up once it is read"
+    finally:
+        store.close()
+
+
 class Stream:
     """A stream that only says what it waits for."""
 

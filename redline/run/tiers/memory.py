@@ -30,15 +30,20 @@ _log = logging.getLogger(__name__)
 
 
 class Entry:
-    """A page in memory. checksum: None: it is not sealed yet. coming: the end of its copy, while a GPU may still write
-    it; None: it is here. readings: that want it. It stays while it comes, is wanted, or is written to the disk."""
+    """A page in memory. It stays while it comes, is wanted, or is written to the disk.
 
-    __slots__ = ("checksum", "coming", "flags", "readings", "slot", "writing")
+    checksum: None: it is not sealed yet. sum: where its seal is once its copy has ended: a place of these, int64; None:
+    nobody has added it up. coming: the end of its copy, while a GPU may still write it; None: it is here. readings:
+    that want it.
+    """
+
+    __slots__ = ("checksum", "coming", "flags", "readings", "slot", "sum", "writing")
 
     def __init__(self, slot: int, flags: int, checksum: int | None) -> None:
         self.slot = slot
         self.flags = flags
         self.checksum = checksum
+        self.sum: tuple[Tensor, int] | None = None
         self.coming: torch.cuda.Event | None = None
         self.readings = 0
         self.writing = False

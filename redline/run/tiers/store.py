@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from redline import clock
+from redline.errors import ConfigError
 from redline.run.tiers.copies import Copied, Copies, Leaving, wait
 from redline.run.tiers.disk import DiskPages, Place
 from redline.run.tiers.memory import Entry, HostPages, pinned, unpin
@@ -80,7 +81,7 @@ class _Fetched(NamedTuple):
     tier: Tier
     hash: PageHash
     flags: int
-    checksum: int | None  # None: they are not sealed yet
+    checksum: Callable[[], int]  # to be called once they are copied
     bytes_B: Tensor
 
 
@@ -231,9 +232,10 @@ class Store:
                 wait(copied.ended)
         sealing: list[tuple[PageHash, Entry]] = []
         with self.parts.of("save: books"), self._lock:
-            for one, slot in new:
+            for at, (one, slot) in enumerate(new, 1):
                 entry = self._host.put(one.hash, slot, _flags(one.exact, one.drafted))
                 entry.coming = copied.ended if self._others is None else None
+                entry.sum = None if copied.sums is None else (copied.sums, len(new) - at)
                 sealing.append((one.hash, entry))
                 self.counts["host", "stored"] += 1
         sealing.reverse()  # as they were copied
@@ -411,17 +413,24 @@ class Store:
                         heapq.heappush(self._work, again)
                         return
                     self._lock.wait(LOOK_S)
-        numbers = None if copied.sums is None else copied.sums.tolist()
         with self.parts.of("thread: seal"):
-            for at, (hash, entry) in enumerate(new):
-                # Memory may have given it up: then the number is nobody's.
-                seed = seed_of(hash, entry.flags)
-                found = seal(self._host.slots.bytes_of(entry.slot), seed) if numbers is None else numbers[at]
-                entry.checksum = found % 2**64
+            for hash, entry in new:
+                self._checksum(hash, entry)  # memory may have given it up: then the number is nobody's
         with self._lock:
             for _, entry in new:
                 entry.coming = None
         self._write_ahead()
+
+    def _checksum(self, hash: PageHash, entry: Entry) -> int:
+        """The checksum of a page in memory, whose copy has ended; it is sealed with it from then on."""
+        if entry.checksum is None:
+            if entry.sum is None:
+                found = seal(self._host.slots.bytes_of(entry.slot), seed_of(hash, entry.flags))
+            else:
+                sums, at = entry.sum
+                found = int(sums[at])
+            entry.checksum, entry.sum = found % 2**64, None
+        return entry.checksum
 
     def _write_ahead(self) -> None:
         """Has pages written that memory will give up next."""
@@ -451,7 +460,7 @@ class Store:
                 self.counts["disk", "stored"] += 1
                 with self._lock:
                     self._host.written(hash)
-        except OSError as error:
+        except (OSError, ConfigError) as error:  # ConfigError: the folder was removed, and is another process's now
             self._rest(error)
         finally:
             entry.writing = False
@@ -463,10 +472,11 @@ class Store:
             for hash in hashes:
                 self._host.unwritten(hash)
 
-    def _rest(self, error: OSError) -> None:
+    def _rest(self, error: OSError | ConfigError) -> None:
         """The disk takes no pages for a while."""
         self._rests_until = self._clock() + REST_S
-        self._warn(f"the disk takes no more pages: {error.strerror or error}; it is tried again every {REST_S:g} s")
+        why = error.strerror or error if isinstance(error, OSError) else error
+        self._warn(f"the disk takes no more pages: {why}; it is tried again every {REST_S:g} s")
 
     def _warn(self, line: str) -> None:
         if line not in self._warned:
@@ -529,10 +539,13 @@ class Store:
         no room for what comes from the disk it goes through `scratch`."""
         with self._lock:
             entry, place = self._host.find(hash), self._on_disk.get(hash)
+            if entry is not None and entry not in self._held.get(reading, ()):
+                self._holds(reading, entry)  # it was on disk alone when the reading began, and was saved anew since
         if entry is not None:
             if (coming := entry.coming) is not None:
                 self._copies.after(coming)
-            return _Fetched("host", hash, entry.flags, entry.checksum, self._host.slots.bytes_of(entry.slot))
+            checksum = partial(self._checksum, hash, entry)
+            return _Fetched("host", hash, entry.flags, checksum, self._host.slots.bytes_of(entry.slot))
         if place is None or self.disk is None:
             return None
         with self._lock:
@@ -552,7 +565,7 @@ class Store:
             self._spoilt("disk", hash, why)
         if why is not None or twice:
             return None
-        return _Fetched("disk", hash, place.flags, place.checksum, into)
+        return _Fetched("disk", hash, place.flags, lambda: place.checksum, into)
 
     def _good(self, put: _Put) -> list[Found]:
         """What is known of the first of these pages, up to one whose bytes are wrong: that one is forgotten."""
@@ -560,7 +573,7 @@ class Store:
         assert put.copied.sums is not None, "what is brought is added up"
         good: list[Found] = []
         for one, got in zip(put.pages, put.copied.sums.tolist(), strict=True):
-            if one.checksum is not None and one.checksum != got % 2**64:
+            if one.checksum() != got % 2**64:
                 self._spoilt(one.tier, one.hash, "has another checksum than it was sealed with")
                 break
             good.append(Found(one.tier, bool(one.flags & EXACT), bool(one.flags & DRAFTED)))
