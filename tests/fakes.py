@@ -16,9 +16,13 @@ from redline.plan.planner import PlanConfig, Planner
 from redline.plan.speculation import MOST_FORCED
 from redline.run.layer_marks import Meanwhile
 from redline.tune.costs import StepCosts
+from redline.wire.channel import MemoryChannel
+from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId, Sampling
+from redline.wire.news import Stop
 from redline.wire.step import Begin, Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from tests.clocks import FakeClock
 
 VOCABULARY = 97
 
@@ -416,6 +420,36 @@ class FakeRunner:
 
 def _logprobs(tokens: list[int], position: int) -> TokenLogprobs:
     return TokenLogprobs(token=tokens[position], logprob=-float(position), rank=1)
+
+
+class Steady(FakeRunner):
+    """Its steps take `step_s` of a clock."""
+
+    def __init__(self, pages: int, config: PlanConfig, clock: FakeClock, step_s: float) -> None:
+        super().__init__(pages, config)
+        self._clock, self._step_s = clock, step_s
+
+    def launch(self, step: Step) -> FakePending:
+        self._clock.advance(self._step_s)
+        return super().launch(step)
+
+
+class Rests(MemoryChannel):
+    """The inbox of a loop whose waits take no time: they move the clock. Where the loop would wait for ever, it is
+    given the next of `then`, and a Stop behind them."""
+
+    def __init__(self, clock: FakeClock, said: Sequence[Wire], then: Sequence[Wire] = ()) -> None:
+        super().__init__()
+        for message in said:
+            self.put(message)
+        self._clock, self._then = clock, [*then, Stop()]
+
+    def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+        if wait and not self._messages:
+            if timeout is None:
+                return [self._then.pop(0)]
+            self._clock.advance(timeout)
+        return super().drain(wait=False)
 
 
 @dataclass

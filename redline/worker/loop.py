@@ -230,7 +230,7 @@ def lead(
                     deltas = []
                     if profiling is not None:
                         profiling.close()
-                    profiling = Profiling(message, planner, runner, outbox)
+                    profiling = Profiling(message, planner, runner, outbox, clock.monotonic_ns)
                 case TakeRole(role=role):
                     takes_role(role)
                     outbox.put(RoleTaken(role=role))

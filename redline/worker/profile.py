@@ -7,7 +7,6 @@ each op, on a GPU torch.profiler tells of each kernel.
 
 from collections.abc import Callable
 
-from redline import clock
 from redline.kernels.cpu import native
 from redline.kernels.cpu.watch import OpTimes
 from redline.run.layer_marks import Meanwhile
@@ -62,7 +61,7 @@ class Profiling:
         planner: Plans,
         runner: Runner,
         outbox: Outbox,
-        clock: Callable[[], int] = clock.monotonic_ns,
+        clock: Callable[[], int],
     ) -> None:
         """clock: in nanoseconds, the monotonic one of the host. Called in the loop's thread, as all else here."""
         self._asked, self._outbox, self._clock = asked, outbox, clock

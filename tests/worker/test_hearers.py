@@ -2,9 +2,8 @@
 ends."""
 
 import threading
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,10 +25,11 @@ from redline.worker.hearers import Hearers
 from redline.worker.loop import lead
 from redline.worker.pulse import Heart, Pulse
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
+from tests.waiting import LIMIT_S, until
 
 CONFIG = PlanConfig(max_running=4)
+HELD_AT = 6  # a step in which the answers of a few jobs are under way
 MAX_MODEL_LEN = 400
-STEP_S = 0.001
 PROMPT = tuple(range(70))
 READY = Ready(max_model_len=MAX_MODEL_LEN, pages=32, fingerprint="tiny", summary="a fake")
 
@@ -42,26 +42,34 @@ def job_of(replica: str, id: str, tokens: int = 20) -> Job:
     return msgspec.structs.replace(make_job(id, PROMPT, max_tokens=tokens, seed=crc32(id.encode())), replica=replica)
 
 
-class Unhurried(FakeRunner):
-    """Steps take long enough for a test to say something in the middle of an answer."""
+class Held(FakeRunner):
+    """It launches step HELD_AT once a test has said `go`, so that something can be said amid an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(32, CONFIG)
+        self.go = threading.Event()
 
     def launch(self, step: Step) -> FakePending:
-        time.sleep(STEP_S)
+        if step.number == HELD_AT:
+            assert self.go.wait(LIMIT_S), "the test does not let it go on"
         return super().launch(step)
 
 
 class Worker:
-    """A loop in its own thread; what each hearer has been told, by its name."""
+    """A loop in its own thread; what each hearer has been told, by its name. said: is in its inbox before it begins."""
 
-    def __init__(self, exchange: Any = None) -> None:
+    def __init__(self, runner: Any, said: Sequence[Wire] = (), exchange: Any = None) -> None:
+        self.runner = runner
         self.inbox = MemoryChannel()
+        for message in said:
+            self.inbox.put(message)
         self.channels: defaultdict[str, MemoryChannel] = defaultdict(MemoryChannel)
         self.told: defaultdict[str, list[Wire]] = defaultdict(list)
         self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
         self.pulse = Pulse()
         hearers = Hearers(self.channels[""], lambda address: self.channels[address])
         hearers.put(READY)
-        arguments = [self.planner, Unhurried(32, CONFIG), self.inbox, hearers, None, self.pulse, exchange]
+        arguments = [self.planner, runner, self.inbox, hearers, None, self.pulse, exchange]
         self.thread = threading.Thread(target=lead, args=arguments, kwargs={"tells_cache": True, "record": False})
         self.thread.start()
 
@@ -72,24 +80,34 @@ class Worker:
 
     def answer(self, name: str, id: str) -> tuple[int, ...]:
         """The whole answer, in the deltas that a hearer is told."""
-        self.until(lambda: any(delta.job == id and delta.finish for delta in self.of(name, Delta)))
+        until(lambda: any(delta.job == id and delta.finish for delta in self.of(name, Delta)))
         return tuple(token for delta in self.of(name, Delta) if delta.job == id for token in delta.tokens)
-
-    def until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 10
-        while not condition():
-            assert time.monotonic() < deadline, dict(self.told)
-            time.sleep(0.005)
 
 
 @contextmanager
-def worker(exchange: Any = None) -> Iterator[Worker]:
-    it = Worker(exchange)
+def worker(said: Sequence[Wire] = (), exchange: Any = None) -> Iterator[Worker]:
+    with ended(Worker(FakeRunner(32, CONFIG), said, exchange)) as it:
+        yield it
+
+
+@contextmanager
+def held_worker(*said: Wire) -> Iterator[Worker]:
+    """What is said in here is heard amid the answers of the jobs that are `said`; they go on behind it."""
+    runner = Held()
+    with ended(Worker(runner, said)) as it:
+        try:
+            yield it
+        finally:
+            runner.go.set()
+
+
+@contextmanager
+def ended(it: Worker) -> Iterator[Worker]:
     try:
         yield it
     finally:
         it.inbox.put(Stop())
-        it.thread.join(10)
+        it.thread.join(LIMIT_S)
         assert not it.thread.is_alive(), "the loop did not end"
 
 
@@ -103,8 +121,7 @@ def test_what_comes_of_a_job_is_told_to_whoever_sent_it_and_all_else_to_everybod
             assert it.answer(name, job.id) == whole_answer(job, MAX_MODEL_LEN)
         for name, job in jobs.items():
             assert {delta.job for delta in it.of(name, Delta)} == {job.id}
-            assert it.of(name, Load)
-            assert it.of(name, Cached)
+            until(lambda name=name: it.of(name, Load) and it.of(name, Cached))
         assert it.of("a", Ready) == it.of("b", Ready) == [READY]
 
 
@@ -113,26 +130,25 @@ def test_a_replica_that_comes_later_is_told_what_the_others_know() -> None:
         it.inbox.put(replicas("a"))
         it.inbox.put(job_of("a", "first"))
         it.answer("a", "first")
-        it.until(lambda: it.of("a", Load))
+        until(lambda: it.of("a", Load))
         it.inbox.put(replicas("a", "b"))
-        it.until(lambda: it.of("b", Cached))
+        until(lambda: it.of("b", Cached))
         assert it.of("b", Ready) == [READY]
         (whole,) = it.of("b", Cached)
         assert whole.whole
         assert whole.stored, "the first job's page"
-        it.until(lambda: it.of("a", Cached)[-1] == whole)
+        until(lambda: it.of("a", Cached)[-1] == whole)
 
 
 def test_the_jobs_of_a_replica_that_has_ended_end_without_a_word_and_no_others() -> None:
-    with worker() as it:
-        it.inbox.put(replicas("a", "b"))
-        it.inbox.put(job_of("a", "loses", 300))
-        it.inbox.put(kept := job_of("b", "kept", 200))
-        it.until(lambda: it.of("a", Delta) and it.of("b", Delta))
+    kept = job_of("b", "kept", 200)
+    with held_worker(replicas("a", "b"), job_of("a", "loses", 300), kept) as it:
+        until(lambda: it.of("a", Delta) and it.of("b", Delta))
         it.inbox.put(replicas("b"))
         it.inbox.put(job_of("a", "under way still", 300))  # it was written before its replica ended
+        it.runner.go.set()
         assert it.answer("b", "kept") == whole_answer(kept, MAX_MODEL_LEN)
-        it.until(lambda: it.planner.idle)
+        until(lambda: it.planner.idle)
         assert not [delta for delta in it.of("a", Delta) if delta.finish]
         load = it.planner.load()
         assert (load.running, load.waiting, load.pages_used) == (0, 0, 0)
@@ -140,27 +156,25 @@ def test_the_jobs_of_a_replica_that_has_ended_end_without_a_word_and_no_others()
 
 
 def test_what_is_lost_of_one_replica_s_messages_costs_the_others_nothing() -> None:
-    with worker() as it:
-        it.inbox.put(replicas("a", "b"))
-        it.inbox.put(job_of("a", "of a", 300))
-        it.inbox.put(kept := job_of("b", "kept", 200))
-        it.until(lambda: it.of("a", Delta) and it.of("b", Delta))
+    kept = job_of("b", "kept", 200)
+    with held_worker(replicas("a", "b"), job_of("a", "of a", 300), kept) as it:
+        until(lambda: it.of("a", Delta) and it.of("b", Delta))
         it.inbox.put(lost := Missed(messages=2, writer=b"a"))
-        it.until(lambda: it.of("a", Missed) == [lost])
+        it.runner.go.set()
+        until(lambda: it.of("a", Missed) == [lost])
         assert it.answer("b", "kept") == whole_answer(kept, MAX_MODEL_LEN)
         assert it.of("b", Missed) == it.of("", Missed) == []
         assert not [delta for delta in it.of("a", Delta) if delta.finish]
-        it.until(lambda: it.planner.idle)
+        until(lambda: it.planner.idle)
 
 
 def test_where_it_is_another_worker_s_words_that_were_lost_all_are_told() -> None:
-    with worker() as it:
-        it.inbox.put(replicas("a", "b"))
-        it.inbox.put(job_of("a", "of a", 300))
-        it.until(lambda: it.of("a", Delta))
+    with held_worker(replicas("a", "b"), job_of("a", "of a", 300)) as it:
+        until(lambda: it.of("a", Delta))
         it.inbox.put(lost := Missed(messages=1, writer=b"another"))
-        it.until(lambda: it.of("a", Missed) == it.of("b", Missed) == it.of("", Missed) == [lost])
-        it.until(lambda: it.planner.idle)
+        it.runner.go.set()
+        until(lambda: it.of("a", Missed) == it.of("b", Missed) == it.of("", Missed) == [lost])
+        until(lambda: it.planner.idle)
 
 
 def test_knocks_are_counted_by_who_knocks() -> None:
@@ -168,7 +182,7 @@ def test_knocks_are_counted_by_who_knocks() -> None:
         it.inbox.put(replicas("a", "b"))
         for number, replica in ((1, "a"), (1, "b"), (2, "a"), (7, "")):
             it.inbox.put(Knock(number=number, replica=replica))
-        it.until(lambda: it.of("", Knock))
+        until(lambda: it.of("", Knock))
         assert [knock.number for knock in it.of("a", Knock)] == [1, 2]
         assert [knock.number for knock in it.of("b", Knock)] == [1]
         heart = Heart(it.pulse, it.channels[""], 64, pytest.fail)
@@ -176,7 +190,7 @@ def test_knocks_are_counted_by_who_knocks() -> None:
         heart.beat()
         assert [it.of(name, Beat)[-1].knock for name in ("a", "b", "")] == [2, 1, 7]
         it.inbox.put(replicas("b"))
-        it.until(lambda: len(it.pulse.replicas) == 1)
+        until(lambda: len(it.pulse.replicas) == 1)
         heart.beat()
         assert [len(it.of(name, Beat)) for name in ("a", "b", "")] == [1, 2, 2]
 
@@ -191,7 +205,7 @@ def test_prompts_that_are_computed_for_the_jobs_of_a_replica_that_has_ended_are_
         computes_for=lambda replica: [id for id, job in out.items() if job.replica == replica],
     )  # fmt: skip
     other = PagesFrom(worker="decode", epoch=1, inbox="")
-    with worker(cast("Any", exchange)) as it:
+    with worker(exchange=cast("Any", exchange)) as it:
         it.inbox.put(replicas("a", "b"))
         it.inbox.put(Prefill(job=job_of("a", "out"), to=other))
         it.inbox.put(replicas("b"))

@@ -3,7 +3,6 @@
 import itertools
 import json
 import threading
-import time
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -31,7 +30,9 @@ from redline.worker.exchange import Exchange
 from redline.worker.loop import StepInFlight, lead, turn
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
-from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
+from tests.clocks import FakeClock
+from tests.fakes import FakePending, FakeRunner, Rests, Steady, hash_page, make_job, whole_answer
+from tests.waiting import LIMIT_S, until
 
 MAX_MODEL_LEN = 400
 CONFIG = PlanConfig(max_running=4)
@@ -39,10 +40,12 @@ PROMPT = tuple(range(70))
 
 
 class Worker:
-    """A loop in its own thread, with both channels in hand."""
+    """A loop in its own thread, with both channels in hand. said: what is in its inbox before it begins."""
 
-    def __init__(self, runner: FakeRunner, outbox: MemoryChannel | None = None) -> None:
+    def __init__(self, runner: FakeRunner, outbox: MemoryChannel | None = None, said: Sequence[Wire] = ()) -> None:
         self.inbox, self.outbox = MemoryChannel(), outbox or MemoryChannel()
+        for message in said:
+            self.inbox.put(message)
         self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
         self.thread = threading.Thread(target=lead, args=[self.planner, runner, self.inbox, self.outbox])
         self.thread.start()
@@ -50,13 +53,13 @@ class Worker:
 
     def deltas(self, id: str) -> list[Delta]:
         """Waits for the job's end."""
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
+        while True:
             found = [message for message in self.messages if isinstance(message, Delta) and message.job == id]
             if found and found[-1].finish:
                 return found
-            self.messages += self.outbox.drain(wait=True, timeout=1)
-        raise AssertionError(f"{id} did not end")
+            more = self.outbox.drain(wait=True, timeout=LIMIT_S)
+            assert more, f"{id} did not end"
+            self.messages += more
 
     def answer(self, id: str) -> tuple[int, ...]:
         return tuple(token for delta in self.deltas(id) for token in delta.tokens)
@@ -66,13 +69,15 @@ class Worker:
 
 
 @contextmanager
-def worker(runner: FakeRunner | None = None, outbox: MemoryChannel | None = None) -> Iterator[Worker]:
-    it = Worker(runner or FakeRunner(32, CONFIG), outbox)
+def worker(
+    runner: FakeRunner | None = None, outbox: MemoryChannel | None = None, said: Sequence[Wire] = ()
+) -> Iterator[Worker]:
+    it = Worker(runner or FakeRunner(32, CONFIG), outbox, said)
     try:
         yield it
     finally:
         it.inbox.put(Stop())
-        it.thread.join(10)
+        it.thread.join(LIMIT_S)
         it.messages += it.outbox.drain(wait=False)
         assert not it.thread.is_alive(), "the loop did not end"
 
@@ -189,10 +194,7 @@ def test_readers_are_heard_while_a_step_is_watched_and_all_others_behind_it() ->
 
 
 def test_an_abort_ends_a_job_and_the_loop_goes_on():
-    with worker() as it:
-        it.inbox.put(make_job("a", PROMPT, max_tokens=300))
-        it.inbox.put(Abort(job=JobId("a")))
-        it.inbox.put(Abort(job=JobId("nobody")))
+    with worker(said=[make_job("a", PROMPT, max_tokens=300), Abort(job=JobId("a")), Abort(job=JobId("nobody"))]) as it:
         assert it.deltas("a")[-1].finish == "aborted"
         it.inbox.put(make_job("b", PROMPT, max_tokens=2))
         assert it.deltas("b")[-1].finish == "length"
@@ -215,11 +217,9 @@ def test_a_delta_that_is_too_large_to_travel_ends_its_job_and_the_loop_goes_on()
 
 
 def test_stop_ends_what_runs_and_gives_back_every_page():
-    with worker() as it:
-        for seed, name in enumerate("abcdef"):
-            it.inbox.put(make_job(name, PROMPT, max_tokens=300, seed=seed))
-        it.inbox.put(Stop())
-        it.thread.join(10)
+    jobs = [make_job(name, PROMPT, max_tokens=300, seed=seed) for seed, name in enumerate("abcdef")]
+    with worker(said=[*jobs, Stop()]) as it:
+        it.thread.join(LIMIT_S)
         assert [it.deltas(name)[-1].finish for name in "abcdef"] == ["aborted"] * 6
     assert it.planner.idle
     it.planner.check()
@@ -448,7 +448,7 @@ def test_a_trace_has_a_line_for_each_job_that_ended(tmp_path: Path):
     while ended < 3:
         ended += sum(1 for message in outbox.drain(wait=True) if isinstance(message, Delta) and message.finish)
     inbox.put(Stop())
-    thread.join(10)
+    thread.join(LIMIT_S)
     lines = {line["id"]: line for line in map(json.loads, (tmp_path / "trace.jsonl").read_text().splitlines())}
     assert set(lines) == set("abc")
     for job in jobs:
@@ -464,22 +464,26 @@ def test_a_trace_has_a_line_for_each_job_that_ended(tmp_path: Path):
 
 
 def test_loads_are_sent_when_something_changed_and_not_too_often():
-    started = time.monotonic()
-    with worker() as it:
-        for seed, name in enumerate("abc"):
-            it.inbox.put(make_job(name, PROMPT, max_tokens=100, seed=seed))
-        for name in "abc":
-            it.deltas(name)
-        time.sleep(2.5 * loop.LOAD_INTERVAL_S)
-        it.messages += it.outbox.drain(wait=False)
-        told = it.loads()
-        assert (told[-1].running, told[-1].generation_tokens) == (0, 300), "an idle worker still tells what changed"
-        time.sleep(1.5 * loop.LOAD_INTERVAL_S)
-        it.messages += it.outbox.drain(wait=False)
-        assert it.loads() == told, "nothing changed, nothing is said"
-        assert len(told) <= 2 + (time.monotonic() - started) / loop.LOAD_INTERVAL_S
-    for before, after in itertools.pairwise(told):
-        assert before != after
+    clock = FakeClock()
+    told: list[tuple[float, Load]] = []
+
+    class Heard(MemoryChannel):
+        def put(self, message: Wire) -> None:
+            if isinstance(message, Load):
+                told.append((clock.now, message))
+
+    runner = Steady(32, CONFIG, clock, step_s=0.01)
+    jobs = [make_job(name, PROMPT, max_tokens=100, seed=seed) for seed, name in enumerate("abc")]
+    with clock.installed():
+        began = clock.now
+        inbox = Rests(clock, jobs, then=[Knock(number=1)])
+        lead(Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), runner, inbox, Heard())
+    times, loads = [at for at, _ in told], [load for _, load in told]
+    assert (loads[-1].running, loads[-1].generation_tokens) == (0, 300), "an idle worker still tells what changed"
+    assert len(loads) > 3, "it tells while it works"
+    assert all(before != after for before, after in itertools.pairwise(loads)), "nothing changed, nothing is said"
+    assert all(after - before >= loop.LOAD_INTERVAL_S - 1e-9 for before, after in itertools.pairwise(times))
+    assert max(after - before for before, after in itertools.pairwise([began, *times])) < loop.LOAD_INTERVAL_S + 0.02
 
 
 def test_a_job_that_comes_while_the_books_are_checked_is_begun_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -521,20 +525,18 @@ def test_shapes_are_recorded_one_at_a_time_while_nothing_runs():
             events.append("record" if self.more else "none left")
             if len(self.more) == 3:
                 recording.set()
-                assert go_on.wait(10)
+                assert go_on.wait(LIMIT_S)
             return super().record_more()
 
     more = [Shape(1, 1, 256), Shape(2, 1, 256), Shape(3, 1, 256), Shape(4, 1, 256)]
     runner = Recording(32, CONFIG, shapes=[Shape(4, 1, 1024)], more=more)
     with worker(runner) as it:
-        assert recording.wait(10)
+        assert recording.wait(LIMIT_S)
         job = make_job("a", PROMPT, max_tokens=20)
         it.inbox.put(job)
         go_on.set()
         assert it.answer("a") == whole_answer(job, MAX_MODEL_LEN)
-        deadline = time.monotonic() + 10
-        while "none left" not in events and time.monotonic() < deadline:
-            time.sleep(0.01)
+        until(lambda: "none left" in events)
     assert events == [
         "record",
         "record",
@@ -575,21 +577,23 @@ def test_a_recording_that_hangs_is_no_rest():
 
 
 def test_an_idle_loop_that_has_checked_its_books_rests(monkeypatch: pytest.MonkeyPatch):
-    """Whatever wakes it: nothing has changed."""
-    checked = 0
-    with worker() as it:
-        checks = it.planner.checks
+    """It wakes to tell its load, and where nothing has changed it does not check again."""
+    clock, outbox, checked = FakeClock(), MemoryChannel(), 0
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    checks = planner.checks
 
-        def counted() -> Iterator[None]:
-            nonlocal checked
-            checked += 1
-            return checks()
+    def counted() -> Iterator[None]:
+        nonlocal checked
+        checked += 1
+        return checks()
 
-        monkeypatch.setattr(it.planner, "checks", counted)
-        it.inbox.put(make_job("a", PROMPT, max_tokens=2))
-        it.deltas("a")
-        time.sleep(3 * loop.LOAD_INTERVAL_S)
-        assert checked == 1
+    monkeypatch.setattr(planner, "checks", counted)
+    with clock.installed():
+        began = clock.now
+        lead(planner, FakeRunner(32, CONFIG), Rests(clock, [], then=[make_job("a", PROMPT, max_tokens=2)]), outbox)
+        assert clock.now > began, "it has slept and woken"
+    assert [load for load in outbox.drain(wait=False) if isinstance(load, Load)][-1].running == 0
+    assert checked == 3, "before the job, after it, and at the Stop"
 
 
 def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
@@ -600,7 +604,7 @@ def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(it.planner, "checks", lambda: checked.set() or [])
         it.inbox.put(make_job("b", PROMPT, max_tokens=2))
         it.deltas("b")
-        assert checked.wait(5)
+        assert checked.wait(LIMIT_S)
 
 
 def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_message() -> None:
@@ -624,12 +628,12 @@ def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_me
     thread = threading.Thread(target=lead, args=arguments, kwargs={"record": False})
     thread.start()
     ended: list[str] = []
-    until = time.monotonic() + 5
-    while len(ended) < 2 and time.monotonic() < until:
-        told = outbox.drain(wait=True, timeout=0.5)
+    while len(ended) < 2:
+        told = outbox.drain(wait=True, timeout=LIMIT_S)
+        assert told, ended
         ended += [message.job for message in told if isinstance(message, Delta) and message.finish is not None]
     inbox.put(Stop())
-    thread.join(10)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert ended == ["a", "b"]
 
@@ -639,18 +643,16 @@ def test_a_knock_is_answered_in_its_turn_among_what_else_is_said() -> None:
         it.inbox.put(make_job("a", PROMPT, max_tokens=3))
         it.inbox.put(Knock(number=7))
         told: list[Wire] = []
-        deadline = time.monotonic() + 10
-        while Knock(number=7) not in told and time.monotonic() < deadline:
-            told += it.outbox.drain(wait=True, timeout=1)
-        assert Knock(number=7) in told
+        while Knock(number=7) not in told:
+            more = it.outbox.drain(wait=True, timeout=LIMIT_S)
+            assert more, told
+            told += more
 
 
 def test_where_messages_to_a_worker_were_lost_it_says_so_and_has_no_jobs_any_more() -> None:
     """An abort may have been among them: a job would run for nobody. None of them is told to have ended: they go on."""
-    with worker() as it:
-        it.inbox.put(make_job("a", PROMPT, max_tokens=300))
-        it.inbox.put(Missed(messages=3))
-        it.inbox.put(make_job("b", PROMPT, max_tokens=3))
+    first, second = make_job("a", PROMPT, max_tokens=300), make_job("b", PROMPT, max_tokens=3)
+    with worker(said=[first, Missed(messages=3), second]) as it:
         assert len(it.answer("b")) == 3
         told = it.messages
         assert Missed(messages=3) in told

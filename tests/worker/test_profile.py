@@ -2,13 +2,13 @@
 
 import itertools
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from redline import clock
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import make_job as hashed_job
 from redline.kernels.cpu import native
@@ -18,61 +18,54 @@ from redline.model.k2.write import random_checkpoint
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.runner import nobody
 from redline.wire.channel import MemoryChannel
+from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
-from redline.wire.news import Stop
 from redline.wire.profile import Profile, Profiled, Span, spans_of
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 from redline.worker.loop import lead
 from redline.worker.profile import Spans
-from tests.fakes import FakeRunner, hash_page, make_job
+from tests.clocks import FakeClock
+from tests.fakes import Rests, Steady, hash_page, make_job
 from tests.tiny_model import kernel_config
+from tests.waiting import until
 
 CONFIG = PlanConfig(max_running=4)
 
 
-def told(outbox: MemoryChannel, number: int) -> tuple[list[Span], Profiled]:
-    """All spans of a Profile, and its last message."""
-    deadline, spans = time.monotonic() + 10, list[Span]()
-    while time.monotonic() < deadline:
-        for message in outbox.drain(wait=True, timeout=1):
-            if isinstance(message, Profiled) and message.number == number:
-                spans += spans_of(message.data)
-                if message.last:
-                    return spans, message
-    raise AssertionError("it has not told all of it")
+class World:
+    """A loop that hears what is `said`, and what it tells, in one thread; steps take a millisecond each. Where it would
+    rest it hears the next of `then`."""
+
+    def __init__(self, *said: Wire, then: Sequence[Wire] = ()) -> None:
+        clock, outbox = FakeClock(), MemoryChannel()
+        self.runner = Steady(32, CONFIG, clock, step_s=0.001)
+        self.runner.begins = nobody
+        with clock.installed():
+            lead(Planner(32, CONFIG, 400, hash_page), self.runner, Rests(clock, said, then), outbox)
+        self.told = outbox.drain(wait=False)
+
+    def profile(self, number: int) -> tuple[list[Span], Profiled]:
+        """All spans of a Profile, and its last message."""
+        told = [message for message in self.told if isinstance(message, Profiled) and message.number == number]
+        assert [message.last for message in told] == [False] * (len(told) - 1) + [True]
+        return [span for message in told for span in spans_of(message.data)], told[-1]
 
 
-@pytest.fixture
-def worker() -> Iterator[tuple[FakeRunner, MemoryChannel, MemoryChannel]]:
-    runner, inbox, outbox = FakeRunner(32, CONFIG), MemoryChannel(), MemoryChannel()
-    runner.begins = nobody
-    planner = Planner(32, CONFIG, 400, hash_page)
-    thread = threading.Thread(target=lead, args=[planner, runner, inbox, outbox])
-    thread.start()
-    yield runner, inbox, outbox
-    inbox.put(Stop())
-    thread.join(10)
-    assert not thread.is_alive()
-
-
-def test_an_idle_worker_tells_of_nothing_and_comes_to_the_end(worker):
-    _, inbox, outbox = worker
-    inbox.put(Profile(number=7, seconds=0.05, most=100))
-    spans, last = told(outbox, 7)
+def test_an_idle_worker_tells_of_nothing_and_comes_to_the_end():
+    spans, last = World(Profile(number=7, seconds=0.05, most=100)).profile(7)
     assert (spans, last.left_out, last.notes) == ([], 0, ())
 
 
-def test_each_step_is_planned_launched_awaited_and_settled(worker):
-    runner, inbox, outbox = worker
-    inbox.put(Profile(number=1, seconds=0.3, most=10_000))
-    inbox.put(make_job("a", tuple(range(70)), max_tokens=20))
-    spans, last = told(outbox, 1)
+def test_each_step_is_planned_launched_awaited_and_settled():
+    job = make_job("a", tuple(range(70)), max_tokens=20)
+    world = World(Profile(number=1, seconds=0.3, most=10_000), job)
+    spans, last = world.profile(1)
     assert last.left_out == 0
     steps = [span for span in spans if span.lane == "steps"]
     assert [span.name for span in steps] == [f"step {n}" for n in range(1, len(steps) + 1)]
-    assert len(steps) == runner.steps
+    assert len(steps) == world.runner.steps == 20
     assert steps[0].facts["prompts"] == 1
     assert steps[0].facts["prompt_positions"] == 70
     assert {span.facts["rows"] for span in steps} == {1}
@@ -86,28 +79,23 @@ def test_each_step_is_planned_launched_awaited_and_settled(worker):
             assert all(a.ended_ns <= b.began_ns for a, b in itertools.pairwise(ordered)), lane
 
 
-def test_what_has_no_room_is_counted_and_the_worker_goes_on(worker):
-    runner, inbox, outbox = worker
-    inbox.put(Profile(number=1, seconds=0.3, most=5))
-    inbox.put(make_job("a", tuple(range(70)), max_tokens=20))
-    spans, last = told(outbox, 1)
+def test_what_has_no_room_is_counted_and_the_worker_goes_on():
+    first, second = (make_job(name, tuple(range(70)), max_tokens=count) for name, count in (("a", 20), ("b", 5)))
+    world = World(Profile(number=1, seconds=0.3, most=5), first, then=[second])
+    spans, last = world.profile(1)
     assert len(spans) == 5
     assert last.left_out > 20
-    assert runner.begins is nobody
-    before = runner.steps
-    inbox.put(make_job("b", tuple(range(70)), max_tokens=5))
-    deadline = time.monotonic() + 10
-    while not any(isinstance(m, Delta) and m.job == "b" and m.finish for m in outbox.drain(wait=True, timeout=1)):
-        assert time.monotonic() < deadline
-    assert runner.steps > before
+    assert world.runner.begins is nobody
+    ended = [message.job for message in world.told if isinstance(message, Delta) and message.finish == "length"]
+    assert ended == ["a", "b"]
+    assert world.runner.steps == 25
 
 
-def test_a_later_one_ends_an_earlier_one(worker):
-    runner, inbox, outbox = worker
-    inbox.put(Profile(number=1, seconds=30, most=100))
-    inbox.put(Profile(number=2, seconds=0.05, most=100))
-    told(outbox, 2)
-    assert runner.begins is nobody
+def test_a_later_one_ends_an_earlier_one():
+    world = World(Profile(number=1, seconds=30, most=100), Profile(number=2, seconds=0.05, most=100))
+    world.profile(2)
+    assert {message.number for message in world.told if isinstance(message, Profiled)} == {2}
+    assert world.runner.begins is nobody
 
 
 def test_spans_leave_in_the_order_in_which_they_came():
@@ -119,23 +107,21 @@ def test_spans_leave_in_the_order_in_which_they_came():
 
 
 @pytest.mark.skipif(native.find_compiler() is None, reason="the kernels write down their own times")
-def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path):
+def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each op of a step lies within that step's part `forward` or its neighbours, on the same clock."""
+    real, later_ns = clock.monotonic_ns, 0  # the kernels' clock, until the window is to end
+    monkeypatch.setattr(clock, "monotonic_ns", lambda: real() + later_ns)
     random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
     with Engine.open(write_tiny_tokenizer(tmp_path), EngineConfig(device="cpu", kv_memory=20 << 20)) as engine:
         outbox = engine._outbox
         heard: list[Profiled] = []
         put = outbox.put
         outbox.put = lambda message: heard.append(message) if isinstance(message, Profiled) else put(message)
-        engine._inbox.put(Profile(number=1, seconds=1.0, most=100_000))
-        began = time.monotonic_ns()
+        engine._inbox.put(Profile(number=1, seconds=3600.0, most=100_000))
         prompt = tuple(range(10, 40))
         engine.generate([hashed_job(JobId("a"), prompt, Sampling(max_tokens=8, temperature=0), engine.fingerprint)])
-        ended = time.monotonic_ns()
-        deadline = time.monotonic() + 10
-        while not (heard and heard[-1].last):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        later_ns = 3600 * 10**9
+        until(lambda: heard and heard[-1].last)
     spans = [span for message in heard for span in spans_of(message.data)]
     ops = [span for span in spans if span.lane == "kernels"]
     steps = [span for span in spans if span.lane == "steps"]
@@ -146,7 +132,7 @@ def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path):
     assert sum(op.name == "mla_prefill" for op in ops) == layers, "one step has the prompt"
     assert sum(op.name == "best" for op in ops) == len(steps)
     for op in ops:
-        assert began <= op.began_ns <= op.ended_ns <= ended
+        assert op.began_ns <= op.ended_ns
         assert any(step.began_ns <= op.began_ns and op.ended_ns <= step.ended_ns for step in steps)
     parts = [span.name for span in spans if span.lane == "runner"]
     assert set(parts) == {"begin", "inputs", "forward", "choose"}

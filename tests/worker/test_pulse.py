@@ -13,6 +13,7 @@ from redline.worker import pulse as module
 from redline.worker.loop import lead
 from redline.worker.pulse import BEAT_S, Heart, Pulse
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job
+from tests.waiting import LIMIT_S
 
 
 def seconds(outbox: MemoryChannel) -> list[float]:
@@ -77,7 +78,7 @@ def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pyte
             class Pending(FakePending):
                 def wait(self) -> StepResult:
                     started.set()
-                    assert done.wait(10)
+                    assert done.wait(LIMIT_S)
                     return self.result
 
             return Pending(pending.result)
@@ -90,14 +91,14 @@ def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pyte
     thread = threading.Thread(target=lead, args=arguments)
     with Heart(pulse, beats, 64, pytest.fail):
         thread.start()
-        assert started.wait(10)
+        assert started.wait(LIMIT_S)
         told: list[float] = []
         while max(told, default=0) < 0.05:
-            assert beats.drain(wait=True, timeout=10), "no beat while a step runs"
-            told += [message.turn_s for message in beats.drain(wait=True, timeout=10)]
+            assert beats.drain(wait=True, timeout=LIMIT_S), "no beat while a step runs"
+            told += [message.turn_s for message in beats.drain(wait=True, timeout=LIMIT_S)]
         done.set()
         inbox.put(Stop())
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert not thread.is_alive()
 
 

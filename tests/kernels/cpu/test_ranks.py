@@ -1,14 +1,12 @@
 """The CPU's group: sums in the order of ranks, and what becomes of it when a rank does not come."""
 
-import os
 import resource
 import signal
-import subprocess
-import sys
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +14,36 @@ from torch import Tensor
 
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu.ranks import SharedMemoryGroup
+from tests.clocks import FakeClock
+from tests.waiting import LIMIT_S, until
 
 ONES = torch.ones(2, 4)
 
 
-def opened(file: Path, ranks: int, seconds: float = 10.0) -> list[SharedMemoryGroup]:
+class Sliced(SharedMemoryGroup):
+    """`slices` counts those of its waits, by call; `in_slice` is called in each, with its number in the call."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.slices: Counter[int] = Counter()
+        self.in_slice: Callable[[int], object] = lambda _: None
+
+    def _meet(self, *given: Any) -> int | None:
+        self.slices[self._calls] += 1
+        self.in_slice(self.slices[self._calls])
+        return super()._meet(*given)
+
+
+def opened(file: Path, ranks: int, seconds: float = LIMIT_S) -> list[Sliced]:
     SharedMemoryGroup.create(file, ranks)
-    return [SharedMemoryGroup(file, rank, ranks, seconds) for rank in range(ranks)]
+    return [Sliced(file, rank, ranks, seconds) for rank in range(ranks)]
 
 
-def together(groups: list[SharedMemoryGroup], work: Callable[[SharedMemoryGroup], Tensor]) -> list[Tensor]:
+def together(groups: list[Sliced], work: Callable[[Sliced], Tensor]) -> list[Tensor]:
     """What each rank gives, as threads."""
     results: dict[int, Tensor] = {}
 
-    def rank(group: SharedMemoryGroup) -> None:
+    def rank(group: Sliced) -> None:
         results[group.rank] = work(group)
 
     threads = [threading.Thread(target=rank, args=(group,)) for group in groups]
@@ -57,15 +71,18 @@ def test_sums_are_added_in_the_order_of_ranks_whatever_their_size(ranks: int, tm
 def test_a_rank_waits_for_another_that_is_slow(tmp_path: Path):
     """Longer than one slice of the wait: the words that it sends again are the same."""
 
-    def work(group: SharedMemoryGroup) -> Tensor:
+    groups = opened(tmp_path / "meet", 2)
+
+    def work(group: Sliced) -> Tensor:
         total = torch.zeros(2, 4)
+        other = groups[1 - group.rank]
         for turn in range(6):
             if turn % 2 == group.rank:
-                time.sleep(0.25)
+                until(lambda turn=turn: other.slices[turn + 1] >= 3)
             total += group.add(ONES * (turn + 1))
         return total
 
-    for got in together(opened(tmp_path / "meet", 2), work):
+    for got in together(groups, work):
         assert torch.equal(got, ONES * 2 * 21)
 
 
@@ -79,24 +96,26 @@ def test_the_file_has_no_name_once_all_have_met(tmp_path: Path):
 
 
 def test_a_rank_that_does_not_come_is_named_and_its_group_has_ended(tmp_path: Path):
-    zero, one = opened(tmp_path / "meet", 2, seconds=0.3)
+    zero, one = opened(tmp_path / "meet", 2)
     together([zero, one], lambda group: group.add(ONES))
+    zero.allow(0.3)
     with pytest.raises(RankLost, match=r"rank 1 has kept rank 0 waiting for 0\.3 s in sum 2"):
         zero.add(ONES)
     with pytest.raises(RankLost, match="in sum 2"):  # it would be taken for the third of rank 1
         zero.add(ONES * 7)
     assert torch.equal(one.add(ONES), ONES * 2), "the words that it did send"
+    one.allow(0.3)
     with pytest.raises(RankLost, match="rank 0 has kept rank 1 waiting"):
         one.add(ONES)
 
 
 def test_who_waits_learns_soon_that_a_rank_has_ended(tmp_path: Path):
     zero, _ = opened(tmp_path / "meet", 2)
-    threading.Timer(0.2, zero.lose, ["rank 1 is lost in step 5: it has ended with code -9"]).start()
-    began = time.monotonic()
+    reason = "rank 1 is lost in step 5: it has ended with code -9"
+    zero.in_slice = lambda number: zero.lose(reason) if number == 2 else None
     with pytest.raises(RankLost, match="rank 1 is lost in step 5"):
         zero.add(ONES)
-    assert time.monotonic() - began < 5
+    assert zero.slices == {1: 2}, "it waits no further slice"
 
 
 @pytest.fixture
@@ -110,38 +129,28 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.usefixtures("interruptible")
 def test_a_call_that_is_interrupted_ends_the_group(tmp_path: Path):
     zero, _ = opened(tmp_path / "meet", 2)
-    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    interrupt = threading.Thread(target=signal.raise_signal, args=[signal.SIGINT])
+    zero.in_slice = lambda number: interrupt.start() if number == 2 else None
     with pytest.raises(KeyboardInterrupt):
         zero.add(ONES)
     with pytest.raises(RankLost, match="rank 0 was interrupted in sum 1"):
         zero.add(ONES)
 
 
-def test_ranks_that_were_all_stopped_for_long_are_not_late():
-    """A program of its own, with both ranks as threads, is stopped for longer than they wait for one another."""
-    program = """
-import pathlib, tempfile, threading, time, torch
-from redline.kernels.cpu.ranks import SharedMemoryGroup
-with tempfile.TemporaryDirectory() as folder:
-    file = pathlib.Path(folder) / "meet"
-    SharedMemoryGroup.create(file, 2)
-    zero, one = (SharedMemoryGroup(file, rank, 2, 1.5) for rank in range(2))
-    def work():
-        for _ in range(8):
-            time.sleep(0.1)
-        one.add(torch.ones(1, 1))
-    threading.Thread(target=work).start()
-    print("waits", flush=True)
-    print(zero.add(torch.ones(1, 1)).item())
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as waiting:
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "waits\n"
-        time.sleep(0.2)
-        os.kill(waiting.pid, signal.SIGSTOP)
-        time.sleep(2)
-        os.kill(waiting.pid, signal.SIGCONT)
-        assert waiting.stdout.read() == "2.0\n"
+def test_ranks_that_were_all_stopped_for_long_are_not_late(tmp_path: Path):
+    """A wait of 1.5 s has 15 slices, however long each has taken by the clock. Rank 1 comes in the last."""
+    zero, one = opened(tmp_path / "meet", 2, seconds=1.5)
+    clock = FakeClock()
+
+    def stopped(number: int) -> None:
+        clock.advance(1000)
+        if number == 15:
+            assert torch.equal(one.add(ONES), ONES * 2), "the words that rank 0 has sent"
+
+    zero.in_slice = stopped
+    with clock.installed():
+        assert torch.equal(zero.add(ONES), ONES * 2)
+    assert zero.slices == {1: 15}
 
 
 @pytest.fixture
