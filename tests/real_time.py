@@ -57,9 +57,6 @@ ALLOWED = frozenset(
         "waiting.py",
         "wire/test_channel.py",
         "wire/test_kv_sockets.py",
-        "worker/test_main.py",
-        "worker/test_ranks.py",
-        "worker/test_tiers.py",
     ]
 )
 

@@ -15,7 +15,7 @@ from redline.worker.loop import StepInFlight, turn
 from redline.worker.tiers import Tiers
 from tests.tiny_model import Answer, joined, open_engine, tiny_model
 
-WAIT_S = 20.0  # for the store's thread
+WAIT_S = 120.0  # at most, for the thread of the store
 
 
 def open_tiers(

@@ -1,10 +1,11 @@
 """Ranks that end, stop, lag, or draw other tokens: all end, soon, and one line says which rank, when, and why."""
 
+import os
 import signal
+import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from redline.errors import RankLost
+from redline.kernels.cpu import ranks as cpu_ranks
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.group import ALONE
 from redline.model.k2.checkpoint import Checkpoint
@@ -21,17 +23,20 @@ from redline.run import runner
 from redline.run.fit import Sizes
 from redline.tune.costs import StepCosts
 from redline.wire.job import Job
-from redline.wire.step import Drawn, RowResult, StepResult
+from redline.wire.step import Drawn, RowResult, Step, StepResult
 from redline.worker import engine, ranks
 from redline.worker.config import EngineConfig, RankConfig, Suffix
 from redline.worker.drawn import Account, Comparison
 from redline.worker.engine import EngineCore, load_model
-from redline.worker.ranks import Ranks
+from redline.worker.ranks import LeadingRunner, Ranks
 from tests import forked
+from tests.clocks import FakeClock
 from tests.tiny_model import CPU, job, kernel_config, prompt, run
+from tests.waiting import LIMIT_S, until
 
 FOLLOWER = """
-import sys, time
+import signal, sys
+from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.run import runner
 from redline.run.runner import Runner
 from redline.worker import engine, rank
@@ -73,12 +78,22 @@ def long_job() -> Job:
     return job("long", prompt(seed=1, length=20), max_tokens=900, stop_ids=(), logprobs=None)
 
 
-def loses(core: EngineCore, said: str) -> float:
-    """Seconds until a long job ends, as its rank is lost in these words."""
-    began = time.monotonic()
+def loses(core: EngineCore, said: str) -> None:
+    """A long job ends, as its rank is lost in these words."""
     with torch.inference_mode(), pytest.raises(RankLost, match=said):
         run(core, [long_job()])
-    return time.monotonic() - began
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Before this step is launched, `act` is called."""
+    launch = LeadingRunner.launch
+
+    def launched(self: LeadingRunner, step: Step) -> Any:
+        if step.number == number:
+            act()
+        return launch(self, step)
+
+    monkeypatch.setattr(LeadingRunner, "launch", launched)
 
 
 # ---------------------------------------------------------------------------------------------- who ends, and who stops
@@ -88,17 +103,23 @@ def test_a_stopped_process_is_named_where_sums_would_wait_for_minutes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a prompt's do on a GPU. The others are not waited for either, once one is lost."""
-    monkeypatch.setattr(runner, "STEP_S", 120.0)
+    monkeypatch.setattr(runner, "STEP_S", 3600.0)
+    monkeypatch.setattr(ranks, "BEAT_S", 0.1)  # of rank 0, which counts its turns; the other beats as always
     core = EngineCore.load(folder, config())
     (process,) = core.runner._ranks._processes  # type: ignore[attr-defined]
+    wait, waited = process.wait, list[float]()
+
+    def waits(timeout: float | None = None) -> int:
+        waited.append(0.0 if timeout is None else timeout)
+        return wait(timeout)
+
+    monkeypatch.setattr(process, "wait", waits)
+    at_step(monkeypatch, 1, lambda: process.send_signal(signal.SIGSTOP))
     try:
-        threading.Timer(0.5, process.send_signal, [signal.SIGSTOP]).start()
-        seconds = loses(core, r"rank 1 has kept rank 0 waiting for 5 s in step \d+: its process does not run")
-        assert 4 < seconds < 5 + 10, "5 s, on a machine that is not busy"
-        began = time.monotonic()
+        loses(core, r"rank 1 has kept rank 0 waiting for 1 s in step 1: its process does not run")
     finally:
         core.runner.close()
-    assert time.monotonic() - began < 5 < ranks.END_S
+    assert max(waited) <= ranks.LOST_END_S < ranks.END_S
     assert process.returncode == -signal.SIGKILL
 
 
@@ -107,47 +128,52 @@ def test_a_rank_that_dies_ends_all_though_sums_would_wait_for_minutes(
 ) -> None:
     """Rank 0 is woken in its sum; the others are in theirs, and hear nothing."""
     random_checkpoint(tmp_path, kernel_config(moe_intermediate_size=128, intermediate_size=128))
-    monkeypatch.setattr(runner, "STEP_S", 120.0)
-    follow(monkeypatch, "runner.STEP_S = 120.0")
+    monkeypatch.setattr(runner, "STEP_S", 3600.0)
+    follow(monkeypatch, "runner.STEP_S = 3600.0")
     core = EngineCore.load(tmp_path, config(ranks=4))
     processes = core.runner._ranks._processes  # type: ignore[attr-defined]
-    killed: list[float] = []
-
-    def kill() -> None:
-        killed.append(time.monotonic())
-        processes[1].kill()
-
+    at_step(monkeypatch, 5, processes[1].kill)
     try:
-        threading.Timer(0.5, kill).start()
         loses(core, r"rank 2 is lost in step \d+: it has ended with code -9")
     finally:
         core.runner.close()
-    assert time.monotonic() - killed[0] < 5
     assert all(process.returncode is not None for process in processes)
 
 
 @pytest.mark.usefixtures("few_seconds")
 def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never ends by itself."""
+    monkeypatch.setattr(runner, "STEP_S", 3600.0)
     follow(
         monkeypatch,
         "def fails(self, spans): raise ValueError('odd')\nRunner._compute = fails\n"
-        "Runner.close = lambda self: time.sleep(60)",
+        "Runner.close = lambda self: signal.pause()",
     )
     core = EngineCore.load(folder, config())
     try:
-        assert loses(core, r"rank 1 is lost in step \d+: rank 1 has failed in step \d+: ValueError: odd") < 4
+        loses(core, r"rank 1 is lost in step \d+: rank 1 has failed in step \d+: ValueError: odd")
     finally:
         core.runner.close()
 
 
 def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "END_S", 1.0)
-    monkeypatch.setattr(ranks, "FOLLOW", ("sleep", "60"))
+    monkeypatch.setattr(ranks, "FOLLOW", ("sleep", "infinity"))
+    clock, waited = FakeClock(), list[float]()
     others = Ranks("", config(ranks=4), CPU, kernel_config())
     processes = list(others._processes)
-    began = time.monotonic()
-    others.close()
-    assert time.monotonic() - began < 2
+    for process in processes:
+
+        def wait(timeout: float | None = None, wait: Callable[[], int] = process.wait) -> int:
+            if timeout is None:
+                return wait()
+            waited.append(timeout)
+            clock.advance(timeout)
+            raise subprocess.TimeoutExpired("sleep", timeout)
+
+        monkeypatch.setattr(process, "wait", wait)
+    with clock.installed():
+        others.close()
+    assert waited == [ranks.END_S, 0.0, 0.0]
     assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
 
 
@@ -175,10 +201,7 @@ ENDS = sys.executable, "-c", "print('there is no room')"
 
 def until_it_is_said() -> None:
     """The watchers have seen their ranks end."""
-    until = time.monotonic() + 20
-    while any(thread.name.startswith("rank ") for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: not any(thread.name.startswith("rank ") for thread in threading.enumerate()))
 
 
 def test_a_rank_that_ends_before_there_is_a_group_is_told_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +249,7 @@ def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypa
     opened = threading.Event()
 
     def told(_: str) -> None:
-        opened.wait(20)  # the rank may end before `others` has its name
+        opened.wait(LIMIT_S)  # the rank may end before `others` has its name
         there.append(Path(others._folder.name).exists())
 
     others = Ranks("", config(), CPU, kernel_config(), told)
@@ -239,46 +262,75 @@ def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypa
 # ---------------------------------------------------------------------------------------------------- who is waited for
 
 
-SLOW_S = 2.0
-
-
 @pytest.mark.usefixtures("few_seconds")
-def test_loads_may_end_far_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "START_S", SLOW_S)
+def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank loads for longer, in slices of rank 0's wait, than it may take for anything else."""
+    gate, slices = tmp_path / "gate", 0
+    os.mkfifo(gate)
     follow(
-        monkeypatch,
-        f"load = engine.load\ndef slow(*given): time.sleep({3 * SLOW_S}); return load(*given)\nengine.load = slow",
-    )
+        monkeypatch, f"load = engine.load\ndef slow(*given): open({str(gate)!r}).close(); return load(*given)\n"
+        "engine.load = slow",
+    )  # fmt: skip
+    meet = SharedMemoryGroup._meet
+
+    def in_short_slices(self: SharedMemoryGroup, part: Any, whole: Any, width: int, seconds: float) -> int | None:
+        nonlocal slices
+        slices += 1
+        if slices == MORE_SLICES:
+            gate.open("w").close()  # once it is opened there
+        return meet(self, part, whole, width, seconds if slices > MORE_SLICES else 0.0001)
+
+    monkeypatch.setattr(SharedMemoryGroup, "_meet", in_short_slices)
     core = EngineCore.load(folder, config())
     core.runner.close()
+    assert slices > MORE_SLICES
+
+
+MORE_SLICES = 2 * round(runner.START_S / cpu_ranks._LOOK_S)
 
 
 @pytest.mark.usefixtures("few_seconds")
-def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    follow(monkeypatch, f"runner.STEP_S = {SLOW_S / 4}")
+def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From then on rank 1 waits in a step for five slices. Before, it waits for 20 of them, and is not lost."""
+    counted = tmp_path / "counted"
+    counted.touch()
+    follow(
+        monkeypatch,
+        "runner.STEP_S = 0.5\nmeet, counted = SharedMemoryGroup._meet, "
+        f"open({str(counted)!r}, 'ab', buffering=0)\n"
+        "def counts(self, *given): counted.write(b'.'); return meet(self, *given)\n"
+        "SharedMemoryGroup._meet = counts",
+    )
     measure = engine.calibrate
+
+    def in_twenty_slices() -> None:
+        size = counted.stat().st_size
+        until(lambda: counted.stat().st_size > size + 20)
 
     def slowly(given: Any, drafts: int) -> StepCosts:
         with monkeypatch.context() as patch:
-            slow_down(given, patch)
+            before_a_step(given, patch, in_twenty_slices)
             return measure(given, drafts)
 
     monkeypatch.setattr(engine, "calibrate", slowly)
     core = EngineCore.load(folder, config(speculation=Suffix()))
     try:
-        slow_down(core.runner, monkeypatch)
+        others = core.runner._ranks  # type: ignore[attr-defined]
+        before_a_step(core.runner, monkeypatch, lambda: until(lambda: others.reason))
         loses(core, r"rank 1 is lost in step \d+: .*rank 0 has kept rank 1 waiting for 0\.5 s")
     finally:
         core.runner.close()
 
 
-def slow_down(given: Any, patch: pytest.MonkeyPatch) -> None:
-    """The runner's next step takes SLOW_S."""
+def before_a_step(given: Any, patch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """In its next step, before it computes anything, the runner waits."""
     predict = given.model.predict
 
     def slow(*arguments: Any) -> Any:
         given.model.predict = predict
-        time.sleep(SLOW_S)
+        wait()
         return predict(*arguments)
 
     patch.setattr(given.model, "predict", slow)
@@ -332,17 +384,28 @@ def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
             compare([*STEPS[:6], other, STEPS[7]])
 
 
-def test_to_compare_costs_microseconds() -> None:
-    """Of 64 rows that gave three tokens each, at best of many: both ranks' work together."""
-    step, zero, comparison = step_of(1, *[(1000 + row, 5, 6) for row in range(64)]), Account(), Comparison(1)
-    best = 1.0
-    for _ in range(500):
-        began = time.perf_counter()
-        zero.note(step)
-        comparison.hear(zero.drawn)
-        comparison.note(step)
-        best = min(best, time.perf_counter() - began)
-    assert best < 50e-6
+def test_to_compare_costs_a_few_calls_however_many_rows_a_step_has() -> None:
+    def calls(rows: int) -> int:
+        """Of Python functions and of C's, of both ranks together, in the second step that they compare."""
+        steps = [step_of(number, *[(1000 + row, 5, 6) for row in range(rows)]) for number in (1, 2)]
+        zero, comparison, count = Account(), Comparison(1), 0
+
+        def seen(_: object, event: str, __: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        for step in steps:
+            count = 0
+            sys.setprofile(seen)
+            try:
+                zero.note(step)
+                comparison.hear(zero.drawn)
+                comparison.note(step)
+            finally:
+                sys.setprofile(None)
+        return count
+
+    assert 0 < calls(64) == calls(1) < 40
 
 
 def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> None:

@@ -1,6 +1,5 @@
 """Engines whose pages go below the prefix cache and come back: answers are those of an engine without tiers."""
 
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from redline.wire.job import PAGE_TOKENS, Job, PageId
 from redline.worker.engine import EngineCore
 from tests.tiers import WAIT_S, close, open_tiers, run, tier, tiers_of, told
 from tests.tiny_model import LEARNED, Answer, job, prompt, run_alone, tiny_model
+from tests.waiting import until
 
 FEW: dict[str, Any] = {"pages": 12, "step_tokens": 100, "max_model_len": 640}
 
@@ -179,21 +179,19 @@ def test_a_disk_that_is_full_is_said_and_answers_go_on(
         monkeypatch.setattr("redline.run.tiers.disk.os.pwritev", full)
         always_fetches(engine)
         answers = [one(engine, f"{number}", seed).tokens for number, seed in enumerate((1, 2, 1))]
-        tiers_of(engine).store.flush(1.0)
+        tiers_of(engine).store.flush(WAIT_S)
     assert answers == [alone(seed).tokens for seed in (1, 2, 1)]
     assert "the disk takes no more pages: No space left on device" in caplog.text
 
 
 def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> None:
     with opened() as engine:
-        store, until = tiers_of(engine).store, time.monotonic() + WAIT_S
+        store = tiers_of(engine).store
         slots = store._host.slots
         with store._lock:  # as where a GPU reads it
             slots.ahead = 1
             store._lock.notify_all()
-        while slots.short(busy=False):
-            assert time.monotonic() < until, "nothing is made"
-            time.sleep(0.001)
+        until(lambda: not slots.short(busy=False), "memory is made")
         store.check()
 
 
