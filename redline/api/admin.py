@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -30,7 +30,7 @@ class _Role(Record, frozen=True):
     role: Role
 
 
-def _nobody(name: str, role: Role) -> str | None:
+def _nobody(name: str, *_: Role) -> NoReturn:
     raise KeyError(name)
 
 
@@ -55,8 +55,9 @@ class Desk(Protocol):
         """Begin the server's end."""
         ...
 
-    def replace(self, name: str) -> str | None:
-        """Have a worker of that name leave and be started again; where there is none, the names that there are."""
+    def replace(self, name: str) -> tuple[str | None, str]:
+        """Have a worker of that name leave and be started again: what it does now, or None and why it cannot. Raises
+        KeyError with the names that there are where there is none of that name."""
         ...
 
     async def profile(self, seconds: float) -> bytes:
@@ -74,14 +75,15 @@ def create_admin_app(
     edge: Edge,
     config: ApiConfig,
     drain: Callable[[], None],
-    replace: Callable[[str], bool] = lambda _: False,
+    replace: Callable[[str], tuple[str | None, str]] = _nobody,
     turn: Callable[[str, Role], str | None] = _nobody,
     steering: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> ASGIApp:
     """The admin routes of a server whose API is this process. edge: of the server that they are about.
 
     config: of these routes, with their own keys_file. drain: begins the server's end. replace: a worker of that name;
-    False where there is none. turn: a worker of that name to another role; why it cannot, KeyError where there is none.
+    what it does now, or None and why it cannot. turn: a worker of that name to another role; why it cannot. Both raise
+    KeyError where there is none of that name.
     steering: what is told of who changes roles by itself; None: nobody does. Raises ConfigError where the keys' file
     cannot be read or is empty.
     """
@@ -126,11 +128,16 @@ class _Admin:
         return json_response({"status": "draining", "drain_s": self._desk.drain_s})
 
     async def replace(self, request: Request) -> Response:
-        """Let a worker end its answers within drain_s, have another go on with the rest, and start it again."""
+        """Let a worker end its answers within drain_s, have another go on with the rest, and start it again; start one
+        that was given up. 409 with the reason where it cannot."""
         name = request.path_params["name"]
-        if (known := self._desk.replace(name)) is not None:
-            return _unknown(name, known)
-        return json_response({"status": "draining", "worker": name, "drain_s": self._desk.drain_s})
+        try:
+            status, why_not = self._desk.replace(name)
+        except KeyError as known:
+            return _unknown(name, known.args[0])
+        if status is None:
+            return json_response({"error": why_not}, 409)
+        return json_response({"status": status, "worker": name, "drain_s": self._desk.drain_s})
 
     async def profile(self, request: Request) -> Response:
         """A trace of the next ?seconds=, gzipped. Raises Refusal (400, 409)."""
@@ -173,7 +180,7 @@ class _OneProcess:
         gateway: Gateway,
         edge: Edge,
         drain: Callable[[], None],
-        replace: Callable[[str], bool],
+        replace: Callable[[str], tuple[str | None, str]],
         turn: Callable[[str, Role], str | None],
         steering: Callable[[], Mapping[str, Any] | None],
     ) -> None:
@@ -195,8 +202,11 @@ class _OneProcess:
     async def reload(self) -> str:
         return self._edge.reload()
 
-    def replace(self, name: str) -> str | None:
-        return None if self._replace(name) else self._known
+    def replace(self, name: str) -> tuple[str | None, str]:
+        try:
+            return self._replace(name)
+        except KeyError:
+            raise KeyError(self._known) from None
 
     def turn(self, name: str, role: Role) -> str | None:
         try:

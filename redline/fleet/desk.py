@@ -28,7 +28,7 @@ class FleetDesk:
         fleet: Fleet,
         drain_s: float,
         drain: Callable[[], None],
-        replace: Callable[[str], bool],
+        replace: Callable[[str], tuple[str | None, str]],
         turn: Callable[[str, Role], str | None],
     ) -> None:
         self.drain = drain
@@ -97,9 +97,13 @@ class FleetDesk:
         """As `reload`, for whoever cannot wait."""
         self._keep(asyncio.create_task(self._reload()))
 
-    def replace(self, name: str) -> str | None:
-        """Have a worker of that name leave and be started again; where there is none, the names that there are."""
-        return None if self._replace(name) else self._known
+    def replace(self, name: str) -> tuple[str | None, str]:
+        """What a worker of that name does now that is to be started again, or None and why it cannot. Raises KeyError
+        with the names that there are where there is none of that name."""
+        try:
+            return self._replace(name)
+        except KeyError:
+            raise KeyError(self._known) from None
 
     def turn(self, name: str, role: Role) -> str | None:
         """Why a worker of that name cannot take another role. Raises KeyError with the names that there are where there

@@ -36,14 +36,17 @@ class End(NamedTuple):
 class Kept(ABC):
     """One process of a deployment through all its starts. `given_up` is why there will be no other."""
 
-    def __init__(self, name: str, *, again: bool, at_first: bool = False) -> None:
-        """again: whether it is started again. at_first: also where it has never been ready, since what ends it then is
-        none of the deployment's mistakes, which have been looked for before."""
+    def __init__(self, name: str, *, again: bool, proven: asyncio.Event) -> None:
+        """again: whether it is started again. proven: set once any process of its kind has become ready. A start that
+        fails before may have met a mistake in the deployment, on which every other start would fail too, so the next
+        one waits for this event."""
         self.name = name
         self.given_up: str | None = None
         self.ready = asyncio.Event()  # set when it is ready for the first time
         self._again = again
-        self._at_first = at_first
+        self._proven = proven
+        self._waits: str | None = None  # why its last start has failed, while it waits for `proven`
+        self._epoch = 0
         self._stopping = asyncio.Event()
         self._wanted = asyncio.Event()  # set while it is to run
         self._wanted.set()
@@ -51,12 +54,13 @@ class Kept(ABC):
 
     async def live(self) -> None:
         """Start it, again and again, until it is given up or told to stop; then no process of it is left."""
-        epoch = 0
         while await self._is_wanted():
-            epoch += 1
+            self._epoch += 1
             try:
-                end = await self._start(epoch)
+                end = await self._start(self._epoch)
             except ConfigError as error:  # of the deployment: it would be so again
+                if self._proven.is_set():
+                    log.error("%s: %s; it is given up", self.name, error)
                 self.given_up = str(error)
                 return
             except Exception as error:  # no process, no socket: as good a reason as any to try again
@@ -67,13 +71,14 @@ class Kept(ABC):
             if end.excused or not self._wanted.is_set() or (not end.ready and self._rests(end.why)):
                 continue
             self._in_a_row = 1 if end.well else self._in_a_row + 1
-            again = self._again and (self._at_first or self.ready.is_set())
-            if not again or self._in_a_row >= MOST_ENDS:
+            if not self._again or self._in_a_row >= MOST_ENDS:
                 if self._rests(end.why):
                     continue
-                if again or self._at_first:  # else the server ends, and says it
+                if self._proven.is_set():  # else whoever waits for the first to be ready logs it
                     log.error("%s: %s; it is given up", self.name, end.why)
                 self.given_up = end.why
+                return
+            if not await self._is_proven(end.why):
                 return
             pause = 0.0 if self._in_a_row == 1 else min(AGAIN_S * 2 ** (self._in_a_row - 2), LONGEST_S)
             after = f" in {pause:g} s" if pause else ""
@@ -81,19 +86,49 @@ class Kept(ABC):
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
 
+    def begin_anew(self) -> None:
+        """Forget why it is given up and how many starts have failed, so that `live` may be called again."""
+        self.given_up, self._in_a_row = None, 0
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether its last start has failed."""
+        return self.given_up is not None or self._in_a_row > 0
+
+    @property
+    def down(self) -> str | None:
+        """Why no start of it is running or will follow, as far as that depends on itself; None: one is or will."""
+        return self.given_up or (None if self._proven.is_set() else self._waits)
+
     def stop(self) -> None:
         """Have it end what it runs and leave; `live` returns once it has."""
         self._stopping.set()
 
+    def _is_ready(self) -> None:
+        """To be called by a start when it becomes ready."""
+        self.ready.set()
+        self._proven.set()
+
     async def _is_wanted(self) -> bool:
         """Returns once it is to run; False where it is told to stop before."""
-        if self._wanted.is_set():
-            return not self._stopping.is_set()
-        wanted = asyncio.create_task(self._wanted.wait())
-        stopping = asyncio.create_task(self._stopping.wait())
-        await asyncio.wait({wanted, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (wanted, stopping):
-            task.cancel()
+        return await self._unless_stopped(self._wanted)
+
+    async def _is_proven(self, why: str) -> bool:
+        """Returns once any process of its kind has been ready; False where it is told to stop before. why: its last
+        start has failed."""
+        self._waits = why
+        proven = await self._unless_stopped(self._proven)
+        self._waits = None
+        return proven
+
+    async def _unless_stopped(self, event: asyncio.Event) -> bool:
+        """Returns once `event` is set; False where it is told to stop before."""
+        if not event.is_set():
+            waiting = asyncio.create_task(event.wait())
+            stopping = asyncio.create_task(self._stopping.wait())
+            await asyncio.wait({waiting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (waiting, stopping):
+                task.cancel()
         return not self._stopping.is_set()
 
     def _rests(self, why: str) -> bool:

@@ -48,7 +48,9 @@ class SupervisedReplica(Kept):
     ) -> None:
         """sockets: the folder for its sockets. changed: called with its name when it begins to serve, and when it has
         ended."""
-        super().__init__(name, again=config.resume_s > 0, at_first=True)
+        proven = asyncio.Event()
+        proven.set()  # mistakes in the deployment have been looked for before, so what ends a start is none
+        super().__init__(name, again=config.resume_s > 0, proven=proven)
         self._config = config
         self._fleet = fleet
         self._sockets = sockets
@@ -116,7 +118,7 @@ class SupervisedReplica(Kept):
             serves = start.use is not None
             self._fleet.hear(start, await inbox.get())
             if start.use is not None and not serves:
-                self.ready.set()
+                self._is_ready()
                 self._changed(self.name)
 
 
@@ -169,9 +171,10 @@ async def serve_replicas(
     serving = asyncio.create_task(_until_none_is_left(replicas, lives))
     try:
         ready = await supervisor.start(signals.stop, serving)
-        if ready is None or not await _until_known(fleet, signals.stop, serving):
+        if ready is None and fleet.ready is None:
             return 0
-        announce(ready)
+        if ready is not None and await _until_known(fleet, signals.stop, serving):
+            announce(ready)
         stopping, given_up = asyncio.create_task(signals.stop.wait()), asyncio.create_task(supervisor.given_up())
         await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
         lost = not stopping.done()

@@ -39,7 +39,7 @@ from redline.api.spans import open_spans
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import ConfigError
+from redline.errors import ConfigError, RedlineError
 from redline.fleet.config import ServeConfig
 from redline.fleet.front import ADMIN_HOST, Doors, end, open_front, serve_beside
 from redline.fleet.lines import lines_on_stderr
@@ -269,12 +269,17 @@ async def _serve_through(
     )
     serving = asyncio.create_task(server.serve(sockets=[doors.api]))
     try:
-        ready = await supervisor.start(stop, serving)
-        if ready is None:
+        try:
+            ready = await supervisor.start(stop, serving)
+        except RedlineError as error:
+            gateway.lose_all(str(error))
+            raise
+        if ready is None and gateway.ready is None:
             return 0
-        gc.collect()
-        gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
-        announce(ready)
+        if ready is not None:  # else it is to end, while some workers serve already and others load
+            gc.collect()
+            gc.freeze()  # a full collection that walked through all of this took 30 to 100 ms of a stream
+            announce(ready)
         stopping, given_up = asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.given_up())
         await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
         lost = not stopping.done()

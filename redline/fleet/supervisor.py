@@ -104,14 +104,15 @@ class Supervised(Kept):
         parcels: Path | None,
         *,
         again: bool,
+        proven: asyncio.Event,
         drain_s: float,
         machines: Machines | None = None,
     ) -> None:
-        """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again.
+        """sockets: the folder for its sockets. parcels: for what it hands over. again, proven: as `Kept` has them.
 
         drain_s: for its answers to end, where it is replaced. machines: beside this one; None: there are none.
         """
-        super().__init__(place.name, again=again)
+        super().__init__(place.name, again=again, proven=proven)
         self.place = place
         self.role: Role = place.role  # that it has now, and will be started again with
         self._machines = machines
@@ -163,6 +164,7 @@ class Supervised(Kept):
 
     async def _start(self, epoch: int) -> End:
         self._runs = True
+        self._replacing.clear()
         try:
             end = await self._run(epoch)
         finally:
@@ -196,7 +198,7 @@ class Supervised(Kept):
                 await asyncio.wait({ended, following, stopping, first, leaving}, return_when=asyncio.FIRST_COMPLETED)
                 if link.ready is not None:
                     ready_at = clock()
-                    self.ready.set()
+                    self._is_ready()
                     if self.place.spare:
                         log.info("%s takes requests, %.1f s after its start", link.name, ready_at - began)
                     replacing = asyncio.create_task(self._drained(link, leaving))
@@ -285,8 +287,6 @@ class Supervised(Kept):
     async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
         """Returns once it is to be replaced, or its machine leaves, and its answers have ended or had drain_s seconds
         to."""
-        if self._wanted.is_set():  # else it has been told meanwhile
-            self._replacing.clear()
         replacing = asyncio.create_task(self._replacing.wait())
         try:
             await asyncio.wait({replacing, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -379,6 +379,7 @@ class Supervisor:
         here = [place for place in places if place.at is None]
         lenders = sum(place.transport in WITHIN_A_HOST for place in here)
         self._parcels = folder_for_parcels(lenders) if lenders else None
+        self._proven = asyncio.Event()
         self.workers = [
             Supervised(
                 place,
@@ -387,6 +388,7 @@ class Supervisor:
                 sockets,
                 self._parcels,
                 again=again,
+                proven=self._proven,
                 drain_s=config.drain_s,
                 machines=machines,
             )
@@ -396,30 +398,52 @@ class Supervisor:
         self._lives: list[asyncio.Task[None]] = []
 
     async def start(self, stop: asyncio.Event, serving: "asyncio.Task[None]") -> Ready | None:
-        """Start all that run in any case: what jobs may be like once each is ready; None where `stop` was set before.
+        """Start all workers that run in any case. Returns what jobs may be like once one answers and each other is
+        ready, or has failed at least once and is started again; None where `stop` was set before.
 
-        Raises ConfigError with the reason of the first that cannot load its model, WorkerLost where it had no time to
-        give one, or where `serving` has ended meanwhile.
+        Raises where no worker is left that could answer: ConfigError with the reason that the first of them has given,
+        WorkerLost where it had no time to give one. Raises WorkerLost where `serving` has ended meanwhile.
         """
         self._lives = [asyncio.create_task(worker.live()) for worker in self.workers]
-        all_ready = asyncio.gather(*(worker.ready.wait() for worker in self.workers if not worker.place.spare))
+        settled = asyncio.create_task(self._settled())
         stopping = asyncio.create_task(stop.wait())
         try:
-            while not all_ready.done() and not stopping.done():
-                running = {life for life in self._lives if not life.done()}
-                await asyncio.wait({all_ready, stopping, serving, *running}, return_when=asyncio.FIRST_COMPLETED)  # pyright: ignore[reportCallIssue, reportArgumentType]
-                if serving.done():
-                    raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
-                for worker, life in zip(self.workers, self._lives, strict=True):
-                    if life.done() and not stopping.done():
-                        life.result()
-                        raise _failure(worker)
-            return None if stopping.done() else self._gateway.ready
+            await asyncio.wait({settled, stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return None
+            if serving.done():
+                raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
+            settled.result()
+            return self._gateway.ready
         finally:
-            stopping.cancel()
-            all_ready.cancel()
-            with suppress(asyncio.CancelledError):
-                await all_ready
+            for task in (stopping, settled):
+                task.cancel()
+
+    async def _settled(self) -> None:
+        """As `start`, for the workers' part."""
+        awaited, said = [worker for worker in self.workers if not worker.place.spare], set[str]()
+        while True:
+            for life in self._lives:
+                if life.done():
+                    life.result()
+            answers = self._gateway.ready is not None
+            if not answers and (failed := self._hopeless()) is not None:
+                raise _failure(failed)
+            for worker in awaited:
+                if (why := worker.down) is not None and worker.name not in said and not self._proven.is_set():
+                    said.add(worker.name)
+                    then = "it is started again once another worker is ready"
+                    log.error("%s: %s; %s", worker.name, why, "it is given up" if worker.given_up else then)
+            if answers and all(worker.ready.is_set() or worker.has_failed for worker in awaited):
+                return
+            await asyncio.sleep(0.01)
+
+    def _hopeless(self) -> Supervised | None:
+        """The first worker that is down, where no worker is left that could answer as things are."""
+        starts = [worker for worker in self.workers if worker.down is None and worker.seat.state != "idle"]
+        if any(worker.role != "prefill" or not self._proven.is_set() for worker in starts):
+            return None
+        return next((worker for worker in self.workers if worker.down is not None), None)
 
     async def given_up(self) -> str:
         """Returns once no worker is left that answers, nor will be: why."""
@@ -463,12 +487,25 @@ class Supervisor:
             raise KeyError(name)
         return worker
 
-    def replace(self, name: str) -> bool:
-        """Have a worker leave and be started again, its answers going on; False where there is none of that name."""
-        found = [worker for worker in self.workers if worker.place.name == name]
-        for worker in found:
-            worker.replace()
-        return bool(found)
+    def replace(self, name: str) -> tuple[Literal["draining", "starting"] | None, str]:
+        """Have a worker leave and be started again, its answers going on; have one that was given up be started.
+
+        Returns what it does now, or None and why it cannot. Raises KeyError where there is none of that name.
+        """
+        worker = self._of(name)
+        match worker.seat.state:
+            case "ready":
+                worker.replace()
+                return "draining", ""
+            case "given up":
+                log.info("%s was given up (%s), and is started anew", name, worker.given_up)
+                worker.begin_anew()
+                self._lives[self.workers.index(worker)] = asyncio.create_task(worker.live())
+                return "starting", ""
+            case "starting":
+                return None, f"{name} is being started already"
+            case "idle" | "ending":
+                return None, f"{name} is to run only once it is wanted, and is started anew then"
 
     def turn(self, name: str, role: Role) -> str | None:
         """Have a worker take another role while it serves: None, or why it cannot.
@@ -481,6 +518,8 @@ class Supervisor:
         link = next((link for link in self._gateway.links if link.name == name), None)
         if link is None or worker.given_up is not None:
             return f"{name} does not run: {worker.given_up or 'it has not been started yet'}"
+        if worker.seat.state == "idle":
+            return f"{name} does not run: {SPARED}"
         if link.role == role:
             return None
         if (why_not := refusal(self._gateway.links, link, role)) is None:
@@ -507,5 +546,5 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def _failure(worker: Supervised) -> Exception:
     """Why a worker could not load its model: in its own words, or that it had none."""
-    why = worker.given_up or "the worker has ended"
+    why = worker.down or "the worker has ended"
     return WorkerLost(why) if why.startswith("the worker has ended with code") else ConfigError(why)

@@ -352,6 +352,25 @@ async def test_the_admin_routes_ask_for_keys_of_their_own(tmp_path: Path) -> Non
         await admin.aclose()
 
 
+async def test_a_worker_is_replaced_or_the_answer_says_why_not(tmp_path: Path) -> None:
+    own = tmp_path / "admin.txt"
+    own.write_text("root r1")
+
+    def replace(name: str) -> tuple[str | None, str]:
+        return {"a": ("draining", ""), "b": ("starting", ""), "c": (None, "c is being started already")}[name]
+
+    async with World(answer("a")) as world:
+        config = ApiConfig(served_model_names=(MODEL,), keys_file=str(own))
+        routes = create_admin_app(world.gateway, Edge(world.config), config, lambda: None, replace)
+        transport, ours = httpx2.ASGITransport(routes), {"authorization": "Bearer r1"}
+        async with httpx2.AsyncClient(transport=transport, base_url="http://admin", headers=ours) as admin:
+            answers = {name: await admin.post(f"/admin/workers/{name}/replace") for name in "abcd"}
+    assert [answer.status_code for answer in answers.values()] == [200, 200, 409, 404]
+    assert [answers[name].json()["status"] for name in "ab"] == ["draining", "starting"]
+    assert answers["c"].json() == {"error": "c is being started already"}
+    assert answers["d"].json() == {"error": "no worker is called d; there are worker"}
+
+
 async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = keys_file(tmp_path, "alice k1")
     caplog.set_level(logging.INFO, "redline.access")

@@ -24,6 +24,7 @@ import uvloop
 from openai import APIError, OpenAI
 from rich.console import Console
 
+from redline.api.gateway import Gateway
 from redline.api.server import open_files
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.errors import ConfigError
@@ -34,6 +35,7 @@ from redline.fleet.serve import serve
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
 from tests import forked
+from tests.api.fake_engine import FakeEngine, say
 from tests.tiny_model import kernel_config
 
 ROOT = Path(__file__).parents[2]
@@ -282,6 +284,43 @@ def test_the_loop_that_serves_is_uvloops(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fleet, "_serve", look)
     assert fleet.serve(ServeConfig(weights=str(NANO), port=0), Console(file=io.StringIO())) == 0
     assert isinstance(loops[0], uvloop.Loop)
+
+
+@pytest.mark.usefixtures("goes_on")
+@pytest.mark.parametrize("serves", [False, True])
+def test_a_server_that_is_told_to_end_while_workers_load_drains_where_one_serves(
+    serves: bool, monkeypatch: pytest.MonkeyPatch
+):
+    drained: list[float] = []
+
+    class Loading:
+        """As `Supervisor`, told to end while one worker loads, and perhaps another serves."""
+
+        replace = turn = None
+
+        def __init__(self, config: ServeConfig, gateway: Gateway, *_: object) -> None:
+            self._gateway = gateway
+
+        async def start(self, stop: asyncio.Event, _: object) -> None:
+            if serves:
+                FakeEngine(say([])).serve(self._gateway)
+            stop.set()
+
+        async def given_up(self) -> None:
+            await asyncio.Event().wait()
+
+        def end(self) -> None: ...
+
+        async def ended(self) -> None: ...
+
+    async def drain(_: object, seconds: float, *__: object) -> None:
+        drained.append(seconds)
+
+    monkeypatch.setattr(fleet, "Supervisor", Loading)
+    monkeypatch.setattr(fleet, "_drain", drain)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: set[int]())
+    assert fleet.serve(ServeConfig(weights=str(NANO), port=0, drain_s=7.0), Console(file=io.StringIO())) == 0
+    assert drained == [7.0] * serves
 
 
 def test_each_request_is_a_line_unless_it_is_a_machines_question(nano: Server):
