@@ -51,9 +51,9 @@ def test_work_that_needs_more_than_is_free_does_not_begin(tmp_path: Path):
 
 
 def test_a_kill_lets_a_folder_go(tmp_path: Path):
-    hold = f"import pathlib, time, redline.disk as d\nwith d.alone(pathlib.Path({str(tmp_path)!r})):"
-    hold += " print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as holder:
+    hold = f"import pathlib, sys, redline.disk as d\nwith d.alone(pathlib.Path({str(tmp_path)!r})):"
+    hold += " print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         with pytest.raises(ConfigError, match="another process is writing it"), alone(tmp_path):

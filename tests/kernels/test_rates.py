@@ -1,11 +1,10 @@
 """How rates of reading and of multiplying are measured."""
 
-import time
-
 import pytest
 import torch
 
 from redline.kernels import rates
+from tests.clocks import FakeClock
 
 
 def test_a_format_that_the_chip_has_no_instructions_for_is_tried_on_small_matrices_alone(
@@ -20,17 +19,19 @@ def test_a_format_that_the_chip_has_no_instructions_for_is_tried_on_small_matric
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.parametrize(("seconds", "times"), [(0.02, 2), (0.005, 13)])
-def test_a_way_that_takes_ten_times_as_long_is_run_twice(seconds: float, times: int) -> None:
-    calls: list[float] = []
+@pytest.mark.parametrize(("seconds", "best", "times"), [(0.02, 0.001, 2), (0.005, 0.1, 13)])
+def test_a_way_that_takes_ten_times_as_long_is_run_twice(seconds: float, best: float, times: int) -> None:
+    clock, calls = FakeClock(), 0
 
     def work() -> torch.Tensor:
-        calls.append(seconds)
-        time.sleep(seconds)
+        nonlocal calls
+        calls += 1
+        clock.advance(seconds)
         return torch.empty(0)
 
-    assert rates._seconds(work, torch.device("cpu"), 5, best=0.001 if times == 2 else 0.1) >= seconds
-    assert len(calls) in range(times - 5 * (times > 2), times + 1)
+    with clock.installed():
+        assert rates._seconds(work, torch.device("cpu"), 5, best) == pytest.approx(seconds)
+    assert calls == times
 
 
 def test_one_slow_run_does_not_make_rounds_shorter(monkeypatch: pytest.MonkeyPatch) -> None:

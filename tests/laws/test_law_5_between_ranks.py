@@ -5,7 +5,6 @@ The last tests here end the ranks of the engines that those before them use.
 
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS
 from tests.laws.test_law_6_ranks_change_nothing import counted
 from tests.tiny_model import Answer, job, kernel_config, prompt, run
+from tests.waiting import until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 AREA = 1 << 17  # bytes, so that a prompt takes several parcels
@@ -152,11 +152,7 @@ def others(engine: EngineCore) -> ranks.Ranks:
 
 def lost(both: Pair) -> str:
     """Why the second worker's ranks are lost, once they are."""
-    until = time.monotonic() + 60
-    while others(both.answers.engine).reason is None:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    return str(others(both.answers.engine).reason)
+    return str(until(lambda: others(both.answers.engine).reason))
 
 
 def given_back(both: Pair) -> None:
@@ -195,9 +191,7 @@ def test_a_rank_that_is_stopped_with_a_parcel_and_no_step_is_named(
     others(both.answers.engine)._processes[0].send_signal(signal.SIGSTOP)
     number = others(both.answers.engine).memory.told + 1
     both.send([job("long", prompt(seed=20, length=900), max_tokens=900, stop_ids=())])
-    until = time.monotonic() + 60
     while others(both.answers.engine).memory.told < number:
-        assert time.monotonic() < until
         both.turn()
     assert lost(both) == (f"rank 1 has kept rank 0 waiting for 2 s with parcel {number:,}: its process does not run")
     given_back(both)

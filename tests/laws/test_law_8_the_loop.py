@@ -12,6 +12,7 @@ from redline.wire.job import JobId
 from redline.wire.news import Stop
 from redline.worker.loop import lead
 from tests.fakes import FakeRunner, hash_page, make_job, whole_answer
+from tests.waiting import LIMIT_S
 
 MAX_MODEL_LEN = 320
 PAGES = 9  # too few for all at once: some are pre-empted on the way
@@ -47,7 +48,7 @@ def test_the_deltas_joined_are_the_answer(through: str, draft_tokens: int, tmp_p
     deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
     open_jobs = set(deltas)
     while open_jobs:
-        messages = from_worker.drain(wait=True, timeout=10)
+        messages = from_worker.drain(wait=True, timeout=LIMIT_S)
         assert messages, f"{open_jobs} did not end"
         for message in messages:
             if isinstance(message, Delta):
@@ -55,7 +56,7 @@ def test_the_deltas_joined_are_the_answer(through: str, draft_tokens: int, tmp_p
                 if message.finish:
                     open_jobs.remove(message.job)
     to_worker.put(Stop())
-    thread.join(10)
+    thread.join(LIMIT_S)
     for job in jobs:
         told = deltas[job.id]
         answer = whole_answer(job, MAX_MODEL_LEN)

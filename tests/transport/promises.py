@@ -4,12 +4,12 @@ Both ends live in this process; that they can live in two is tried beside it.
 """
 
 import ctypes
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from redline.transport.base import Area, Memory, Peer, Reading, TransferFailed, Transport
+from tests.waiting import LIMIT_S, until
 
 SIZE = 3_000_000
 
@@ -22,11 +22,8 @@ def pattern(size: int, salt: int = 0) -> bytes:
     return bytes((i * 31 + i // 251 + salt) % 256 for i in range(size))
 
 
-def wait(reading: Reading, seconds: float = 20.0) -> None:
-    until = time.monotonic() + seconds
-    while not reading.done():
-        assert time.monotonic() < until, "the reading neither ends nor fails"
-        time.sleep(0.0002)
+def wait(reading: Reading) -> None:
+    until(reading.done, "the reading neither ends nor fails")
 
 
 class Promises:
@@ -78,7 +75,7 @@ class Promises:
         for offset, count in ((0, 1), (7, 4097), (65_536, 300_001), (0, len(data)), (len(data) - 3, 3)):
             landing[:] = bytes([255]) * len(landing)
             at = min(11, len(landing) - count)
-            wait(peer.read(offset, memoryview(landing)[at:], count, 20.0))
+            wait(peer.read(offset, memoryview(landing)[at:], count, LIMIT_S))
             assert landing[at : at + count] == data[offset : offset + count]
             assert landing[:at] == bytes([255]) * at
             assert landing[at + count :] == bytes([255]) * (len(landing) - at - count)
@@ -88,7 +85,8 @@ class Promises:
         fill(area.memory, data)
         piece = len(data) // 10
         readings = [
-            peer.read((9 - i) * piece, memoryview(landing)[i * piece : (i + 1) * piece], piece, 20.0) for i in range(10)
+            peer.read((9 - i) * piece, memoryview(landing)[i * piece : (i + 1) * piece], piece, LIMIT_S)
+            for i in range(10)
         ]
         for reading in readings:
             wait(reading)
@@ -100,34 +98,34 @@ class Promises:
         for salt in range(3):
             data = pattern(5000, salt)
             fill(area.memory, data, 100)
-            wait(peer.read(100, landing, 5000, 20.0))
+            wait(peer.read(100, landing, 5000, LIMIT_S))
             assert landing[:5000] == data
 
     def test_a_cancelled_read_writes_nothing_more(self, area: Area, peer: Peer, landing: bytearray):
+        half = self.LARGE // 2
         fill(area.memory, bytes([1]) * self.LARGE)
-        reading = peer.read(0, landing, self.LARGE, 20.0)
+        reading = peer.read(0, landing, half, LIMIT_S)
         reading.cancel()
-        before = bytes(landing)
-        time.sleep(0.05)
-        assert landing == before
+        before = bytes(landing[:half])
+        read_behind(peer, landing, half)
+        assert landing[:half] == before
         try:
             assert reading.done()
-            assert landing == bytes([1]) * self.LARGE, "a read that says it is done has brought all"
+            assert landing[:half] == bytes([1]) * half, "a read that says it is done has brought all"
         except TransferFailed:
             with pytest.raises(TransferFailed):
                 reading.done()
         reading.cancel()
 
     def test_a_read_whose_time_is_over_fails(self, area: Area, peer: Peer, landing: bytearray):
-        reading = peer.read(0, landing, self.LARGE, 0.0)
-        until = time.monotonic() + 10
+        half = self.LARGE // 2
+        reading = peer.read(0, landing, half, 0.0)
         try:
-            while not reading.done():
-                assert time.monotonic() < until
+            wait(reading)
         except TransferFailed:
-            before = bytes(landing)
-            time.sleep(0.02)
-            assert landing == before
+            before = bytes(landing[:half])
+            read_behind(peer, landing, half)
+            assert landing[:half] == before
 
     def test_bytes_outside_are_refused(self, peer: Peer, landing: bytearray):
         for offset, count in ((0, self.LARGE + 1), (self.LARGE, 1), (-1, 1), (0, -1), (0, 0)):
@@ -157,14 +155,20 @@ class Promises:
 
     def test_closing_a_peer_cancels_its_reads(self, area: Area, theirs: Transport, landing: bytearray):
         fill(area.memory, bytes([1]) * self.LARGE)
-        peer = theirs.connect(area.told)
-        readings = [peer.read(0, landing, self.LARGE, 20.0) for _ in range(4)]
+        peer, other, half = theirs.connect(area.told), theirs.connect(area.told), self.LARGE // 2
+        readings = [peer.read(0, landing, half, LIMIT_S) for _ in range(4)]
         peer.close()
-        before = bytes(landing)
-        time.sleep(0.05)
-        assert landing == before
+        before = bytes(landing[:half])
+        read_behind(other, landing, half)
+        assert landing[:half] == before
+        other.close()
         for reading in readings:
             try:
                 assert reading.done()
             except TransferFailed:
                 continue
+
+
+def read_behind(peer: Peer, landing: bytearray, first: int) -> None:
+    """Bring as many bytes again to behind the first so many: what is under way would come meanwhile."""
+    wait(peer.read(first, memoryview(landing)[first:], len(landing) - first, LIMIT_S))

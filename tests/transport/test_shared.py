@@ -3,26 +3,29 @@
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from redline.errors import ConfigError
+from redline.transport import shared
 from redline.transport.base import Memory, TransferFailed
 from redline.transport.shared import INLINE, PIECE, SharedTransport
 from tests.transport.promises import Promises, pattern, wait
+from tests.waiting import LIMIT_S, until
 
 OWNER = """
-import sys, time
+import sys
 from pathlib import Path
 from redline.transport.shared import SharedTransport
 from tests.transport.promises import fill, pattern
 area = SharedTransport(Path(sys.argv[1])).area(2_000_000)
 fill(area.memory, pattern(2_000_000, 5))
 print(area.told.hex(), flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
@@ -37,22 +40,23 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_peer_reads_across_processes_and_after_the_owner_was_killed(folder: Path):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", OWNER, str(folder)]
+    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
         told = bytes.fromhex(owner.stdout.readline())
         peer = SharedTransport(folder).connect(told)
         for _ in range(2):
             into = bytearray(2_000_000)
-            wait(peer.read(0, into, 2_000_000, 20.0))
+            wait(peer.read(0, into, 2_000_000, LIMIT_S))
             assert into == pattern(2_000_000, 5)
             owner.send_signal(signal.SIGKILL)
-            owner.wait(10)
+            owner.wait(LIMIT_S)
         peer.close()
     finally:
         owner.kill()
-        owner.wait(10)
-        owner.stdout.close()
+        owner.wait(LIMIT_S)
+        owner.communicate()
 
 
 def test_a_peer_never_writes_and_the_folder_is_closed_to_others(folder: Path):
@@ -102,17 +106,33 @@ def test_an_area_that_has_no_room_is_a_line_for_the_operator(folder: Path):
         SharedTransport(folder).area(Memory(4096, 10))
 
 
-def test_a_large_copy_stops_between_pieces_and_one_that_waits_never_begins(folder: Path):
+def test_a_large_copy_stops_between_pieces_and_one_that_waits_never_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     transport = SharedTransport(folder)
     size = 64 * PIECE
     peer = transport.connect(transport.area(size).told)
     first, second = bytearray(size), bytearray([7]) * size
-    running, waiting = peer.read(0, first, size, 20.0), peer.read(0, second, size, 20.0)
-    began = time.monotonic()
+    pieces, copying, go_on = list[int](), threading.Event(), threading.Event()
+
+    def memmove(into: int, source: int, count: int) -> None:
+        pieces.append(count)
+        copying.set()
+        assert go_on.wait(LIMIT_S)
+        shared_ctypes.memmove(into, source, count)
+
+    shared_ctypes = shared.ctypes
+    monkeypatch.setattr(shared, "ctypes", SimpleNamespace(memmove=memmove))
+    running, waiting = peer.read(0, first, size, LIMIT_S), peer.read(0, second, size, LIMIT_S)
+    assert copying.wait(LIMIT_S)
     waiting.cancel()
-    running.cancel()
-    assert time.monotonic() - began < 1.0
-    assert second == bytes([7]) * size or running.done()
+    cancelling = threading.Thread(target=running.cancel)
+    cancelling.start()
+    until(lambda: running._stopped)
+    go_on.set()
+    cancelling.join(LIMIT_S)
+    assert pieces == [PIECE]
+    assert second == bytes([7]) * size
     with pytest.raises(TransferFailed, match="cancelled"):
         waiting.done()
     assert not peer.readings

@@ -23,14 +23,15 @@ from redline.run import runner
 from redline.run.fit import Sizes
 from redline.tune.costs import StepCosts
 from redline.wire.job import Job
-from redline.wire.step import Drawn, RowResult, Step, StepResult
+from redline.wire.step import Drawn, RowResult, StepResult
 from redline.worker import engine, ranks
 from redline.worker.config import EngineConfig, RankConfig, Suffix
 from redline.worker.drawn import Account, Comparison
 from redline.worker.engine import EngineCore, load_model
-from redline.worker.ranks import LeadingRunner, Ranks
+from redline.worker.ranks import Ranks
 from tests import forked
 from tests.clocks import FakeClock
+from tests.lost_ranks import at_step
 from tests.tiny_model import CPU, job, kernel_config, prompt, run
 from tests.waiting import LIMIT_S, until
 
@@ -82,18 +83,6 @@ def loses(core: EngineCore, said: str) -> None:
     """A long job ends, as its rank is lost in these words."""
     with torch.inference_mode(), pytest.raises(RankLost, match=said):
         run(core, [long_job()])
-
-
-def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
-    """Before this step is launched, `act` is called."""
-    launch = LeadingRunner.launch
-
-    def launched(self: LeadingRunner, step: Step) -> Any:
-        if step.number == number:
-            act()
-        return launch(self, step)
-
-    monkeypatch.setattr(LeadingRunner, "launch", launched)
 
 
 # ---------------------------------------------------------------------------------------------- who ends, and who stops

@@ -1,0 +1,21 @@
+"""What befalls a rank in a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from redline.wire.step import Step
+from redline.worker.ranks import LeadingRunner
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Before this step is launched, `act` is called."""
+    launch = LeadingRunner.launch
+
+    def launched(self: LeadingRunner, step: Step) -> Any:
+        if step.number == number:
+            act()
+        return launch(self, step)
+
+    monkeypatch.setattr(LeadingRunner, "launch", launched)
