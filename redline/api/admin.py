@@ -200,7 +200,7 @@ class _OneProcess:
         return jobs_of(self._gateway, id)
 
     async def reload(self) -> str:
-        return self._edge.reload()
+        return await self._edge.reload()
 
     def replace(self, name: str) -> tuple[str | None, str]:
         try:

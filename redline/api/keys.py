@@ -13,9 +13,11 @@ Limits stand beside the key so that one reading takes both: a new client needs n
 
 import os
 import secrets
+import stat
 from collections.abc import Callable, Collection
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +28,7 @@ from redline.api.quota import Account
 from redline.errors import ConfigError
 
 NAME_CHARS = 64
+MOST_BYTES = 16 << 20  # of the file
 SECRET = secrets.token_bytes(16)  # so that the name of a key alone, which is logged, tells nothing of the key
 
 
@@ -50,19 +53,13 @@ def read_keys(
     Raises ConfigError, which names the line and never a key, where the file cannot be read, holds no key or says what
     nobody knows.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
     entries: dict[bytes, Entry] = {}
     said_of: dict[str, tuple[Entry, str]] = {}
-    for number, line in enumerate(lines, 1):
-        if line.lstrip().startswith("#"):
-            continue
-        words = _words(line)
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        place = f"{path}, line {number}"
+        words = _words(line, place)
         if not words:
             continue
-        place = f"{path}, line {number}"
         entry, key = _entry(words, default, classes, place, secret)
         digest = sha256(key.encode()).digest()
         if entries.setdefault(digest, entry).name != entry.name:
@@ -77,10 +74,37 @@ def read_keys(
     return entries
 
 
-def _words(line: str) -> list[str]:
-    words = line.split()
-    comment = next((at for at, word in enumerate(words) if at and word.startswith("#")), len(words))
-    return words[:comment]
+def _text(path: Path) -> str:
+    """What is in the file. Raises ConfigError, for what is not a regular file too: a pipe may never end."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer is opened at once
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise ConfigError(f"{path}: the file of API keys is not a regular file")
+            with open(file, "rb", closefd=False) as opened:
+                data = opened.read(MOST_BYTES + 1)
+        finally:
+            os.close(file)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path}: the file of API keys cannot be read: {why}") from None
+    if len(data) > MOST_BYTES:
+        raise ConfigError(f"{path}: the file of API keys has more than {MOST_BYTES:,} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}, line {line}: the file of API keys is not UTF-8 text") from None
+
+
+def _words(line: str, place: str) -> list[str]:
+    """Of a line, without its comment. Raises ConfigError where the rest is not printable."""
+    line = line.removesuffix("\r").replace("\t", " ").strip(" ")
+    comment = 0 if line.startswith("#") else line.find(" #")
+    words = line if comment < 0 else line[:comment]
+    if not words.isprintable():
+        raise ConfigError(f"{place}: a character that is not printable; expected NAME KEY, or KEY alone")
+    return words.split()
 
 
 def _entry(
@@ -115,6 +139,17 @@ def _entry(
     return Entry(name, limits, sla), key
 
 
+Version = tuple[int, int, int]
+"""Which file it is: its time, size and number."""
+
+
+class Reading(NamedTuple):
+    """What came of reading the file once. seen: which file; None: there was none."""
+
+    seen: Version | None
+    found: dict[bytes, Entry] | ConfigError
+
+
 class Keyring:
     """The keys that hold now, and an Account for each name, which outlives every reading of the file."""
 
@@ -133,12 +168,30 @@ class Keyring:
         self._default = default
         self._clock = clock
         self.accounts: dict[str, Account] = {}
-        self.reload()
+        self._seen: Version | None = None
+        self._entries: dict[bytes, Entry] = {}
+        reading = self.read()
+        assert reading is not None
+        self.take(reading)
 
-    def reload(self) -> int:
-        """Read the file again: -> how many keys it holds. Raises ConfigError; what held before holds on then."""
-        self._seen = self._look()
-        self._entries = read_keys(self.path, self._default, self._classes, self._secret)
+    def read(self, *, changed: bool = False) -> Reading | None:
+        """What the file holds now; nothing else changes, so it may run in another thread. changed: None where the file
+        is the one that was taken in last, by its time, size and number."""
+        seen = self._look()
+        if changed and seen == self._seen:
+            return None
+        try:
+            return Reading(seen, read_keys(self.path, self._default, self._classes, self._secret))
+        except ConfigError as error:
+            return Reading(seen, error)
+
+    def take(self, reading: Reading) -> int:
+        """Have these keys hold from now on. Returns how many there are. Raises the ConfigError of a file that could not
+        be read; the keys that held before hold on then."""
+        self._seen = reading.seen
+        if isinstance(reading.found, ConfigError):
+            raise reading.found
+        self._entries = reading.found
         names = {entry.name: entry for entry in self._entries.values()}
         for name, account in list(self.accounts.items()):
             if name not in names and not account.running:
@@ -151,18 +204,13 @@ class Keyring:
             account.sla = entry.sla
         return len(self._entries)
 
-    @property
-    def changed(self) -> bool:
-        """Whether the file is another one than when it was read last, by its time, size and number."""
-        return self._look() != self._seen
-
     def account(self, headers: Headers) -> Account:
         """Whose request it is. Raises Refusal (401) for one without a known key."""
         return self.accounts[self._entries[check_key(headers, self._entries)].name]
 
-    def _look(self) -> tuple[int, int, int] | None:
+    def _look(self) -> Version | None:
         try:
-            stat = os.stat(self.path)
-        except OSError:
+            found = os.stat(self.path)
+        except (OSError, ValueError):
             return None  # between two versions, perhaps
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return found.st_mtime_ns, found.st_size, found.st_ino

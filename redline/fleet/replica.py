@@ -146,7 +146,10 @@ class _Replica:
                     case Use():
                         self._other(message)
                     case Ask():
-                        self._outbox.put(Told(number=message.number, body=self._answer(message)))
+                        if message.what == "reload":  # which may wait for a file
+                            self._keep(asyncio.create_task(self._reload(message)))
+                        else:
+                            self._outbox.put(Told(number=message.number, body=self._answer(message)))
                     case Told():
                         self._questions.told(message)
                     case Drain():
@@ -214,7 +217,11 @@ class _Replica:
             case "request":
                 return msgspec.json.encode(jobs_of(gateway, ask.about))
             case "reload":
-                return edge.reload().encode()
+                raise AssertionError("it is answered once the file has been read")
+
+    async def _reload(self, ask: Ask) -> None:
+        said = await self._front.edge.reload()
+        self._outbox.put(Told(number=ask.number, body=said.encode()))
 
     # -- to the supervisor
 

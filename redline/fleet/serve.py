@@ -250,7 +250,7 @@ async def _serve_through(
     front = open_front(config, tokenizer, style, Metrics(config.names[0]))
     gateway, edge, server, spans = front
     if edge.keyring is not None:
-        signals.reload = edge.reload
+        signals.reload = edge.reload_soon
     supervisor = Supervisor(config, gateway, sockets, machines)
     steering = None
     if config.steer is not None:

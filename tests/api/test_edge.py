@@ -2,13 +2,16 @@
 
 import asyncio
 import logging
+import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from redline.api import edge as edges
 from redline.api.admin import create_admin_app
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, KeyLimits, Limits
@@ -17,6 +20,7 @@ from redline.api.keys import Keyring, read_keys
 from redline.api.quota import Account, LimitReached, ServedRate
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer, until
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -51,7 +55,7 @@ async def chat(world: World, key: str = "", headers: dict[str, str] | None = Non
 
 def test_a_line_is_a_name_and_a_key_or_a_key_alone(tmp_path: Path) -> None:
     path = keys_file(
-        tmp_path, "# all\n\nalice k1 requests_per_s=2 concurrency=3  # hers\nalice k2\nbob k3\n  k4\nk5 # old\n"
+        tmp_path, "# \x1ball\r\n\r\nalice k1 requests_per_s=2 concurrency=3  # hers\nalice k2\nbob k3\n  k4\nk5 # old\n"
     )
     entries = list(read_keys(path, KeyLimits(concurrency=7, tokens_per_day=9)).values())
     assert [entry.name for entry in entries[:3]] == ["alice", "alice", "bob"]
@@ -74,6 +78,11 @@ def test_a_line_is_a_name_and_a_key_or_a_key_alone(tmp_path: Path) -> None:
         ("alice secret\nbob secret", "line 2: this key has another name already: alice"),
         ("a secret concurrency=1\na other concurrency=2", "line 2: a has other limits in .*line 1"),
         (f"{'a' * 65} secret", "line 1: the name is not printable text of at most 64"),
+        ("alice k1\n\0\0\0\0", "line 2: a character that is not printable"),
+        ("\x0bsecret", "line 1: a character that is not printable"),
+        ("alice secret\x1b[0m", "line 1: a character that is not printable"),
+        ("# all\nsecret\u2028secret", "line 2: a character that is not printable"),
+        ("alice\u00a0secret", "line 1: a character that is not printable"),
     ],
 )
 def test_a_wrong_line_is_named_and_its_key_is_not(tmp_path: Path, text: str, complaint: str) -> None:
@@ -100,7 +109,7 @@ async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
         assert (await chat(world, "k2")).status_code == 200
         assert edge.keyring.accounts["alice"].tokens > used
         path.write_text("alice k3 concurrency=none\n")
-        assert "the keys that held before hold on" in edge.reload()
+        assert "the keys that held before hold on" in await edge.reload()
         assert (await chat(world, "k2")).status_code == 200
         following.cancel()
 
@@ -110,11 +119,62 @@ def test_a_name_that_is_gone_keeps_no_account_once_its_requests_have_ended(tmp_p
     keys = Keyring(path, KeyLimits())
     with keys.accounts["bob"].request():
         path.write_text("alice k1")
-        assert keys.changed
-        assert keys.reload() == 1
+        reading = keys.read(changed=True)
+        assert reading is not None
+        assert keys.take(reading) == 1
         assert set(keys.accounts) == {"alice", "bob"}
-    keys.reload()
+    assert keys.read(changed=True) is None
+    keys.take(reading)
     assert set(keys.accounts) == {"alice"}
+
+
+async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = keys_file(tmp_path, "alice k1")
+    caplog.set_level("INFO", "redline.api")
+    answers, reads = threading.Event(), list[str]()
+
+    def look(self: Keyring) -> tuple[int, int, int]:
+        reads.append(threading.current_thread().name)
+        assert answers.wait(120), "as a share whose server is gone"
+        return 0, 0, 0
+
+    async with World(answer("a")) as world:
+        edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+        app = create_app(world.gateway, ApiConfig(served_model_names=(MODEL,)), edge)
+        world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
+        monkeypatch.setattr(Keyring, "_look", look)
+        for name in ("LOOK_S", "READ_S"):
+            monkeypatch.setattr(edges, name, 0.01)
+        following = asyncio.create_task(edge.follow_keys())
+        try:
+            path.write_text("alice k2")
+            said = [await edge.reload() for _ in range(3)]
+            assert all("keys.txt: not read within" in each for each in said)
+            assert (await chat(world, "k1")).status_code == 200, "the keys that held before hold on"
+            edge.reload_soon()
+            assert reads == ["file"], "one reading at a time, in a thread of its own"
+            assert caplog.text.count("the keys that held before hold on until it is") == 1
+        finally:
+            answers.set()
+        await eventually(lambda: "keys.txt: 1 keys hold now" in caplog.text)
+        assert (await chat(world, "k2")).status_code == 200
+        assert (await chat(world, "k1")).status_code == 401
+        following.cancel()
+
+
+async def test_a_pipe_in_the_place_of_the_file_is_refused_and_the_keys_hold_on(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice k1")
+    edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+    path.unlink()
+    os.mkfifo(path)
+    assert "is not a regular file; the keys that held before hold on" in await edge.reload()
+    assert edge.keyring is not None
+    assert edge.keyring.account([(b"authorization", b"Bearer k1")]).name == "alice"
+    for other in (path, tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is not a regular file"):
+            read_keys(other)
 
 
 # -- limits

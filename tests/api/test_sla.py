@@ -107,7 +107,9 @@ async def test_a_request_counts_in_the_class_of_its_key_and_its_job_says_when_it
     assert (told["quick"]["requests"], told["quick"]["ttft_met"]) == (1, 0)
     assert (told["default"]["requests"], told["default"]["both_met"]) == (2, 2)
     keys.path.write_text("alice one\nbob two sla=quick\n")
-    keys.reload()
+    reading = keys.read()
+    assert reading is not None
+    keys.take(reading)
     assert {name: account.sla for name, account in keys.accounts.items()} == {"alice": "default", "bob": "quick"}
 
 
