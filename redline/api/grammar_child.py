@@ -4,19 +4,29 @@ Standard input has frames, each a length (4 bytes, the lowest first) and msgpack
 Each request is answered by a frame on standard output.
 """
 
+import random
 import resource
 import signal
 import struct
 import sys
-from typing import Any, BinaryIO
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
+from redline import clock
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
+from redline.tune.grammar import Budget, parser_limits
 from redline.wire.base import Record
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 LENGTH = struct.Struct("<I")
+WALKS = 2  # texts of a grammar that a trial follows
+WALKED = 48  # tokens of each, at most
+_INWARD = b'{[":,'  # what leads further into a value of JSON
 
 
 class Vocabulary(Record, frozen=True):
@@ -58,12 +68,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (vocabulary.memory_bytes, vocabulary.memory_bytes))
     ranks = {token: rank for rank, token in enumerate(vocabulary.tokens)}
     tokens = grammar_tokens(Tokenizer(ranks, vocabulary.names))
+    inward = [ranks[bytes([byte])] for byte in _INWARD if bytes([byte]) in ranks]
     while (data := _frame(inlet)) is not None:
-        outlet.write(framed(_verdict(msgspec.msgpack.decode(data, type=Trial), tokens)))
+        outlet.write(framed(verdict_of(msgspec.msgpack.decode(data, type=Trial), tokens, inward)))
         outlet.flush()
 
 
-def _verdict(trial: Trial, tokens: Any) -> Verdict:
+def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+    """What comes of a trial. inward: tokens that lead further into a value of JSON."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -72,11 +84,43 @@ def _verdict(trial: Trial, tokens: Any) -> Verdict:
             return Verdict(text=gbnf_to_lark(trial.text))
         except Exception as error:  # whatever a grammar out of shape raises there
             return Verdict(error=f"it cannot be read as GBNF: {error}")
-    matcher = LLMatcher(tokens, trial.text, log_level=0)
+    matcher = LLMatcher(tokens, trial.text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return Verdict(error=matcher.get_error())
-    matcher.compute_bitmask()  # what takes too much shows in the first mask
-    return Verdict(error=matcher.get_error() if matcher.is_error() else None)
+    draw = random.Random(trial.text)
+    for number in range(WALKS):
+        if (error := _walk(matcher.deep_copy(), draw, inward if number else ())) is not None:
+            return Verdict(error=error)
+    return Verdict()
+
+
+def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> str | None:
+    """Follows the grammar along tokens that it allows, drawn at random, as a worker would: why that cannot be done, or
+    takes too long; None: nothing of that has shown. rather: tokens that come half the time where they are allowed."""
+    budget, began = Budget(), clock.thread_time()
+    for _ in range(WALKED):
+        forced = matcher.compute_ff_tokens()
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error() or not mask:
+            return matcher.get_error() or "it leaves no token to choose"
+        those = [token for token in rather if mask >> token & 1] if draw.random() < 0.5 else []
+        token = forced[0] if forced else draw.choice(those) if those else _drawn(mask, draw)
+        followed = matcher.consume_token(token)
+        began, took = (now := clock.thread_time()), now - began
+        if (why := budget.spend(took)) is not None:
+            return f"it takes too long: {why}"
+        if matcher.is_error():
+            return matcher.get_error()
+        if not followed or matcher.is_stopped():
+            return None
+    return None
+
+
+def _drawn(mask: int, draw: random.Random) -> int:
+    """One of the bits that are set: the next from a random place on, around the end."""
+    place = draw.randrange(mask.bit_length())
+    above = mask >> place
+    return place + (above & -above).bit_length() - 1
 
 
 def _frame(inlet: BinaryIO) -> bytes | None:

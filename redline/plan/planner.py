@@ -910,7 +910,8 @@ class Planner:
     def _settle_row(self, job: ActiveJob, row: Row, outcome: RowResult) -> Delta | None:
         if outcome.error is not None:
             self._end(job, "error")
-            return _error(job.job.id, outcome.error, "failed", job.cached_tokens)
+            fault: Fault = "refused" if outcome.refused else "failed"
+            return _error(job.job.id, outcome.error, fault, job.cached_tokens)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if row.start is None:
             rejected = row.count - len(outcome.tokens)

@@ -40,7 +40,7 @@ from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
 from redline.run.layer_marks import LayerMarks, Meanwhile
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
-from redline.run.slots import Proposal, Slots, Span
+from redline.run.slots import Proposal, Slot, Slots, Span
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
 
@@ -449,7 +449,8 @@ class Runner:
 
     def _draft(self, spans: Sequence[Span], results: Sequence[RowResult], features: Tensor | None) -> None:
         firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
-        sound = [i for i, result in enumerate(results) if result.error is None]
+        # A row with tokens and an error goes on as any other: its error may be this rank's alone.
+        sound = [i for i, result in enumerate(results) if result.tokens or result.error is None]
         if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
             self.drafting.follow(
                 [spans[i] for i in sound],
@@ -485,10 +486,11 @@ class Runner:
             except Exception as error:
                 if self._is_ours_alone(error):
                     raise
-                results.append(RowResult(error=f"the next token could not be chosen: {error}"))  # this row's alone
+                reason = f"the next token could not be chosen: {error}"
+                results.append(_stuck(slot) or RowResult(error=reason))  # this row's alone
                 continue
             if not given.tokens or not all(token in tokens for token in given.tokens):
-                results.append(RowResult(error=no_choice(position)))
+                results.append(_stuck(slot) or RowResult(error=no_choice(position)))
                 continue
             self.slots.append(span.slot, given.tokens, position)
             asked = slot.sampling.logprobs
@@ -500,6 +502,7 @@ class Runner:
                     for row_V, token in zip(out.logits()[first:end], given.tokens, strict=False)
                 )
             )
+            why = None if slot.matcher is None else slot.matcher.error
             results.append(
                 RowResult(
                     tokens=tuple(given.tokens),
@@ -508,6 +511,8 @@ class Runner:
                     by=span.drafts.by if proposed else None,
                     forced=len(slot.proposal.tokens),
                     logprobs=logprobs,
+                    error=why,
+                    refused=why is not None,
                 )
             )
         return results
@@ -588,6 +593,13 @@ class Runner:
             for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
             for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
         )
+
+
+def _stuck(slot: Slot) -> RowResult | None:
+    """The result of a row that its slot's grammar left no token, where the grammar has met a bound; else None."""
+    if slot.matcher is None or slot.matcher.error is None:
+        return None
+    return RowResult(error=slot.matcher.error, refused=True)
 
 
 def _once_done(result: StepResult, done: Callable[[], None]) -> WaitForStep:

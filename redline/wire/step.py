@@ -92,7 +92,8 @@ Proposer = Literal["target", "learned", "suffix", "grammar"]
 
 
 class RowResult(Record, frozen=True):
-    """What a row gave. `error` ends the job that owns the row, and that job only."""
+    """What a row gave. `error` ends the job that owns the row, and that job only: its client gets no `tokens` of the
+    same row, which are there since other ranks may have them without an error."""
 
     tokens: tuple[int, ...] = ()  # none where the row does not sample
     proposed: int = 0  # drafts that were verified
@@ -103,6 +104,7 @@ class RowResult(Record, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
     error: str | None = None
+    refused: bool = False  # the error is the client's, since what it asked for cannot be computed
 
 
 class StepResult(Record, frozen=True):

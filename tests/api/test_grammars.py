@@ -8,16 +8,22 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
+from redline.api.grammar_child import Trial, Verdict, verdict_of
 from redline.api.grammars import Grammars
 from redline.api.openai import read_chat
 from redline.bench.runs.constrained import tokenizer
+from redline.bench.runs.schemas import schemas
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.chat.vocabulary import grammar_tokens
 from redline.errors import Overloaded, RequestError
+from redline.tune.grammar import parser_limits
 from redline.wire.job import Grammar
+from tests.clocks import FakeClock
 
 pytestmark = pytest.mark.anyio
 SPECIAL = tokenizer().special
@@ -74,6 +80,10 @@ async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
         (Constraint(kind="grammar", text="start: nobody", param="schema"), "unknown name"),
         (Constraint(kind="grammar", text="root ::= (", param="schema"), "GBNF"),
         (schema({"enum": ["x" * (1 << 20)]}), "at most 1048576 are read"),
+        (
+            Constraint(kind="grammar", text="start: a+\na: A | a a | a A a\nA: /[a-z ]/", param="schema"),
+            "Too many items",
+        ),
     ],
 )
 async def test_what_cannot_be_used_is_refused_in_these_words(constraint: Constraint, words: str):
@@ -83,6 +93,43 @@ async def test_what_cannot_be_used_is_refused_in_these_words(constraint: Constra
                 await grammar_of(grammars, constraint, thinks=thinks)
             assert words in str(refused.value)
             assert refused.value.param == "schema"
+
+
+AMBIGUOUS = "start: a+\na: A | a a | a A a\nA: /[a-z ]/"
+OPTIONAL = {"type": "object", "properties": {f"key {n}": {"type": "string"} for n in range(300)}}
+
+
+@pytest.mark.parametrize("text", [AMBIGUOUS, f"start: %json {json.dumps(OPTIONAL)}"], ids=["ambiguous", "properties"])
+def test_a_trial_follows_a_grammar_beyond_its_first_mask(text: str, monkeypatch: pytest.MonkeyPatch):
+    """With a tiny vocabulary masks have few items, so the bound is lower here."""
+    tokens, inward = grammar_tokens(tokenizer()), [tokenizer().encode(one)[0] for one in '{[":,']
+    trial = Trial(text=text)
+    assert verdict_of(trial, tokens, inward) == Verdict()
+    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    masks = LLMatcher(tokens, text, log_level=0, limits=parser_limits())
+    masks.compute_bitmask()
+    assert not masks.is_error()
+    assert "Too many items" in str(verdict_of(trial, tokens, inward).error)
+
+
+@pytest.mark.parametrize("asked", schemas(50), ids=map(str, range(50)))
+def test_a_trial_takes_what_a_worker_can_follow(asked: dict[str, Any]):
+    tokens, inward = grammar_tokens(tokenizer()), [tokenizer().encode(one)[0] for one in '{[":,']
+    error = verdict_of(Trial(text=f"start: %json {json.dumps(asked)}"), tokens, inward).error
+    assert error is None or "Unimplemented keys" in error
+
+
+def test_a_trial_takes_no_more_time_than_an_answer_has():
+    clock = FakeClock()
+
+    def read() -> float:
+        clock.advance(0.11)
+        return clock()
+
+    with clock.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.clock.thread_time", read)
+        verdict = verdict_of(Trial(text='start: "abcdef"'), grammar_tokens(tokenizer()), ())
+    assert verdict.error == "it takes too long: one token took 110 ms to follow; at most 100 ms are allowed"
 
 
 async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():

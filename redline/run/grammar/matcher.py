@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from redline import clock
+from redline.tune.grammar import Budget, parser_limits, told
 from redline.wire.job import Grammar
 
 if TYPE_CHECKING:
@@ -73,7 +75,7 @@ class Matchers:
     def _compile(self, text: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        return LLMatcher(self._tokens.result(), text, log_level=0)
+        return LLMatcher(self._tokens.result(), text, log_level=0, limits=parser_limits())
 
 
 class Matcher:
@@ -91,12 +93,14 @@ class Matcher:
         self._compiled = compiled
         self._own: LLMatcher | None = None
         self._lost = False  # it cannot be compiled here
+        self._budget = Budget()
+        self.error: str | None = None  # why its job cannot go on, in one line for its client; None: nothing is known
         self._free = compiled is None or bool(grammar.after)  # the grammar has not begun
         # Tokens that are left for thinking; None: it is over, or not bounded.
         self._left = None if grammar.thinking is None else max(0, grammar.thinking.most)
         self._ended = False  # the answer has: what follows is nobody's
         self._forced: list[int] | None = None  # what comes next in any case; None: it has not been worked out
-        self.advance(generated)
+        self._follow(generated)
 
     @property
     def idle(self) -> bool:
@@ -110,23 +114,26 @@ class Matcher:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
-        for token in tokens:
-            if self._ended or not self._take(token):
-                return
+        began = clock.thread_time()
+        self._follow(tokens)
+        self._spend(began, steps=0)
 
     def masks(self, drafts: Sequence[int]) -> Tensor:
         """The allowed tokens behind the last token and behind each draft, int32 [rows, W]: a bit for each token.
 
         Rows end before the first draft that is refused, or that ends the answer. A grammar that cannot go on, such as
-        one that takes too much to follow, allows nothing.
+        one that meets a bound of `parser_limits`, allows nothing. One that takes too much time gets an `error` and the
+        same masks: ranks have clocks of their own, and must choose the same tokens.
         """
         matchers = self._matchers
         masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
         before = self._free, self._left, self._ended, self._forced
         taken, rows = 0, 0
+        began = clock.thread_time()
         for draft in (*drafts, None):
             self._write(masks[rows])
             rows += 1
+            began = self._spend(began)
             if draft is None or self._ended or not self._allows(draft) or self._ends(draft):
                 break
             taken += not self._free or draft in self._grammar.after
@@ -181,8 +188,30 @@ class Matcher:
                 self._own = self._compiled.result().deep_copy()
             except Exception as error:  # of this job alone: it is left no token to choose
                 self._lost = True
-                _log.warning("a grammar cannot be compiled: %s", error)
+                _log.warning("a grammar cannot be compiled: %s", told(f"{type(error).__name__}: {error}"))
         return self._own
+
+    def _follow(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._ended or not self._take(token):
+                return
+
+    def _spend(self, began: float, steps: int = 1) -> float:
+        """Takes in what has been done since `began`, in seconds of this thread: now, in the same."""
+        now = clock.thread_time()
+        if (why := self._budget.spend(now - began, steps)) is not None:
+            self._fail(f"its grammar takes too long: {why}")
+        return now
+
+    def _is_lost(self, matcher: LLMatcher) -> bool:
+        """Whether the matcher cannot go on, for ever: llguidance says why."""
+        if matcher.is_error():
+            self._fail(f"its grammar cannot be followed: {told(matcher.get_error())}")
+            return True
+        return False
+
+    def _fail(self, reason: str) -> None:
+        self.error = self.error or reason
 
     def _ends(self, token: int) -> bool:
         return not self._free and token in self._matchers.stop_ids
@@ -209,7 +238,7 @@ class Matcher:
         forced = self._forced
         self._forced = forced[1:] or None if forced and forced[0] == token else None
         matcher = self._matcher()
-        return matcher is not None and matcher.consume_token(token)
+        return matcher is not None and (matcher.consume_token(token) or not self._is_lost(matcher))
 
     def _back(self, taken: int, free: bool, left: int | None, ended: bool, forced: list[int] | None) -> None:
         matcher = self._own
@@ -232,7 +261,7 @@ class Matcher:
                 _set(words, token)
             return
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if matcher.is_error():
+        if self._is_lost(matcher):
             words.fill(0)
 
 

@@ -84,10 +84,13 @@ class Outcome(NamedTuple):
     no_choice: bool  # what was asked for left nothing to choose from
     forced: int = 0  # tokens that come behind the new ones in any case
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, where asked for
+    error: str | None = None  # why the slot's grammar cannot go on
 
     @property
     def result(self) -> RowResult:
         """The row's result. One that ran and gave no token met a logit that is not finite, unless it left no choice."""
+        if self.error is not None:
+            return RowResult(tokens=tuple(self.tokens), error=self.error, refused=True)
         if self.ran and not self.tokens:
             return RowResult(error=no_choice(self.before) if self.no_choice else not_finite(self.before - 1))
         tokens = tuple(self.tokens)
@@ -196,6 +199,7 @@ class Replay:
                         row[DRAFTED_BY],
                         row[TOKENS] == NO_CHOICE,
                         _forced(slot, row[TOKENS : TOKENS + row[NEW]]),
+                        error=None if slot.matcher is None else slot.matcher.error,
                     )
                     for row, slot in zip(rows, self.slots, strict=True)
                 ]

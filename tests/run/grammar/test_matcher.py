@@ -14,6 +14,7 @@ from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
 from redline.chat.vocabulary import grammar_tokens
 from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
 from redline.wire.job import Grammar, Thinking
+from tests.clocks import FakeClock
 
 TOKENIZER = tokenizer()
 END = TOKENIZER.special("<|im_end|>")
@@ -120,6 +121,64 @@ def test_a_grammar_that_cannot_be_compiled_allows_nothing(matchers: Matchers):
     matcher = matchers.begin(Grammar(text="start: nobody"), ())
     assert allowed(matcher.masks(())[0]) == set()
     assert matcher.allowed([65]) == 0
+    assert str(matcher.error).startswith("its grammar cannot be followed: at 1(8): unknown name")
+
+
+AMBIGUOUS = Grammar(text="start: a+\na: A | a a | a A a\nA: /[a-z ]/")
+
+
+def test_a_mask_that_meets_a_bound_says_so_and_allows_nothing(matchers: Matchers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    matcher = matchers.begin(AMBIGUOUS, ())
+    for _ in range(200):
+        if not allowed(matcher.masks(())[0]):
+            break
+        matcher.advance(letters("b"))
+    assert str(matcher.error).startswith("its grammar cannot be followed: parser error: Too many items")
+
+
+def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers: Matchers):
+    clock = FakeClock()
+
+    def write(matcher: Matcher, mask: Tensor) -> None:
+        clock.advance(seconds[0])
+        written(matcher, mask)
+
+    written, errors = Matcher._write, list[str | None]()
+    seconds = [0.11, 0.09]
+    with clock.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Matcher, "_write", write)
+        while seconds:
+            matcher = matchers.begin(COLOURS, ())
+            for letter in letters("red"):
+                matcher.masks(())
+                matcher.advance([letter])
+            assert allowed(matcher.masks(())[0]) == STOPS
+            errors.append(matcher.error)
+            del seconds[0]
+    assert errors == [
+        "its grammar takes too long: one token took 110 ms to follow; at most 100 ms are allowed",
+        "its grammar takes too long: its tokens take more than 2 ms each to follow",
+    ]
+
+
+def test_what_an_error_quotes_is_one_line_without_control_characters(
+    matchers: Matchers, caplog: pytest.LogCaptureFixture
+):
+    matcher = matchers.begin(Grammar(text='start: nobody\nA: "\x1b[31m"\n\u2028\u0085'), ())
+    matcher.masks(())
+    assert matcher.error
+    assert matcher.error.isprintable()
+
+    def missing() -> object:
+        raise FileNotFoundError("tiktoken\n\x1b[31m" + "x" * 1000)
+
+    lost = Matchers(missing, TINY_VOCAB)  # type: ignore[arg-type]
+    lost.begin(COLOURS, ()).masks(())
+    lost.close()
+    [record] = caplog.records
+    assert record.getMessage().isprintable()
+    assert len(record.getMessage()) < 400
 
 
 def test_without_a_vocabulary_nothing_is_allowed_and_nothing_is_raised():

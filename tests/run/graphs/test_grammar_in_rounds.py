@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from redline.bench.runs.constrained import tokenizer
 from redline.bench.runs.schemas import schemas
@@ -16,13 +17,17 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
 from redline.model.k2.write import random_checkpoint
+from redline.plan.planner import Planner
 from redline.run.fit import Layout
 from redline.run.grammar.matcher import Matcher
 from redline.run.runner import Runner
+from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Grammar, Job
 from redline.wire.news import Load
+from redline.wire.step import RowResult, Step, StepResult
 from redline.worker.config import DraftConfig, EngineConfig, Learned
 from redline.worker.engine import EngineCore, Loaded
+from tests.clocks import FakeClock
 from tests.tiny_model import BOTH, CPU, LEARNED, SUFFIX, Answer, job, kernel_config, run
 
 TOKENIZER = tokenizer()
@@ -218,7 +223,47 @@ def test_a_grammar_that_is_lost_ends_its_own_job_alone(captured: bool):
     broken = job("broken", range(30), grammar=Grammar(text="start: nobody"))
     given = answers(opened(captured=captured), [broken, *PLAIN])
     assert given["broken"].finish == "error"
-    assert "no token can be chosen" in str(given["broken"].error)
+    assert (
+        given["broken"].error == 'its grammar cannot be followed: at 1(8): unknown name: "nobody" 1 | start: nobody ^'
+    )
+    assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
+
+
+@pytest.mark.parametrize("speculation", [None, BOTH], ids=["no drafts", "both"])
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+def test_a_grammar_that_takes_too_long_ends_its_own_job_alone(captured: bool, speculation: DraftConfig | None):
+    """Its row gives what it gives on a rank whose clock finds it fast enough, and an error with it."""
+    engine, slow = opened(speculation, captured=captured), JOBS[0]
+    clock, write = FakeClock(), Matcher._write
+
+    def writes(matcher: Matcher, mask_W: Tensor) -> None:
+        write(matcher, mask_W)
+        clock.advance(0.2 if matcher._grammar == slow.sampling.grammar else 0.0)
+
+    def settle(self: Planner, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
+        results.extend(row for row in result.rows if row.error)
+        return settles(self, step, result, seconds)
+
+    results: list[RowResult] = []
+    settles = Planner.settle
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.clock.thread_time", clock)
+        patch.setattr(Matcher, "_write", writes)
+        patch.setattr(Planner, "settle", settle)
+        given = answers(engine, [slow, *PLAIN])
+    assert "one token took 200 ms" in str(given[slow.id].error)
+    assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
+    assert all(row.refused for row in results)
+    assert results[0].tokens == led()[slow.id].tokens[: len(results[0].tokens)] != ()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+def test_a_grammar_that_meets_a_bound_ends_its_own_job_alone(captured: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    text = "start: a+\na: A | a a | a A a\nA: /[a-z ]/"
+    ambiguous = job("ambiguous", range(30), grammar=Grammar(text=text), max_tokens=200)
+    given = answers(opened(captured=captured), [ambiguous, *PLAIN])
+    assert "Too many items" in str(given["ambiguous"].error)
     assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
 
 
