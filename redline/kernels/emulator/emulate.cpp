@@ -2,14 +2,17 @@
 #include "core.cuh"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <csetjmp>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
-#include <ctime>
+#include <cstdlib>
+#include <fcntl.h>
 #include <map>
 #include <random>
+#include <string>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -279,10 +282,27 @@ void copies_wait(u32 left) {  // they arrive as late as they may
 
 using namespace emulated;
 
+// The emulated clock counts looks at it, a millisecond each, so that a process which gets no processor is not late.
+// Ranks that are processes share a file with a count for each, named by REDLINE_EMULATED_LOOKS as FILE:RANK:RANKS: time is
+// the least of the counts, so it passes only while every rank looks. A rank that has ended leaves a count of 2^62.
 u64 nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (u64)now.tv_sec * 1000000000 + now.tv_nsec;
+    static u32 rank = 0, ranks = 1;
+    static std::atomic<u64> alone{0}, *looks = [] {
+        const char* told = getenv("REDLINE_EMULATED_LOOKS");
+        if (!told) return &alone;
+        std::string file = told;
+        auto last = file.rfind(':'), first = file.rfind(':', last - 1);
+        ranks = atoi(file.c_str() + last + 1), rank = atoi(file.c_str() + first + 1);
+        int opened = open(file.substr(0, first).c_str(), O_RDWR);
+        void* counts = mmap(nullptr, 8 * ranks, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
+        if (counts == MAP_FAILED) perror(told), abort();
+        close(opened);
+        return (std::atomic<u64>*)counts;
+    }();
+    looks[rank]++;
+    u64 least = ~0ull;
+    for (u32 i = 0; i < ranks; i++) least = std::min<u64>(least, looks[i]);
+    return least * 1000000;
 }
 void wait_a_little() {
     state.progress = true;  // it will come, or the wait is over after a while

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,14 +49,12 @@ def test_who_never_comes_is_named_and_not_who_waits_for_it_with_a_sum(tmp_path: 
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
     """Its words are NaN, and the launch behind does not wait once more."""
-    links = ranks_program.links_of(inboxes(tmp_path, 2), 0, 2, seconds=0.3)
+    links = ranks_program.links_of(inboxes(tmp_path, 2), 0, 2, seconds=0.03)
     x = torch.randn(1, ranks_program.HIDDEN)
-    began = time.monotonic()
     with emulation():
         first, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
-        waited = time.monotonic() - began
-        sum_ranks(x, x, x[0], None, links, ATTENTION)
+        assert links.control[1] == 2, "one more than the rank that did not come"
+        links.control[0] = 10**15  # a launch that waited would do so beyond the test's own time
+        second, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
     assert first.isnan().all()
-    assert links.control[1] == 2, "one more than the rank that did not come"
-    assert 0.3 <= waited < 30
-    assert time.monotonic() - began < 2 * waited + 1
+    assert second.isnan().all()

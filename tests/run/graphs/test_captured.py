@@ -8,7 +8,6 @@ import functools
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -66,6 +65,7 @@ from tests.tiny_model import (
     run_alone,
     tiny_model,
 )
+from tests.waiting import LIMIT_S, until
 
 GREEDY = {"logprobs": None}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -195,16 +195,14 @@ def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
     thread = threading.Thread(target=core.serve, args=[inbox, outbox])
     thread.start()
     try:
-        late, deadline = {shape for shape in wanted if shape != Shape(2, 3, 1024)}, time.monotonic() + 10
-        while set(core.runner.recorded.shapes) != late and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert set(core.runner.recorded.shapes) == late
+        late = {shape for shape in wanted if shape != Shape(2, 3, 1024)}
+        until(lambda: set(core.runner.recorded.shapes) == late)
         inbox.put(asked)
         while not told or told[-1].finish is None:
-            told += [message for message in outbox.drain(wait=True, timeout=10) if isinstance(message, Delta)]
+            told += [message for message in outbox.drain(wait=True, timeout=LIMIT_S) if isinstance(message, Delta)]
     finally:
         inbox.put(Stop())
-        thread.join(10)
+        thread.join(LIMIT_S)
     assert tuple(token for delta in told for token in delta.tokens) == alone(asked).tokens
     assert core.planner._recorded._shapes == late
     assert not core.runner.led

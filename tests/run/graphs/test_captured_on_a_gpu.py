@@ -4,8 +4,6 @@ python -m pytest -m gpu tests/run/graphs/test_captured_on_a_gpu.py
 """
 
 import gc
-import statistics
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,33 +49,26 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
     sizes = sizes_of(model.config, config, model.device, layout.kv_dtype, free=0)  # no step is run
     needs = sizes.needs(layout.max_model_len)
     counted = sizes.recorded_steps(layout.max_model_len)
-    before, began = held(), time.perf_counter()
+    before = held()
     runner = Runner(model, layout, config.max_running, suffix=bool(drafts), drafts=drafts)
     try:
         captured = runner._captured
         assert captured is not None
-        first_s = time.perf_counter() - began
         assert set(runner.recorded.shapes) == set(wanted[:FIRST_SHAPES])
         pages = (layout.pages + 1) * layout.page_bytes
         first = held() - before - pages - needs.slots
-        seconds: list[float] = []
-        began = time.perf_counter()
         while runner.record_more():
-            seconds.append(time.perf_counter() - began)
-            began = time.perf_counter()
+            pass
         assert set(runner.recorded.shapes) == set(wanted) == set(counted.shapes)
         assert all(
             recorded.score is not None and len(recorded.settle) == 2 * len(SamplingKind)
             for recorded in captured._recorded.values()
         )
         taken = held() - before - pages - needs.slots
-        later = (
-            f", a later one takes {statistics.median(seconds):.2f} s (at most {max(seconds):.2f})" if seconds else ""
-        )
         print(
-            f"{drafts} drafts: {min(len(wanted), FIRST_SHAPES)} shapes in {first_s:.1f} s take {first / 1e6:.0f} MB, "
+            f"{drafts} drafts: {min(len(wanted), FIRST_SHAPES)} shapes take {first / 1e6:.0f} MB, "
             f"all {len(wanted)} {taken / 1e6:.0f} MB; {counted.whole / 1e6:.0f} counted, of which "
-            f"{counted.between / 1e6:.0f} between launches{later}"
+            f"{counted.between / 1e6:.0f} between launches"
         )
         launches = sum(counted.shapes[shape].launches for shape in wanted[FIRST_SHAPES:])
         assert taken <= counted.whole

@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row, Shape, Step, StepResult
 from tests.run.graphs.conftest import Open
 from tests.tiny_model import CPU, Answer, job, kernel_config, open_engine, prompt, run, tiny_model
+from tests.waiting import LIMIT_S, until
 
 LENGTHS = 40, 43  # tokens of the prompts
 
@@ -91,21 +91,37 @@ def begin() -> Step:
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rank 1 compiles for longer than a rank may keep another waiting in a step: before its first sums, or behind."""
-    step_s = 1.0
+    step_s = 10.0
     monkeypatch.setattr("redline.run.runner.STEP_S", step_s)
     monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
     random_checkpoint(tmp_path / "model", kernel_config(moe_intermediate_size=64, intermediate_size=64))
     checkpoint = Checkpoint.open(tmp_path / "model")
     SharedMemoryGroup.create(tmp_path / "meet", 2)
-    record, slow = Recorder.record, False
+    record, meet, slow, compiling, slices = Recorder.record, SharedMemoryGroup._meet, False, False, 0
+
+    def counted(group: SharedMemoryGroup, part: Any, whole: Any, width: int, seconds: float) -> int | None:
+        nonlocal slices
+        slices += compiling
+        return meet(group, part, whole, width, 0.0001 if compiling else seconds)
+
+    def compiles() -> None:
+        """For as many slices of rank 0's wait as 25 s have."""
+        nonlocal compiling
+        before, compiling = slices, True
+        until(lambda: slices > before + 250)
+        compiling = False
 
     def slowly(recorder: Recorder, *pieces: Any) -> Any:
-        compiles = slow and pieces[0].__self__._shared.model.group.rank == 1
-        time.sleep(2.5 * step_s if compiles and when == "before" else 0)
+        late = slow and pieces[0].__self__._shared.model.group.rank == 1
+        if late and when == "before":
+            compiles()
         pieces[0]()  # the forward and its sums, to warm up, as on a GPU
-        time.sleep(2.5 * step_s if compiles and when == "behind" else 0)
+        if late and when == "behind":
+            compiles()
         return record(recorder, *pieces)
+
+    monkeypatch.setattr(SharedMemoryGroup, "_meet", counted)
 
     monkeypatch.setattr(Recorder, "record", slowly)
     answers: dict[int, Answer] = {}
@@ -118,7 +134,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
         engine = open_engine(load(checkpoint, CPU, group=group), max_running=2)
         try:
             assert group.seconds == step_s
-            started.wait(60)
+            started.wait(LIMIT_S)
             slow = True
             assert engine.runner.record_more()
             waited[number] = group.seconds
@@ -130,7 +146,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     assert waited == {0: step_s, 1: step_s}
     assert answers[0] == answers[1]
     assert answers[0].error is None
