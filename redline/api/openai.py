@@ -433,6 +433,15 @@ def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: 
         raise RequestError("The body is nested too deeply", place or None) from None
 
 
+def one_line(raw: msgspec.Raw, place: str) -> bytes:
+    """JSON of a body without the spaces and newlines around its tokens: so it may be sent on in a line of an event
+    stream. Raises RequestError."""
+    try:
+        return msgspec.json.format(bytes(raw), indent=-1)
+    except RecursionError:
+        raise RequestError("The body is nested too deeply", place) from None
+
+
 # What opens half of a surrogate pair whose other half does not follow; a backslash may itself be escaped.
 _CAUSE_BYTES = 256 << 10  # of a body are searched for it, while nothing else runs
 _HALF = re.compile(

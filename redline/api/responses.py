@@ -15,7 +15,7 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
-from redline.api.openai import ABSENT, Item, Name, Objects, is_absent, read
+from redline.api.openai import ABSENT, Item, Name, Objects, is_absent, one_line, read
 from redline.api.sealed import unseal
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -101,9 +101,9 @@ class ResponsesRequest(Asked, frozen=True):
     sealed: bool = False  # reasoning comes in encrypted_content too
     owner: str = ""  # whose response it is: the name of the key
     instructions: str | None = None
-    tools: bytes = b"[]"  # JSON
-    tool_choice: bytes = b'"auto"'  # JSON
-    format: bytes = b'{"type":"text"}'  # JSON
+    tools: bytes = b"[]"  # JSON in one line, as are the next two: they go into lines of event streams
+    tool_choice: bytes = b'"auto"'
+    format: bytes = b'{"type":"text"}'
     parallel: bool = True
     effort: str | None = None
     summary: str | None = None
@@ -154,9 +154,9 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
         stores=request.store is not False,
         sealed="reasoning.encrypted_content" in (request.include or ()),
         instructions=request.instructions,
-        tools=b"[]" if is_absent(request.tools) else bytes(request.tools),
-        tool_choice=b'"auto"' if is_absent(request.tool_choice) else bytes(request.tool_choice),
-        format=b'{"type":"text"}' if is_absent(text.format) else bytes(text.format),
+        tools=b"[]" if is_absent(request.tools) else one_line(request.tools, "tools"),
+        tool_choice=b'"auto"' if is_absent(request.tool_choice) else one_line(request.tool_choice, "tool_choice"),
+        format=b'{"type":"text"}' if is_absent(text.format) else one_line(text.format, "text.format"),
         parallel=parallel,
         effort=reasoning.effort,
         summary=reasoning.summary,

@@ -122,6 +122,32 @@ async def test_every_event_comes_in_its_order_and_is_numbered() -> None:
     assert [data["item"]["id"] for data in added] == [item["id"] for item in done]
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r", "\r\n"], ids=repr)
+async def test_what_a_client_has_laid_out_in_lines_is_repeated_within_one(newline: str) -> None:
+    """Everything that an answer repeats of its request, with text that would read as fields of an event stream."""
+    framing = "event: response.completed\ndata: {}\n\n"
+    asked: dict[str, Any] = {
+        "input": [{"role": "user", "content": framing}],
+        "instructions": framing,
+        "metadata": {framing: framing},
+        "tools": [{**TOOL, "description": framing, "more": [1.50, {framing: framing}]}],
+        "tool_choice": {"type": "function", "name": "get"},
+        "text": {"format": {"type": "json_schema", "name": framing, "schema": {"type": "object"}}},
+        "stream": True,
+    }
+    body = json.dumps(asked, indent=2).replace("\n", newline).encode()
+    async with World(answer("ab" + CALLS)) as world:
+        response = await world.http.post(RESPONSES, content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200, response.text
+    assert b"\r" not in response.content
+    stream = named_events(response.text)
+    assert all(name == data["type"] for name, data in stream)
+    for told in (data["response"] for _, data in stream if "response" in data):
+        assert {name: told[name] for name in asked if name not in ("input", "stream")} == {
+            name: value for name, value in asked.items() if name not in ("input", "stream")
+        }
+
+
 async def test_a_tool_round_trip_gives_the_model_its_own_words() -> None:
     async with World(answer("let me see" + CALLS, thought="which city?")) as world:
         first = await ask(world, tools=[TOOL], include=["reasoning.encrypted_content"], store=False)
