@@ -120,14 +120,15 @@ def human(size: int) -> str:
     return f"{size} B"
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
     """Replace a file by `data`; a kill or a power cut at any moment leaves the old file or the new one, whole.
 
-    Raises OSError where it cannot be written, and removes what was written so far.
+    private: it can be read by its owner alone, from its first byte. Raises OSError where it cannot be written, and
+    removes what was written so far.
     """
     building = path.with_name(f".{path.name}.writing")
     try:
-        with open(building, "wb") as file:
+        with open(building, "wb", opener=_private if private else None) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -138,10 +139,16 @@ def write_whole(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
-def save(path: Path, data: bytes) -> None:
+def save(path: Path, data: bytes, *, private: bool = False) -> None:
     """`write_whole` for a result that a person asked for: raises ConfigError, naming the file, instead of OSError."""
     with written(path):
-        write_whole(path, data)
+        write_whole(path, data, private=private)
+
+
+def _private(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # a kill may have left a file of that name
+    return descriptor
 
 
 def sync(path: Path) -> None:

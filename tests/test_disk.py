@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from redline import disk
-from redline.disk import alone, check_output, check_room, written
+from redline.disk import alone, check_output, check_room, save, written
 from redline.errors import ConfigError
 
 
@@ -48,6 +48,20 @@ def test_work_that_needs_more_than_is_free_does_not_begin(tmp_path: Path):
     check_room(tmp_path / "not" / "yet", 1, "nothing takes")
     with pytest.raises(ConfigError, match=r"the states take 1e\+06 TB, and .* are free"):
         check_room(tmp_path / "not" / "yet", 10**18, "the states take")
+
+
+def test_a_private_file_is_its_owners_alone_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, building = tmp_path / "said.json", tmp_path / ".said.json.writing"
+    building.touch(0o666)  # as a kill may leave it
+    modes = list[int]()
+
+    def look(_: int) -> None:
+        modes.extend(path.stat().st_mode & 0o777 for path in tmp_path.iterdir())
+
+    monkeypatch.setattr(os, "fsync", look)  # of the file while it is built, and of the folder once it is there
+    save(path, b"secret", private=True)
+    assert modes == [0o600, 0o600]
+    assert path.read_bytes() == b"secret"
 
 
 def test_a_kill_lets_a_folder_go(tmp_path: Path):

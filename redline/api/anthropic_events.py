@@ -116,7 +116,7 @@ class MessageStream:
                         pieces.append(_event("message_stop", {}))
         return b"".join(pieces)
 
-    def close(self) -> bytes:
+    async def close(self) -> bytes:
         """Nothing: message_stop came with the answer's end."""
         return b""
 

@@ -86,7 +86,7 @@ def create_app(
     gateway.metrics.health(lambda: api.unready is None)
     bodies = _Bodies(config.limits.bodies_bytes)
     path = config.responses_file
-    store = ResponseStore(Path(path), shared=bool(gateway.replica)) if path else None
+    store = ResponseStore(Path(path)) if path else None
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,
@@ -512,6 +512,8 @@ class _Api:
             choices = await gather(generation)
             cost = generation.n * sum(reply.openings) + sum(choice.entries for choice in choices)
             body = await self._gateway.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
+            if dialect.keep is not None:
+                body = await dialect.keep(reply, choices, body)
             await _send_json(send, body)
 
     async def _stream(self, send: Send, generation: Generation, stream: EventStream, opening: int) -> None:
@@ -537,7 +539,7 @@ class _Api:
                     await _send_parts(send, body)
                 if not opening:  # else a choice may open with what has to be written in a thread
                     await _send_parts(send, await generation.pour(stream.write))
-            await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
+            await send({"type": "http.response.body", "body": await stream.close(), "more_body": False})
         except Exception as error:
             if not started:
                 raise

@@ -70,7 +70,7 @@ class EventStream(Protocol):
         """The events of these batches, in their order, as server-sent events; empty where they show nothing."""
         ...
 
-    def close(self) -> bytes:
+    async def close(self) -> bytes:
         """What follows the last choice's end."""
         ...
 
@@ -87,6 +87,7 @@ class Dialect(Generic[A]):
     - `stream`: the writer of a streamed answer. `answer`: the body of a whole one, which may be written in a thread.
     - `error`: an exception -> the answer that tells of it; the second argument is the request's id.
     - `recall`: what a request refers to is fetched, where a dialect has that.
+    - `keep`: stores a whole answer, of which the last argument is the body, before it leaves; gives the body to send.
     """
 
     read: Callable[[bytes, Limits, Defaults], A]
@@ -94,3 +95,4 @@ class Dialect(Generic[A]):
     answer: Callable[[Reply[A], Sequence[Choice]], bytes]
     error: Callable[[Exception, str], Answer]
     recall: Callable[[A], Awaitable[A]] | None = None
+    keep: Callable[[Reply[A], Sequence[Choice], bytes], Awaitable[bytes]] | None = None

@@ -1,16 +1,17 @@
 """Responses that are kept for their clients, in a file of SQLite: bounded in number, bytes and age.
 
-All of it happens in one thread, so what was put is found by whoever asks after it. Where other processes keep theirs in
-the same file, one that is not there is looked for a little longer: it may be about to be written.
+A response is written before its client reads the end of its answer, so whoever asks for it finds it, in other processes
+that have the same file too. All of it happens in one thread.
 """
 
 import asyncio
+import contextlib
 import logging
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Semaphore
 from typing import TypeVar
 
 import msgspec
@@ -22,16 +23,26 @@ from redline.errors import ConfigError
 from redline.wire.base import Record
 
 MIB = 1 << 20
-LATE_S = 1.0  # for another process to write what it has told its client
-LOOK_S = 0.02  # between two looks whether it has
 T = TypeVar("T")
 
 log = logging.getLogger("redline.api")
 
-_TABLE = """
+_COLUMNS = ["number", "id", "owner", "created", "size", "body", "messages"]
+# How many rows there are and their bytes, so that nobody has to read them all. The file keeps it, since several
+# processes may write to it; one that was made before it had these is counted once.
+_TABLES = """
+    BEGIN IMMEDIATE;
     CREATE TABLE IF NOT EXISTS responses (
         number INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, created REAL, size INTEGER, body BLOB, messages BLOB
-    )
+    );
+    CREATE TABLE IF NOT EXISTS totals (rows INTEGER, bytes INTEGER);
+    INSERT INTO totals SELECT (SELECT COUNT(*) FROM responses), (SELECT COALESCE(SUM(size), 0) FROM responses)
+        WHERE NOT EXISTS (SELECT * FROM totals);
+    CREATE TRIGGER IF NOT EXISTS counted AFTER INSERT ON responses
+        BEGIN UPDATE totals SET rows = rows + 1, bytes = bytes + NEW.size; END;
+    CREATE TRIGGER IF NOT EXISTS uncounted AFTER DELETE ON responses
+        BEGIN UPDATE totals SET rows = rows - 1, bytes = bytes - OLD.size; END;
+    COMMIT;
 """
 _MESSAGES = msgspec.json.Decoder(tuple[Message, ...])
 
@@ -43,7 +54,7 @@ class StoreLimits(Record, frozen=True):
     bytes: int = 1024 * MIB  # of all responses with their conversations
     row_bytes: int = 16 * MIB  # of one; a larger one is not kept
     age_s: float = 30 * 86_400.0
-    unwritten: int = 256  # responses that wait to be written; beyond it they are not kept
+    wait_s: float = 10.0  # for a response to be written, before its client is told that it is not kept
 
 
 class ResponseStore:
@@ -54,28 +65,32 @@ class ResponseStore:
         path: Path,
         limits: StoreLimits = StoreLimits(),  # noqa: B008
         clock: Callable[[], float] = clock.now,
-        *,
-        shared: bool = False,
     ) -> None:
-        """shared: other processes have the file too. It is made by one of them alone: two that made it at once could
-        find it locked. Raises ConfigError where the file cannot be opened or is none of SQLite's."""
-        self._late_s = LATE_S if shared else 0.0
+        """Raises ConfigError where the file cannot be opened, or holds anything but responses."""
+        self._path = path
         self._limits = limits
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._room = Semaphore(limits.unwritten)
+        self._removed = False  # somebody removed the file, and it could not be made again
         try:
-            self._file = self._thread.submit(_opened, path).result()
-        except sqlite3.Error as error:
+            self._file, self._identity = self._thread.submit(_opened, path).result()
+        except ConfigError:
             self._thread.shutdown()
-            raise ConfigError(f"{path}: responses cannot be kept there: {error}") from None
+            raise
 
-    def put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> None:
-        """Keep a response: its body as JSON, and the conversation with it. It is written soon; a failure is logged."""
-        if not self._room.acquire(blocking=False):
-            log.warning("a response is not kept: %d others wait to be written", self._limits.unwritten)
-            return
-        self._thread.submit(self._put, id, owner, body, messages)
+    async def keep(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> bool:
+        """Keep a response: its body as JSON, and the conversation with it. Whether it is kept; why it is not is
+        logged."""
+        try:
+            written = asyncio.wrap_future(self.put(id, owner, body, messages))
+            return await asyncio.wait_for(written, self._limits.wait_s)
+        except TimeoutError:
+            log.warning("a response is not kept: %s took no write for %g s", self._path, self._limits.wait_s)
+            return False
+
+    def put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> Future[bool]:
+        """As `keep`, without waiting."""
+        return self._thread.submit(self._put, id, owner, body, messages)
 
     async def body(self, id: str, owner: str) -> bytes:
         """The response as it was answered. Raises Refusal (404) where the owner has none of that id."""
@@ -91,71 +106,122 @@ class ResponseStore:
 
     def close(self) -> None:
         """Write what waits, and close the file."""
-        self._thread.submit(self._file.close)
+        self._thread.submit(lambda: self._file.close())
         self._thread.shutdown()
 
     async def _found(self, work: Callable[[], T]) -> T:
-        """What `work` gives, in the thread of the file. Raises Refusal where it does until _late_s seconds are over."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._late_s
-        while True:
-            try:
-                return await loop.run_in_executor(self._thread, work)
-            except Refusal:
-                if loop.time() >= until:
-                    raise
-            await asyncio.sleep(LOOK_S)
-
-    def _put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> None:
+        """What `work` gives, in the thread of the file. Raises Refusal, 503 where the file cannot be read."""
         try:
-            said = msgspec.json.encode(messages)
-            size = len(body) + len(said)
-            if size > self._limits.row_bytes:
-                log.warning("a response of %d bytes is not kept; at most %d are", size, self._limits.row_bytes)
-                return
-            row = (id, owner, self._clock(), size, body, said)
-            with self._file as file:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except (sqlite3.Error, OSError, ConfigError) as error:
+            log.error("%s: %s", self._path, error)
+            raise Refusal(503, "the server cannot read the responses that it keeps", "responses_unreadable") from None
+
+    # ---------------------------------------------------------------------------------------- in the thread of the file
+
+    def _open(self) -> sqlite3.Connection:
+        """The file, which is made again where somebody has removed it. Raises as `_opened`."""
+        if _identity_of(self._path) != self._identity:
+            if not self._removed:
+                self._removed = True
+                log.error("%s was removed or replaced while in use: the responses in it are lost", self._path)
+            self._file.close()
+            self._file, self._identity = _opened(self._path)
+            self._removed = False
+        return self._file
+
+    def _put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> bool:
+        said = msgspec.json.encode(messages)
+        size = len(body) + len(said)
+        if size > self._limits.row_bytes:
+            log.warning("a response of %d bytes is not kept; at most %d are", size, self._limits.row_bytes)
+            return False
+        row = (id, owner, self._clock(), size, body, said)
+        try:
+            with self._open() as file:
                 file.execute(
                     "INSERT INTO responses (id, owner, created, size, body, messages) VALUES (?, ?, ?, ?, ?, ?)", row
                 )
                 self._make_room(file)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError, ConfigError) as error:
             log.error("a response is not kept: %s", error)
-        finally:
-            self._room.release()
+            return False
+        return True
 
     def _make_room(self, file: sqlite3.Connection) -> None:
-        file.execute("DELETE FROM responses WHERE created < ?", (self._clock() - self._limits.age_s,))
-        rows, size = file.execute("SELECT COUNT(*), TOTAL(size) FROM responses").fetchone()
-        while rows > self._limits.rows or size > self._limits.bytes:
-            number, gone = file.execute("SELECT number, size FROM responses ORDER BY number LIMIT 1").fetchone()
+        rows, size = file.execute("SELECT rows, bytes FROM totals").fetchone()
+        until = self._clock() - self._limits.age_s
+        while oldest := file.execute("SELECT number, created, size FROM responses ORDER BY number LIMIT 1").fetchone():
+            number, created, gone = oldest
+            if created >= until and rows <= self._limits.rows and size <= self._limits.bytes:
+                break
             file.execute("DELETE FROM responses WHERE number = ?", (number,))
             rows, size = rows - 1, size - gone
 
     def _row(self, id: str, owner: str) -> tuple[bytes, bytes]:
-        found = self._file.execute(
-            "SELECT body, messages FROM responses WHERE id = ? AND owner = ? AND created >= ?",
-            (id, owner, self._clock() - self._limits.age_s),
-        ).fetchone()
+        found = (
+            self._open()
+            .execute(
+                "SELECT body, messages FROM responses WHERE id = ? AND owner = ? AND created >= ?",
+                (id, owner, self._clock() - self._limits.age_s),
+            )
+            .fetchone()
+        )
         if found is None:
             raise _unknown(id)
         return found
 
     def _delete(self, id: str, owner: str) -> None:
-        with self._file as file:
+        with self._open() as file:
             if not file.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (id, owner)).rowcount:
                 raise _unknown(id)
 
 
-def _opened(path: Path) -> sqlite3.Connection:
-    file = sqlite3.connect(path)
-    file.execute("PRAGMA journal_mode = WAL")
-    file.execute("PRAGMA synchronous = NORMAL")
-    file.execute("PRAGMA secure_delete = ON")
-    file.execute(_TABLE)
-    file.commit()
-    path.chmod(0o600)
-    return file
+def _opened(path: Path) -> tuple[sqlite3.Connection, tuple[int, int] | None]:
+    """The file, made where it is missing, and its identity. Raises ConfigError where it cannot be opened, or holds
+    other tables."""
+    file: sqlite3.Connection | None = None
+    try:
+        with contextlib.suppress(FileExistsError):  # SQLite would make it, and files beside it, readable by others
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        file = sqlite3.connect(path)
+        _check(path, file)
+        for beside in ("", "-wal", "-shm"):
+            with contextlib.suppress(FileNotFoundError):
+                Path(f"{path}{beside}").chmod(0o600)
+        file.execute("PRAGMA journal_mode = WAL")
+        file.execute("PRAGMA synchronous = NORMAL")
+        file.execute("PRAGMA secure_delete = ON")
+        file.executescript(_TABLES)
+        return file, _identity_of(path)
+    except (sqlite3.Error, OSError, ConfigError) as error:
+        if file is not None:
+            file.close()
+        if isinstance(error, ConfigError):
+            raise
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"responses_file: {path}: responses cannot be kept there: {why}") from None
+
+
+def _check(path: Path, file: sqlite3.Connection) -> None:
+    """Raises ConfigError unless all tables of a file are those of responses, or there is none."""
+    named = file.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite!_%' ESCAPE '!'")
+    tables = {name for (name,) in named}
+    columns = [column[1] for column in file.execute("PRAGMA table_info(responses)")]
+    if tables - {"responses", "totals"} or (tables and columns != _COLUMNS):
+        raise ConfigError(
+            f"responses_file: {path} is a SQLite database of another program (its tables: "
+            f"{', '.join(sorted(tables))}): name another file"
+        )
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    """Device and inode; None: there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _unknown(id: str) -> Refusal:

@@ -34,10 +34,9 @@ _json = msgspec.json.Encoder().encode
 class _Body:
     """The response object of one answer."""
 
-    def __init__(self, reply: Reply[ResponsesRequest], store: ResponseStore | None) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self._asked = reply.asked
-        self._store = store if reply.asked.stores else None
+    def __init__(self, reply: Reply[ResponsesRequest], store: bool) -> None:
+        """store: whether it says that the response is kept."""
+        self.id = _id("resp")
         asked, sampling = reply.asked, reply.asked.ask.sampling
         self._same: Json = {
             "id": self.id,
@@ -51,7 +50,7 @@ class _Body:
             "parallel_tool_calls": asked.parallel,
             "previous_response_id": asked.previous,
             "reasoning": {"effort": asked.effort, "summary": asked.summary},
-            "store": self._store is not None,
+            "store": store,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "text": {"format": msgspec.Raw(asked.format)},
@@ -67,12 +66,24 @@ class _Body:
         more = {"status": status, "error": error, "incomplete_details": cut, "output": output, "usage": usage}
         return {**self._same, **more}
 
-    def ended(self, end: End, output: list[Json], turn: Message) -> Json:
-        """The object of an answer that has ended, which is kept where that was asked for. turn: what was said."""
-        body = self.now("incomplete" if end.finish == "length" else "completed", output, end)
-        if self._store is not None:
-            self._store.put(self.id, self._asked.owner, _json(body), (*self._asked.said, turn))
+    def ended(self, end: End, output: list[Json]) -> Json:
+        """The object of an answer that has ended."""
+        return self.now("incomplete" if end.finish == "length" else "completed", output, end)
+
+
+class _Kept(msgspec.Struct):
+    id: str
+
+
+async def _keep(store: ResponseStore | None, asked: ResponsesRequest, body: bytes, turn: Message) -> bytes:
+    """Keeps the response object of an answer that has ended, where that was asked for. turn: what the assistant said.
+    -> the object to send, which says `store: false` where it could not be kept."""
+    if store is None or not asked.stores:
         return body
+    id = msgspec.json.decode(body, type=_Kept).id
+    if await store.keep(id, asked.owner, body, (*asked.said, turn)):
+        return body
+    return _json({**msgspec.json.decode(body, type=dict[str, msgspec.Raw]), "store": False})
 
 
 def _usage(end: End) -> Json:
@@ -113,7 +124,9 @@ class ResponseStream:
     """The stream of one response."""
 
     def __init__(self, reply: Reply[ResponsesRequest], store: ResponseStore | None) -> None:
-        self._body = _Body(reply, store)
+        self._asked, self._store = reply.asked, store
+        self._body = _Body(reply, store is not None and reply.asked.stores)
+        self._end: End | None = None
         self._sealed = reply.asked.sealed
         self._number = 0  # of the next event
         self._output: list[Json] = []  # items that are done
@@ -129,7 +142,7 @@ class ResponseStream:
         return b"".join(self._response(kind, "in_progress") for kind in ("created", "in_progress"))
 
     def write(self, batches: Sequence[Batch]) -> bytes:
-        """The events of these batches; the last of them close the response."""
+        """The events of these batches, but for the last one, which `close` gives."""
         out: list[bytes] = []
         for batch in batches:
             self._choice.add(batch)
@@ -151,13 +164,15 @@ class ResponseStream:
                         pass  # they are refused
                     case End():
                         self._done(out, "incomplete" if event.finish == "length" else "completed")
-                        body = self._body.ended(event, self._output, _turn(self._choice))
-                        out.append(self._event(f"response.{body['status']}", {"response": body}))
+                        self._end = event
         return b"".join(out)
 
-    def close(self) -> bytes:
-        """Nothing: the last event came with the answer's end."""
-        return b""
+    async def close(self) -> bytes:
+        """The last event, response.completed or response.incomplete, once the response is kept."""
+        assert self._end is not None
+        body = self._body.ended(self._end, self._output)
+        told = await _keep(self._store, self._asked, _json(body), _turn(self._choice))
+        return self._event(f"response.{body['status']}", {"response": msgspec.Raw(told)})
 
     def fail(self, error: Exception) -> bytes:
         """response.failed, as the last event."""
@@ -245,8 +260,9 @@ def _turn(choice: Choice) -> Message:
     )
 
 
-def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], store: ResponseStore | None) -> bytes:
-    """The body of a whole response. Of a cut answer the last item is incomplete."""
+def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], stores: bool) -> bytes:
+    """The body of a whole response. Of a cut answer the last item is incomplete. stores: whether responses are kept
+    whose requests ask for it."""
     [choice] = choices
     output: list[Json] = []
     if thought := "".join(choice.thought):
@@ -258,7 +274,7 @@ def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], s
     end = choice.ended()
     if end.finish == "length" and output:
         output[-1]["status"] = "incomplete"
-    return _json(_Body(reply, store).ended(end, output, _turn(choice)))
+    return _json(_Body(reply, stores and reply.asked.stores).ended(end, output))
 
 
 def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesRequest]:
@@ -275,9 +291,10 @@ def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesR
     return Dialect(
         read=read_responses,
         stream=lambda reply: ResponseStream(reply, store),
-        answer=lambda reply, choices: response_answer(reply, choices, store),
+        answer=lambda reply, choices: response_answer(reply, choices, store is not None),
         error=openai_error,
         recall=recall,
+        keep=lambda reply, choices, body: _keep(store, reply.asked, body, _turn(choices[0])),
     )
 
 

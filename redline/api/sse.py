@@ -73,7 +73,7 @@ class _ChunkWriter:
         """The error, as the last event."""
         return data(answer_to(error).body)
 
-    def close(self) -> bytes:
+    async def close(self) -> bytes:
         """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
         if not self._how.usage:
             return DONE

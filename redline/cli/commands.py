@@ -43,7 +43,8 @@ def obey(text: str, client: Client, tell: Callable[[str], object]) -> bool:
             client.forget()
             tell("a new conversation")
         case "/save", _ if rest:
-            save(Path(rest).expanduser(), msgspec.json.format(msgspec.json.encode(client.messages), indent=1) + b"\n")
+            said = msgspec.json.format(msgspec.json.encode(client.messages), indent=1) + b"\n"
+            save(Path(rest).expanduser(), said, private=True)
             tell(f"{len(client.messages)} messages are in {rest}")
         case "/save", _:
             raise ConfigError("/save needs a file: /save chat.json")

@@ -126,8 +126,7 @@ def _history(path: Path | None) -> History:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600))
         if path.stat().st_size > MOST_HISTORY_BYTES:
             _, _, kept = path.read_bytes()[-MOST_HISTORY_BYTES // 2 :].partition(b"\n\n")
-            save(path, b"\n" + kept)
-            path.chmod(0o600)
+            save(path, b"\n" + kept, private=True)
     except OSError:
         return InMemoryHistory()
     return FileHistory(str(path))

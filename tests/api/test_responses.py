@@ -2,6 +2,12 @@
 
 import asyncio
 import json
+import os
+import shutil
+import sqlite3
+import threading
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ from hypothesis import strategies as st
 from openai import BadRequestError, NotFoundError
 
 from redline.api.config import Defaults, Limits
+from redline.api.errors import Refusal
 from redline.api.response_store import ResponseStore, StoreLimits
 from redline.api.responses import ResponsesRequest, read_responses
 from redline.chat.conversation import Conversation, Message
@@ -19,6 +26,8 @@ from redline.errors import ConfigError, RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
+from tests.clocks import FakeClock
+from tests.waiting import LIMIT_S, eventually
 
 pytestmark = pytest.mark.anyio
 RESPONSES = "/v1/responses"
@@ -290,20 +299,189 @@ def test_what_is_kept_is_bounded_in_number_bytes_and_age(tmp_path: Path, caplog:
     again.close()
 
 
-async def test_what_another_process_is_about_to_keep_is_waited_for(tmp_path: Path) -> None:
-    ResponseStore(tmp_path / "kept").close()
-    one, other = (ResponseStore(tmp_path / "kept", shared=True) for _ in range(2))
-    asking = asyncio.create_task(one.body("1", "alice"))
-    await asyncio.sleep(0.05)
-    assert not asking.done()
-    other.put("1", "alice", b"{}", ())
-    assert await asking == b"{}"
-    await one.delete("1", "alice")
-    alone = ResponseStore(tmp_path / "kept")
-    with pytest.raises(RequestError, match="no response 1"):
-        await alone.body("1", "alice")
-    for store in (one, other, alone):
+async def test_what_one_process_has_kept_another_finds(tmp_path: Path) -> None:
+    one, other = (ResponseStore(tmp_path / "kept") for _ in range(2))
+    for number in range(10):
+        assert await other.keep(str(number), "alice", b"{}", ())
+        assert await one.body(str(number), "alice") == b"{}"
+    one.close()
+    other.close()
+
+
+async def test_every_answer_that_says_it_is_kept_is_found_at_once(tmp_path: Path) -> None:
+    """More at a time than wait to be written anywhere, whole and streamed."""
+    async with World(answer("a"), responses_file=str(tmp_path / "kept")) as world:
+        whole = await asyncio.gather(*(ask(world) for _ in range(150)))
+        streams = await asyncio.gather(*(events(world) for _ in range(150)))
+        told = [(one.id, one.store) for one in whole]
+        told += [(stream[-1][1]["response"]["id"], stream[-1][1]["response"]["store"]) for stream in streams]
+        assert all(store for _, store in told)
+        for id, _ in told:
+            assert (await world.client.responses.retrieve(id)).id == id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_cannot_be_kept_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    async with World(answer("a"), responses_file=str(tmp_path / "kept")) as world:
+
+        def fails(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        monkeypatch.setattr(ResponseStore, "_make_room", fails)
+        told = (await events(world))[-1][1]["response"] if stream else (await ask(world)).model_dump()
+        assert (told["status"], told["store"]) == ("completed", False)
+        with pytest.raises(NotFoundError):
+            await world.client.responses.retrieve(told["id"])
+    assert "a response is not kept: database or disk is full" in caplog.text
+
+
+async def test_a_disk_that_takes_no_writes_holds_up_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ResponseStore(tmp_path / "kept")
+    stuck, goes_on = threading.Event(), threading.Event()
+
+    def waits(*_: object) -> None:
+        stuck.set()
+        assert goes_on.wait(LIMIT_S)
+
+    with monkeypatch.context() as patched, FakeClock().drives(asyncio.get_running_loop()) as clock:
+        patched.setattr(store, "_make_room", waits)
+        keeping = [asyncio.create_task(store.keep(id, "", b"{}", ())) for id in ("1", "2")]
+        await eventually(stuck.is_set)
+        clock.advance(StoreLimits().wait_s)
+        await eventually(lambda: all(task.done() for task in keeping))
+        assert [task.result() for task in keeping] == [False, False]
+        goes_on.set()
+    assert await store.keep("3", "", b"{}", ())
+    with pytest.raises(Refusal):
+        await store.body("2", "")
+    store.close()
+    assert "took no write for 10 s" in caplog.text
+
+
+@pytest.fixture
+def open_umask() -> Generator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("open_umask")
+def test_the_file_and_those_beside_it_are_their_owners_alone_from_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    private, connect = dict.fromkeys(("kept", "kept-wal", "kept-shm"), 0o600), sqlite3.connect
+
+    def modes() -> dict[str, int]:
+        return {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+
+    def connects(path: Path) -> sqlite3.Connection:
+        assert modes() == {"kept": 0o600}, "before SQLite has it"
+        return connect(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", connects)
+        store = ResponseStore(tmp_path / "kept")
+    assert store.put("1", "alice", b"{}", (Message(role="user", content="secret"),)).result()
+    assert modes() == private
+    for path in tmp_path.iterdir():
+        path.chmod(0o644)  # as an earlier version left them
+    again = ResponseStore(tmp_path / "kept")
+    assert modes() == private
+    store.close()
+    again.close()
+
+
+def test_what_is_kept_is_counted_and_not_read_at_each_write(tmp_path: Path) -> None:
+    """A write takes as many steps of SQLite's machine beside 300 responses as beside 3: rows are not gone through."""
+
+    def steps(rows: int) -> int:
+        store = ResponseStore(tmp_path / f"{rows}", StoreLimits(rows=rows))
+        for number in range(rows + 1):
+            store.put(str(number), "", b"{}", ())
+        taken = 0
+
+        def count() -> int:
+            nonlocal taken
+            taken += 1
+            return 0
+
+        store._thread.submit(lambda: store._file.set_progress_handler(count, 1)).result()
+        assert store.put("last", "", b"{}", ()).result()
         store.close()
+        return taken
+
+    few, many = steps(3), steps(300)
+    assert 0 < many <= few + 10
+
+
+def test_a_file_of_an_earlier_version_is_counted_once(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "kept")) as file, file:
+        file.execute(
+            "CREATE TABLE responses (number INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, created REAL, "
+            "size INTEGER, body BLOB, messages BLOB)"
+        )
+        rows = [(str(number), "", 1.0, 100, b"{}", b"[]") for number in range(7)]
+        file.executemany(
+            "INSERT INTO responses (id, owner, created, size, body, messages) VALUES (?, ?, ?, ?, ?, ?)", rows
+        )
+    for _ in range(2):
+        ResponseStore(tmp_path / "kept").close()
+    store = ResponseStore(tmp_path / "kept", StoreLimits(rows=5), clock=lambda: 1.0)
+    assert store._thread.submit(lambda: store._file.execute("SELECT * FROM totals").fetchall()).result() == [(7, 700)]
+    assert store.put("7", "", b"{}", ()).result()
+    assert held(store, 8) == [3, 4, 5, 6, 7]
+    store.close()
+
+
+async def test_a_file_that_is_removed_is_reported_and_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "deep" / "kept"
+    path.parent.mkdir()
+    store = ResponseStore(path)
+    assert await store.keep("1", "", b"{}", ())
+    path.unlink()
+    with pytest.raises(Refusal, match="no response"):
+        await store.body("1", "")
+    assert await store.keep("2", "", b"{}", ())
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert await store.body("2", "") == b"{}"
+    assert caplog.text.count("was removed or replaced while in use") == 1
+    shutil.rmtree(path.parent)
+    for id in ("3", "4"):
+        assert not await store.keep(id, "", b"{}", ())
+    with pytest.raises(Refusal) as told:
+        await store.body("2", "")
+    assert told.value.status == 503
+    assert caplog.text.count("was removed or replaced while in use") == 2
+    path.parent.mkdir()
+    assert await store.keep("5", "", b"{}", ())
+    assert await store.body("5", "") == b"{}"
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["users (name TEXT)", "responses (id TEXT, body BLOB)", "responses_2 (id TEXT)"],
+    ids=lambda table: table[:11],
+)
+def test_a_database_of_another_program_is_refused_and_stays_as_it_is(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "theirs"
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute(f"CREATE TABLE {table}")
+    before = path.read_bytes(), path.stat().st_mode
+    with pytest.raises(ConfigError) as told:
+        ResponseStore(path)
+    assert str(told.value) == (
+        f"responses_file: {path} is a SQLite database of another program (its tables: {table.split()[0]}): "
+        "name another file"
+    )
+    assert (path.read_bytes(), path.stat().st_mode) == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_is_no_store_is_refused_at_the_start(tmp_path: Path) -> None:
