@@ -214,6 +214,10 @@ class Metrics:
             "redline:handoffs", "Prompts of a worker's handoffs, by what became of them", (*label, "result"),
             registry=self.registry,
         )  # fmt: skip
+        self._kv_chunks = Gauge(
+            "redline:kv_chunks", "KV chunks lent to other workers, or on their way to this one", label,
+            registry=self.registry,
+        )  # fmt: skip
         self._role = Gauge(
             "redline:worker_role", "1 for the role that a worker has, 0 for the others", (*label, "role"),
             registry=self.registry,
@@ -370,6 +374,7 @@ class Metrics:
         before = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
             self._accepted_per_pos.labels(*own, str(place)).inc(now - then)
+        self._kv_chunks.labels(*own).set(load.kv_chunks)
         handed = dict(last.handoffs) if last else {}
         for result, number in load.handoffs:
             self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))

@@ -142,6 +142,7 @@ class Load(Message, frozen=True):
     step_positions: int = 0  # of all of them
     bounded: int = 0  # steps planned, whose prompts got less than there was room for, so that answers need not wait
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
+    kv_chunks: int = 0  # of KV transfers: lent to other workers, or on their way to this one
     timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with prompts and without
     tiers: tuple[TierLoad, ...] = ()  # memory below the prefix cache; none: there is none
     step_times: tuple[StepTimes, ...] = ()  # of kinds that there were; none: the machine was not measured

@@ -140,6 +140,12 @@ class Exchange:
         """Whether there is nothing under way."""
         return not (self._out or self._in or self._lent)
 
+    @property
+    def chunks(self) -> int:
+        """KV chunks that are lent to other workers, or on their way to this one."""
+        lent = sum(len(departures.lender.lent) for departures in self._departures)
+        return lent + sum(len(way.arrivals.under_way) for way in self._ways.values())
+
     def due_in(self) -> float | None:
         """Seconds until `work` may have something to do without another message; None: never."""
         if self._offers or any(way.arrivals.under_way for way in self._ways.values()):

@@ -350,7 +350,9 @@ class _Loads:
     def _load(self) -> Load:
         load = self._planner.load()
         if self._exchange is not None:
-            load = msgspec.structs.replace(load, handoffs=tuple(self._exchange.counts.items()))
+            load = msgspec.structs.replace(
+                load, handoffs=tuple(self._exchange.counts.items()), kv_chunks=self._exchange.chunks
+            )
         if self._tiers is not None:
             load = msgspec.structs.replace(load, tiers=self._tiers.load())
         return load
