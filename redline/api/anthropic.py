@@ -18,7 +18,7 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
-from redline.api.openai import ABSENT, Item, Name, Objects, StopText, is_absent, read
+from redline.api.openai import ABSENT, Item, Name, Objects, StopText, check_stops, is_absent, read
 from redline.api.sealed import unseal
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -151,7 +151,7 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
             min_p=defaults.min_p,
             repetition_penalty=defaults.repetition_penalty,
         ),
-        stop=tuple(request.stop_sequences or ()),
+        stop=check_stops(tuple(request.stop_sequences or ()), "stop_sequences"),
         constraint=constraint,
         thinking_budget=request.thinking.budget_tokens if request.thinking else None,
         calls=_calls(request, conversation.tools),

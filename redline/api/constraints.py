@@ -4,6 +4,7 @@ Both are JSON objects of which the size and the depth are bounded already.
 """
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from redline.chat.constraint import Constraint
 from redline.errors import RequestError
 
 MOST_CHOICES = 1024
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")  # JSON in a text may have one, which no message can carry
 # Fields of structured_outputs that ask for what is so anyway.
 _NEUTRAL = {"disable_fallback", "backend", "_backend", "_backend_was_auto"}
 
@@ -58,7 +60,10 @@ def _json(value: Any, param: str) -> Constraint:
             raise RequestError(f"the schema is not valid JSON: {error}", param) from None
     if not isinstance(value, dict):
         raise RequestError("Expected a JSON schema, an object", param)
-    return Constraint(kind="json_schema", text=json.dumps(value), param=param)
+    text = json.dumps(value)
+    if _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
+        raise RequestError("a string in the schema has half of a surrogate pair, which is no character", param)
+    return Constraint(kind="json_schema", text=text, param=param)
 
 
 def _json_object(value: Any, param: str) -> Constraint:

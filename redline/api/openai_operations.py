@@ -174,6 +174,7 @@ _NOTES = (
     "stream_options needs stream to be true.",
     "min_tokens is at most max_tokens.",
     "best_of may only equal n.",
+    f"All stop strings have at most {openai.MOST_STOP_CHARS} characters together.",
     "Either response_format or structured_outputs; with one of them, neither min_tokens nor ignore_eos.",
 )
 HELLO = [{"role": "user", "content": "Hello!"}]

@@ -76,7 +76,7 @@ class _Search(NamedTuple):
     depth: list[int]  # its length
 
 
-@lru_cache(maxsize=8)  # the choices of a request share one; the longest takes 20 ms to build
+@lru_cache(maxsize=8)  # the choices of a request share one; the longest takes 1 ms to build
 def _search_for(stops: tuple[str, ...]) -> _Search:
     search = _Search(stops, frozenset(stop[0] for stop in stops), [{}], [0], [None], [0])
     _, _, children, fallback, ends, depth = search

@@ -158,8 +158,13 @@ class Slots:
             if self._matchers is None:
                 slot.error = "the job has a grammar, and this engine was not told what its tokens spell"
             else:
-                slot.matcher = self._matchers.begin(begin.sampling.grammar, begin.tokens[begin.prompt :])
-                slot.unmasked = msgspec.structs.replace(begin.sampling, grammar=None)
+                grammar, least = begin.sampling.grammar, 0
+                if grammar.text:  # once it has begun it says where the answer ends, so the matcher keeps to the least
+                    least = begin.sampling.min_tokens
+                    slot.sampling = msgspec.structs.replace(begin.sampling, min_tokens=0)
+                generated, stop_ids = begin.tokens[begin.prompt :], begin.sampling.stop_ids
+                slot.matcher = self._matchers.begin(grammar, generated, least=least, stop_ids=stop_ids)
+                slot.unmasked = msgspec.structs.replace(slot.sampling, grammar=None)
         self.add_pages(number, begin.pages)
         slot.pages = len(begin.pages)
         self.at[number] = slot

@@ -370,6 +370,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"top_p": 0}, "top_p"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": ["x" * 1000] * 3}, "stop_sequences"),
         ({"messages": []}, "messages"),
         ({"messages": HELLO * 4097}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),

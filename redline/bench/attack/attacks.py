@@ -354,11 +354,11 @@ def _at_length(world: World, path: str, token: int, rows: int, tokens: int, **fi
     return at_once(world, [request] * rows, keep=1 << 12)
 
 
-@attack("A8", "16 stop strings of 1,024 letters that nearly match, eight streams of 600 tokens")
+@attack("A8", "16 stop strings of 128 letters that nearly match, eight streams of 600 tokens")
 def stop_strings(world: World) -> Fire:
     """Every token may be the start of a stop string, and none is ever completed."""
-    text = (" the" * 300)[:1023]
-    stops = [text[k:] + "#" for k in range(16)]
+    text = (" the" * 40)[:142]
+    stops = [text[k : k + 127] + "#" for k in range(16)]
     return _at_length(world, COMPLETIONS, world.token, 8, 600, stop=stops)
 
 

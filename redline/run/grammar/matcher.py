@@ -49,10 +49,16 @@ class Matchers:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._chars = 0  # of their texts
 
-    def begin(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
-        """A matcher of an answer that has these tokens so far. Does not wait for the compilation."""
+    def begin(
+        self, grammar: Grammar, generated: Sequence[int], *, least: int = 0, stop_ids: Sequence[int] = ()
+    ) -> Matcher:
+        """A matcher of an answer that has these tokens so far. Does not wait for the compilation.
+
+        least: tokens of the answer before which none of `stop_ids` comes, unless the grammar has begun.
+        """
+        owed = least if stop_ids else 0
         if not grammar.text:
-            return Matcher(self, grammar, None, generated)
+            return Matcher(self, grammar, None, generated, owed, stop_ids)
         compiled = self._compiled.get(grammar.text)
         if compiled is None:
             compiled = self._compiled[grammar.text] = self._threads.submit(self._compile, grammar.text)
@@ -61,7 +67,7 @@ class Matchers:
                 oldest, _ = self._compiled.popitem(last=False)
                 self._chars -= len(oldest)
         self._compiled.move_to_end(grammar.text)
-        return Matcher(self, grammar, compiled, generated)
+        return Matcher(self, grammar, compiled, generated, owed, stop_ids)
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -82,11 +88,17 @@ class Matcher:
     """Where one answer stands in its grammar."""
 
     def __init__(
-        self, matchers: Matchers, grammar: Grammar, compiled: Future[LLMatcher] | None, generated: Sequence[int]
+        self,
+        matchers: Matchers,
+        grammar: Grammar,
+        compiled: Future[LLMatcher] | None,
+        generated: Sequence[int],
+        owed: int = 0,
+        stop_ids: Sequence[int] = (),
     ) -> None:
         """compiled: the grammar, of which this takes a copy once it is reached; None: it has no text, and never begins.
 
-        generated: tokens of the answer.
+        generated: tokens of the answer. owed, stop_ids: `least` and `stop_ids` of `Matchers.begin`.
         """
         self._matchers = matchers
         self._grammar = grammar
@@ -98,6 +110,8 @@ class Matcher:
         self._free = compiled is None or bool(grammar.after)  # the grammar has not begun
         # Tokens that are left for thinking; None: it is over, or not bounded.
         self._left = None if grammar.thinking is None else max(0, grammar.thinking.most)
+        self._owed = owed  # tokens to come before the answer may end, while the grammar has not begun
+        self._stop_ids = stop_ids
         self._ended = False  # the answer has: what follows is nobody's
         self._forced: list[int] | None = None  # what comes next in any case; None: it has not been worked out
         self._follow(generated)
@@ -105,12 +119,17 @@ class Matcher:
     @property
     def idle(self) -> bool:
         """Whether any token may come next, since the grammar has not begun."""
-        return self._free and not self._grammar.banned and self._left != 0
+        return self._free and not self._banned and self._left != 0
+
+    @property
+    def _banned(self) -> Sequence[int]:
+        """What may not come before the grammar has begun."""
+        return (*self._grammar.banned, *self._stop_ids) if self._owed else self._grammar.banned
 
     def quiet(self, tokens: int) -> bool:
         """Whether any token may come at each of so many next places, whatever comes before it. Any thread may ask."""
         left = self._left  # once: another thread may have the matcher follow a result meanwhile
-        return not self._grammar.text and (left is None or left >= tokens)
+        return not self._grammar.text and not self._owed and (left is None or left >= tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
@@ -127,7 +146,7 @@ class Matcher:
         """
         matchers = self._matchers
         masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
-        before = self._free, self._left, self._ended, self._forced
+        before = self._free, self._left, self._owed, self._ended, self._forced
         taken, rows = 0, 0
         began = clock.thread_time()
         for draft in (*drafts, None):
@@ -152,7 +171,7 @@ class Matcher:
             if thinking is None or self._left is None or _before(drafts, thinking.ends) < self._left:
                 return free
             return min(free, self._left - 1)
-        before = self._free, self._left, self._ended, self._forced
+        before = self._free, self._left, self._owed, self._ended, self._forced
         taken = count = 0
         for draft in drafts:
             if self._ended or not self._allows(draft) or self._ends(draft):
@@ -218,7 +237,7 @@ class Matcher:
 
     def _allows(self, token: int) -> bool:
         if self._free:
-            return token not in self._grammar.banned if self._left != 0 else [token] == self.forced()
+            return token not in self._banned if self._left != 0 else [token] == self.forced()
         if forced := self.forced():
             return token == forced[0]
         matcher = self._matcher()
@@ -228,6 +247,7 @@ class Matcher:
         """False where the answer has ended, or has left its grammar."""
         if self._left is not None and self._grammar.thinking is not None:
             self._left = None if token in self._grammar.thinking.ends else max(0, self._left - 1)
+        self._owed = max(0, self._owed - 1)
         if self._free:
             if token not in self._grammar.after:
                 return True
@@ -240,18 +260,18 @@ class Matcher:
         matcher = self._matcher()
         return matcher is not None and (matcher.consume_token(token) or not self._is_lost(matcher))
 
-    def _back(self, taken: int, free: bool, left: int | None, ended: bool, forced: list[int] | None) -> None:
+    def _back(self, taken: int, free: bool, left: int | None, owed: int, ended: bool, forced: list[int] | None) -> None:
         matcher = self._own
         if taken and matcher is not None:
             matcher.rollback(taken)
-        self._free, self._left, self._ended, self._forced = free, left, ended, forced
+        self._free, self._left, self._owed, self._ended, self._forced = free, left, owed, ended, forced
 
     def _write(self, mask_W: Tensor) -> None:
         """One row: memory that numpy sees costs less than a torch operation."""
         words = mask_W.numpy()
         if self._ended or (self._free and self._left != 0):
             words.fill(_EVERY)
-            for token in self._grammar.banned if self._free else ():
+            for token in self._banned if self._free else ():
                 _clear(words, token)
             return
         forced, matcher = self.forced(), None if self._free else self._matcher()

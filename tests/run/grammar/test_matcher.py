@@ -241,6 +241,24 @@ def test_behind_the_last_token_of_thinking_only_its_end_is_allowed(matchers: Mat
     assert (matcher.idle, matcher.quiet(1000), matcher.forced()) == (True, True, [])
 
 
+def test_an_answer_that_owes_tokens_may_end_where_its_grammar_has_begun(matchers: Matchers):
+    call = Grammar(text=f'start: <[{THOUGHT}]> "red"', after=(THOUGHT,))
+    everything = set(range(32 * matchers.words))
+
+    def begun(generated: Sequence[int]) -> Matcher:
+        return matchers.begin(call, generated, least=3, stop_ids=(END, 5))
+
+    matcher = begun(())
+    assert [allowed(row) for row in matcher.masks([65, 66, 67])] == [everything - {END, 5}] * 3 + [everything]
+    assert (matcher.idle, matcher.allowed([65, END]), matcher.allowed([65, 66, 67, END])) == (False, 1, 4)
+    assert (begun([65, 66]).idle, begun([65, 66, 67]).idle) == (False, True)
+    matcher.advance([THOUGHT, *letters("red")[:1]])
+    assert matcher.idle is False
+    assert allowed(begun([THOUGHT, *letters("red")]).masks(())[0]) == STOPS
+    short = Grammar(text=f"start: <[{THOUGHT}]> /[ab]*/", after=(THOUGHT,))
+    assert allowed(matchers.begin(short, [THOUGHT], least=9, stop_ids=(END,)).masks(())[0]) > STOPS
+
+
 def test_no_budget_at_all_begins_with_the_end(matchers: Matchers):
     assert matchers.begin(bounded(0), ()).forced() == [THOUGHT]
     assert matchers.begin(bounded(1), [65]).forced() == [THOUGHT]

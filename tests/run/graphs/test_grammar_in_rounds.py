@@ -267,6 +267,21 @@ def test_a_grammar_that_meets_a_bound_ends_its_own_job_alone(captured: bool, mon
     assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
 
 
+@pytest.mark.parametrize("speculation", [None, BOTH], ids=["no drafts", "both"])
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+def test_a_call_may_end_before_the_least_that_an_answer_owes(captured: bool, speculation: DraftConfig | None):
+    """As tools in auto mode: an answer has 40 tokens at least, unless a call begins, which may end before."""
+    call = Grammar(text=f'start: <[{THOUGHT}]> "red"', after=(THOUGHT,))
+    owes = {"min_tokens": 40, "max_tokens": 60, "stop_ids": TOKENIZER.stop_ids, "grammar": call}
+    never, begins = ((END, 50.0), (THOUGHT, -100.0)), ((THOUGHT, 50.0),)
+    jobs = [job("text", range(30), logit_bias=never, **owes), job("call", range(30), logit_bias=begins, **owes)]
+    given = answers(opened(speculation, captured=captured), jobs)
+    assert (given["text"].error, given["text"].finish, len(given["text"].tokens)) == (None, "stop", 41)
+    assert (given["call"].error, given["call"].finish) == (None, "stop")
+    assert given["call"].tokens[0] == THOUGHT
+    assert TOKENIZER.decode_bytes(given["call"].tokens[1:-1]) == b"red"
+
+
 def test_an_engine_without_a_vocabulary_says_so():
     engine = opened()
     engine.runner.slots._matchers = None
