@@ -187,7 +187,11 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
     It has this folder's modules whatever the path says, and a fork's streams are made anew.
     """
-    read = {name: value for name, value in environment.items() if re.match("PYTHON|LC_|LANG|OMP_|MKL_|TRITON_", name)}
+    read = {
+        name: value
+        for name, value in environment.items()
+        if re.match("PYTHON|LC_|LANG|OMP_|MKL_|TRITON_|ATEN_|ONEDNN_|REDLINE_CPU_ISA", name)
+    }
     read.pop("PYTHONUNBUFFERED", None)
     return {name: value for name, value in read.items() if (name, value) != ("PYTHONPATH", str(ROOT))}
 

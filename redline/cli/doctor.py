@@ -42,7 +42,8 @@ def doctor(folder: Path | None, console: Console) -> int:
     say(f"CPU              {cpu_name()}, {native.threads()} cores that this process may use")
     say(f"memory           {free_memory(torch.device('cpu')) / 1e9:.1f} GB free")
     built = native.library() is not None
-    say(f"CPU kernels      {'built for this chip' if built else native.why_not()}")
+    chip = f"{native.instruction_set()}, as REDLINE_CPU_ISA says" if native.instruction_set() else "this chip"
+    say(f"CPU kernels      {f'built for {chip}' if built else native.why_not()}")
     device = pick_device(None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -1,7 +1,8 @@
 """The CPU kernels: C++ in this folder and below, built once by the system's compiler, each cached by content and chip.
 
 `library()` is None where there is no compiler or the build failed; `why_not()` then says it in one line, and every op
-takes its reference.
+takes its reference. REDLINE_CPU_ISA names the instruction set that they are compiled for; without it they are compiled
+for all that this processor has.
 """
 
 import ctypes
@@ -16,10 +17,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from redline.errors import ConfigError
 from redline.kernels.record import Record, accepted, layout_check
 from redline.kernels.record import record as read_record
 from redline.limits import processors
@@ -27,6 +29,33 @@ from redline.limits import processors
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(str(path.relative_to(HERE)) for path in HERE.rglob("*.cpp")))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
+
+
+class InstructionSet(NamedTuple):
+    """A value of REDLINE_CPU_ISA."""
+
+    flags: tuple[str, ...]  # of the compiler, in the place of -march=native
+    needs: frozenset[str]  # flags of /proc/cpuinfo
+    libraries: dict[str, str]  # environment variables that bound torch, oneDNN (which would use AMX) and MKL alike
+
+
+_V3 = frozenset({"avx2", "fma", "f16c", "bmi2"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+INSTRUCTION_SETS = {
+    name: InstructionSet(
+        flags, needs, {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
+    )
+    for name, flags, needs, (aten, onednn, mkl) in (
+        ("avx2", ("-march=x86-64-v3",), _V3, ("avx2", "AVX2", "AVX2")),
+        ("avx512", ("-march=x86-64-v4",), _V4, ("avx512", "AVX512_CORE", "AVX512")),
+        (
+            "avx512bf16",
+            ("-march=x86-64-v4", "-mavx512bf16"),
+            _V4 | {"avx512_bf16"},
+            ("avx512", "AVX512_CORE_BF16", "AVX512"),
+        ),
+    )
+}
 
 # Where kernels and what they take are declared, and Python reads them.
 HEADERS = ("core/kernels.h", "core/watch.h", "blocks/blocks.h", "blocks/draft_pass.h")
@@ -57,10 +86,42 @@ def share_processors(processes: int) -> None:
     _sharing = processes
 
 
+def instruction_set() -> str | None:
+    """What REDLINE_CPU_ISA names; None: all that this processor has.
+
+    Raises ConfigError for a value that is unknown, and for a set that this processor lacks.
+    """
+    name = os.environ.get("REDLINE_CPU_ISA", "")
+    if not name:
+        return None
+    if name not in INSTRUCTION_SETS:
+        known = ", ".join(INSTRUCTION_SETS)
+        raise ConfigError(f"REDLINE_CPU_ISA is {name!r}; expected one of {known}, or no value for the best there is")
+    if missing := sorted(INSTRUCTION_SETS[name].needs - _cpu_flags()):
+        raise ConfigError(
+            f"REDLINE_CPU_ISA is {name}, and this processor lacks {', '.join(missing)}: name a set that it has, or none"
+        )
+    return name
+
+
+def _bound_libraries() -> None:
+    """Torch and what it calls read these when they first compute, which no import does."""
+    known = INSTRUCTION_SETS.get(os.environ.get("REDLINE_CPU_ISA", ""))
+    for name, value in known.libraries.items() if known is not None else ():
+        os.environ.setdefault(name, value)
+
+
+_bound_libraries()
+
+
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The built kernels, with their threads started; the first call builds them where that is to be done."""
+    """The built kernels, with their threads started; the first call builds them where that is to be done.
+
+    Raises ConfigError as `instruction_set` does.
+    """
     global _reason
+    instruction_set()
     compiler = find_compiler()
     if compiler is None:
         named = os.environ.get("CXX")
@@ -160,7 +221,10 @@ def _load(compiler: str, path: Path) -> ctypes.CDLL:
 
 
 def must_build() -> bool:
-    """Whether the first call of `library` would build, which takes a while: callers say so."""
+    """Whether the first call of `library` would build, which takes a while: callers say so.
+
+    Raises ConfigError as `instruction_set` does.
+    """
     compiler = find_compiler()
     try:
         return compiler is not None and not (cache_folder() / f"kernels-{_key(compiler)}.so").exists()
@@ -190,14 +254,33 @@ def with_includes(source: Path, *folders: Path) -> Iterator[Path]:
         yield from with_includes(next(filter(Path.exists, places), places[-1]), *folders)
 
 
-@functools.cache
+def flags() -> tuple[str, ...]:
+    """Of the compiler. Raises ConfigError as `instruction_set` does."""
+    named = instruction_set()
+    instead = ("-march=native",) if named is None else (*INSTRUCTION_SETS[named].flags, "-mtune=native")
+    return tuple(one for flag in FLAGS for one in (instead if flag == "-march=native" else (flag,)))
+
+
 def _key(compiler: str, sources: tuple[str, ...] = SOURCES) -> str:
     """A hash of the sources, the records as Python has them, the flags, the compiler and the chip."""
+    return _digest(compiler, sources, flags())
+
+
+@functools.cache
+def _digest(compiler: str, sources: tuple[str, ...], flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for file in sorted({file for source in sources for file in with_includes(HERE / source, HERE)}):
         digest.update(file.read_bytes())
-    digest.update(layouts().encode() + " ".join(FLAGS).encode() + _version(compiler) + _chip().encode())
+    digest.update(layouts().encode() + " ".join(flags).encode() + _version(compiler) + _chip().encode())
     return digest.hexdigest()[:20]
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
 @functools.cache
@@ -206,7 +289,7 @@ def _version(compiler: str) -> bytes:
 
 
 def _chip() -> str:
-    """What -march=native depends on."""
+    """What -march=native and -mtune=native depend on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -225,8 +308,8 @@ def _build(compiler: str, path: Path) -> str | None:
     Before that the records' layouts are compiled, which takes a moment and makes nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     objects = _objects(compiler, path.parent)
-    flags = [*(flag for flag in FLAGS if flag != "-shared"), f"-I{HERE}"]
-    check = [compiler, *flags, "-fsyntax-only", "-x", "c++", "-"]
+    compiled_with = [*(flag for flag in flags() if flag != "-shared"), f"-I{HERE}"]
+    check = [compiler, *compiled_with, "-fsyntax-only", "-x", "c++", "-"]
     checked = subprocess.run(check, input=layouts().encode(), capture_output=True, check=False)
     if checked.returncode != 0:
         return _first_error(checked.stderr)
@@ -234,7 +317,7 @@ def _build(compiler: str, path: Path) -> str | None:
         jobs: list[tuple[subprocess.Popen[bytes], Path]] = []
         for source, kept in zip(SOURCES, objects, strict=True):
             if not kept.exists():
-                command = [compiler, *flags, "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
+                command = [compiler, *compiled_with, "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
                 jobs.append((subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), kept))
         outputs = [(job.communicate()[1], job.returncode) for job, _ in jobs]
         failed = [message for message, code in outputs if code != 0]

@@ -1,9 +1,11 @@
 """Without kernels there is one line that says why, and the reference path gives the same answers."""
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from redline.errors import ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.kernel import fallbacks
@@ -137,9 +140,15 @@ def test_a_library_that_is_none_is_built_anew(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Each compiles once the other does too."""
+    started = tmp_path / "started"
+    started.mkdir()
     body = f"""
         case "$*" in *--version*) echo 1; exit;; esac
-        sleep 0.2
+        case "$*" in *-fsyntax-only*)
+            touch {started}/$$
+            until [ $(ls {started} | wc -l) -ge 2 ]; do sleep 0.01; done;;
+        esac
         case "$*" in *-shared*) from={built_library()};; *) from=/dev/null;; esac
         while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
     """
@@ -175,7 +184,7 @@ def test_a_change_compiles_the_sources_that_it_reaches(monkeypatch: pytest.Monke
     ):
         if changed:
             (here / changed).write_text((here / changed).read_text() + "// changed")
-        native._key.cache_clear()
+        native._digest.cache_clear()
         compiled.write_text("")
         assert look_for_library()
         assert set(compiled.read_text().split()) == reached
@@ -317,3 +326,61 @@ def test_two_models_run_at_once_in_one_process():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(beside, (1, 2))) == alone
+
+
+@pytest.mark.parametrize("name", native.INSTRUCTION_SETS)
+def test_an_instruction_set_that_is_named_is_what_the_kernels_are_compiled_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """And its library has a name of its own."""
+    monkeypatch.setattr(native, "_cpu_flags", lambda: native.INSTRUCTION_SETS[name].needs)
+    monkeypatch.delenv("REDLINE_CPU_ISA", raising=False)
+    arguments = tmp_path / "arguments"
+    body = f"""
+        echo "$*" >> {arguments}
+        case "$*" in *--version*) echo 1; exit;; esac
+        case "$*" in *-shared*) from={built_library()};; *) from=/dev/null;; esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    here = native._key(native.find_compiler())
+    monkeypatch.setenv("REDLINE_CPU_ISA", name)
+    assert native.instruction_set() == name
+    assert native._key(native.find_compiler()) != here
+    assert look_for_library(), native.why_not()
+    compiled = [line for line in arguments.read_text().splitlines() if " -c " in line]
+    assert len(compiled) == len(native.SOURCES)
+    for line in compiled:
+        assert set(native.INSTRUCTION_SETS[name].flags) <= set(line.split())
+        assert "-march=native" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "has", "said"),
+    [
+        ("avx3", (), "REDLINE_CPU_ISA is 'avx3'; expected one of avx2, avx512, avx512bf16, or no value for the best"),
+        (
+            "avx512",
+            ("avx2", "fma", "f16c", "bmi2"),
+            "REDLINE_CPU_ISA is avx512, and this processor lacks avx512bw, avx",
+        ),
+        ("avx2", (), "REDLINE_CPU_ISA is avx2, and this processor lacks avx2, bmi2, f16c, fma: name a set that it has"),
+    ],
+)
+def test_an_instruction_set_that_is_unknown_or_not_there_is_refused(
+    name: str, has: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(native, "_cpu_flags", lambda: frozenset(has))
+    monkeypatch.setenv("REDLINE_CPU_ISA", name)
+    for refused in (look_for_library, native.must_build):
+        with pytest.raises(ConfigError, match=said):
+            refused()
+
+
+def test_the_named_instruction_set_bounds_torch_too():
+    """In a process of its own: torch reads it when it first computes."""
+    program = "import redline.kernels.cpu.native, torch; print(torch.backends.cpu.get_cpu_capability())"
+    clean = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
+    command, environment = [sys.executable, "-c", program], {**clean, "REDLINE_CPU_ISA": "avx2"}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.strip() in ("AVX2", "DEFAULT")  # the second where the processor has no AVX2
