@@ -3,12 +3,14 @@
 Ctrl-C before a verb begins, or while the interpreter goes down, ends the process without a word.
 """
 
+import os
 import signal
 import sys
 
 
 def main() -> None:
     """Run the command line and end the process with its exit code, by SystemExit."""
+    _fill_standard_streams()
     catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where Ctrl-C is ignored, as by nohup
     if catches:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -23,6 +25,15 @@ def main() -> None:
     finally:
         if catches and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a server that has ended ignores it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _fill_standard_streams() -> None:
+    """Open /dev/null where a standard stream is closed: else a socket gets its number, and what libraries print."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
 
 
 if __name__ == "__main__":

@@ -187,8 +187,10 @@ def _serve(source: Path, flags: dict[str, Any]) -> int:
     engine.speculation), and wins over the file; `redline config` shows what is in force.
     """
     from redline.fleet import config as deployment
+    from redline.fleet.process import check_process
     from redline.fleet.serve import serve as run_server
 
+    check_process()
     terminal = Terminal()
     return run_server(deployment.read(fetched(source, terminal), flags), terminal)
 

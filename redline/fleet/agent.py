@@ -23,7 +23,7 @@ from redline import __version__
 from redline.errors import ConfigError
 from redline.fleet.cluster import address_towards, check_address, check_join, read_key
 from redline.fleet.lines import lines_on_stderr
-from redline.fleet.process import STOP_SIGNALS, LocalProcess, folder_for_parcels, start_worker
+from redline.fleet.process import STOP_SIGNALS, LocalProcess, check_process, folder_for_parcels, start_worker
 from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.machines import SAY_S, Machine, Order, Orders, Refused, Running
@@ -47,6 +47,7 @@ class AgentConfig(NamedTuple):
 
 def run_agent(config: AgentConfig) -> int:
     """Join, and run workers until one of STOP_SIGNALS comes: 0. Raises ConfigError for what it was told wrongly."""
+    check_process()
     agent = agent_of(config)
     with lines_on_stderr("info", as_json=False):
         return asyncio.run(_until_told(agent))
@@ -104,6 +105,7 @@ class Agent:
         self._started: dict[str, _Started] = {}
         self._unanswered = 0  # words since the server was heard
         self._refused = ""
+        self._told_unanswered = False  # that no server has answered yet has been logged
         self._leaving = self._at_once = False
         self._changed = asyncio.Event()
         self._parcels: Path | None = None
@@ -128,8 +130,10 @@ class Agent:
                         if door is not None:
                             door.close()
                         door = SocketOutbox(self._join, self._key.encode())
+                        door.failed_handshakes()
                     door.put(self._word())
                     await self._pause()
+                    self._tell_unanswered(door.failed_handshakes())
                 if door is not None:
                     door.put(self._word())
             finally:
@@ -157,6 +161,18 @@ class Agent:
             log.error("%s has not been heard of for %d s: its workers are ended", self._join, ALONE)
             self._server, self._orders = "", {}
             self._follow()
+
+    def _tell_unanswered(self, failed: int) -> None:
+        """Log once why no server has answered yet. failed: connections to it that it has closed at once."""
+        if self._server or self._told_unanswered:
+            return
+        if failed:
+            log.error("%s closes every connection: is --key-file the same key as its cluster.key_file?", self._join)
+        elif self._unanswered >= REJOIN:
+            log.warning("%s has not answered for %d s: is --join the server's cluster.listen?", self._join, REJOIN)
+        else:
+            return
+        self._told_unanswered = True
 
     def _word(self) -> Machine:
         workers = (

@@ -113,6 +113,7 @@ from redline.worker.config import (
     new_spelling,
 )
 
+ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
 MOST_DRAFTS = 15  # of one row in a step; more never pay
 LEAST_STEP_MS, MOST_STEP_MS = 0.1, 60_000.0  # that a step beside answers may take, where that is bounded
 MOST_REPLICAS = 16  # of the API; every worker tells each of them its news
@@ -340,6 +341,30 @@ def _check_events(config: ServeConfig, source: Path) -> None:
         )
 
 
+def _check_ports(config: ServeConfig, source: Path) -> None:
+    """ConfigError where two listeners of the server's own machine have one port; 0, any free one, is nobody's."""
+    listens: list[tuple[str, str, int]] = []  # key, host, port
+    if config.unix_socket is None:
+        listens.append(("port", config.host, config.port))
+    if config.admin_port is not None:
+        listens.append(("admin_port", ADMIN_HOST, config.admin_port))
+    if config.metrics_port is not None:
+        listens.append(("metrics_port", config.host, config.metrics_port))
+    if config.cluster is not None:
+        host, _, port = config.cluster.listen.rpartition(":")
+        listens.append(("cluster.listen", host, int(port)))
+    for place in config.places:
+        if place.at is None and place.events is not None:
+            for key, address in (("endpoint", place.events.endpoint), ("replay", place.events.replay)):
+                if (tcp := _TCP.fullmatch(address or "")) is not None:
+                    listens.append((f"events.{key} of {place.name}", tcp[1], int(tcp[2])))
+    for number, (key, host, port) in enumerate(listens):
+        for other, its_host, its_port in listens[:number]:
+            hosts = {each.strip("[]").replace("localhost", ADMIN_HOST) for each in (host, its_host)}
+            if port == its_port != 0 and (len(hosts) == 1 or hosts & {"*", "0.0.0.0", "::"}):
+                raise ConfigError(f"{source}: {other} and {key} are both port {port}; give each a port of its own")
+
+
 def _meet(addresses: list[str]) -> bool:
     """Whether two of them cannot both be listened at: they are one, or `*` of one port is every address of it."""
     hosts: dict[str, set[str]] = {}  # by port; a path by itself
@@ -449,6 +474,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     _check_workers(config, source)
     _check_promises(config, source)
     _check_machines(config, source)
+    _check_ports(config, source)
     try:
         if any(place.at is None for place in config.places):
             check_installed(config.handoff.transport)

@@ -24,9 +24,8 @@ from redline.api.spans import Spans, open_spans
 from redline.chat.generation import generation_config_of
 from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
-from redline.fleet.config import ServeConfig
+from redline.fleet.config import ADMIN_HOST, ServeConfig
 
-ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
 TELL_S = 1.0  # for clients to take what they are told
 
 

@@ -9,13 +9,13 @@ import json
 import logging
 import os
 import queue
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 from redline import clock
 
+STDERR = 2
 MOST_WAITING = 1000  # lines
 END_S = 1.0  # for the last lines to be written
 
@@ -31,7 +31,7 @@ def lines_on_stderr(level: str, *, as_json: bool = False) -> Generator[None]:
     Those of libraries are written from that level or from warning on, whichever is higher.
     """
     root, ours = logging.getLogger(), logging.getLogger("redline")
-    lines = Lines(sys.stderr.fileno())
+    lines = Lines(STDERR)
     lines.setLevel(LEVELS[level])
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
     lines.setFormatter(JsonLines() if as_json else text)

@@ -109,11 +109,13 @@ class Machines:
         self._server = secrets.token_hex(8)
         self._joined: dict[str, _Joined] = {}
         self._refused: dict[str, str] = {}  # by its name, the life of the last that was not taken in
+        self._strangers_told: int | None = None  # looks since it was logged that agents with another key come
         self._news = asyncio.Event()  # set, and another put in its place, whenever a machine comes or leaves
         try:
             self._door = AsyncSocketInbox(f"tcp://{listen}", key.encode())
         except ConfigError as error:
             raise ConfigError(f"cluster.listen: {error}") from None
+        self._door.failed_handshakes()
 
     @property
     def address(self) -> str:
@@ -211,7 +213,21 @@ class Machines:
     def _outbox(self, word: Machine) -> SocketOutbox:
         return SocketOutbox(word.inbox, self.key.encode())
 
+    def _tell_of_strangers(self) -> None:
+        """Log that agents come whose key is another: at once, and then once a minute."""
+        failed = self._door.failed_handshakes()
+        if self._strangers_told is not None:
+            self._strangers_told += 1
+        if failed and (self._strangers_told is None or self._strangers_told >= GONE):
+            self._strangers_told = 0
+            log.warning(
+                "%s: %d connections were refused: is the --key-file of each agent the same key as cluster.key_file?",
+                self.address,
+                failed,
+            )
+
     def _look(self) -> None:
+        self._tell_of_strangers()
         for name, machine in list(self._joined.items()):
             machine.unheard += 1
             if machine.unheard == QUIET:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,11 +15,36 @@ from typing import Protocol
 
 import msgspec
 
+from redline.api.server import open_files
 from redline.errors import ConfigError
 from redline.worker.config import AREA_BYTES, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"  # a worker's command
+LEAST_FILES = 256  # sockets to workers, pipes, libraries, and some connections
+LEAST_ADDRESSES = 2 << 30  # bytes
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
+
+
+def check_process() -> None:
+    """ConfigError where this process is given less than a server or an agent needs, or works in no folder.
+
+    Its bound on open files is raised to LEAST_FILES.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError("the working directory has been deleted: cd to one that exists") from None
+    if (files := open_files(LEAST_FILES)) < LEAST_FILES:
+        raise ConfigError(
+            f"this process may open {files} files; expected {LEAST_FILES} at least: "
+            f"ulimit -n {LEAST_FILES}, or LimitNOFILE={LEAST_FILES} of its service"
+        )
+    memory, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if memory != resource.RLIM_INFINITY and memory < LEAST_ADDRESSES:
+        raise ConfigError(
+            f"this process may have {memory / 2**30:.1f} GiB of addresses; a worker needs "
+            f"{LEAST_ADDRESSES >> 30} GiB for its libraries alone: ulimit -v unlimited"
+        )
 
 
 class Process(Protocol):

@@ -40,8 +40,8 @@ from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RedlineError
-from redline.fleet.config import ServeConfig
-from redline.fleet.front import ADMIN_HOST, Doors, end, open_front, serve_beside
+from redline.fleet.config import ADMIN_HOST, ServeConfig
+from redline.fleet.front import Doors, end, open_front, serve_beside
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.machines import Machines, open_machines
 from redline.fleet.process import STOP_SIGNALS
@@ -113,6 +113,9 @@ def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console)
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     if config.engine.synthetic_rates():
         warning = "warning: synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        warning = "warning: standard error is closed: what the server logs is lost"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
@@ -241,7 +244,10 @@ async def _serve_through(
 
     def announce(ready: Ready) -> None:
         _check_length(ready.max_model_len, tokenizer, style)
-        _announce(config, doors.api, doors.admin, ready, console)
+        try:
+            _announce(config, doors.api, doors.admin, ready, console)
+        except OSError as error:  # the file that it goes to may be on a full disk
+            log.error("standard output cannot be written (%s); the server is ready", error.strerror or error)
 
     if config.api_replicas > 1:
         if (spans := open_spans()) is not None:  # each replica has its own: what cannot be had is said here

@@ -37,6 +37,9 @@ IPC = "ipc://"  # of a local socket's address, before its path
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
 WRITER_BYTES = 8  # of a writer's name
+# Of a socket's monitor: what a reader, and what a writer, is told of a handshake that has failed.
+_FAILED = {zmq.PULL: zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PUSH: zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL}
+_OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")  # before each message: its writer, and how many it has sent before
 
 
@@ -142,6 +145,7 @@ class _Socket:
     def __init__(self, kind: int, address: str, key: bytes | None) -> None:
         context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         self._socket = socket = context.socket(kind)
+        self._monitor: zmq.Socket[bytes] | None = None
         socket.linger = _LINGER_MS
         try:
             if address.startswith("tcp://"):
@@ -164,7 +168,27 @@ class _Socket:
 
     def close(self) -> None:
         """Close the socket; what was written is sent in the background for a second at most. Safe to call twice."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._monitor = None
         self._socket.close()
+
+    def failed_handshakes(self) -> int:
+        """How many connections have failed since the last call because the two ends have different keys; 0 at the
+        first call, which begins to count. A writer sees only that the reader has closed the connection."""
+        reads = self._socket.socket_type == zmq.PULL
+        if (monitor := self._monitor) is None:
+            address = f"inproc://monitor-{os.urandom(8).hex()}"
+            self._socket.monitor(address, _FAILED[zmq.SocketType(self._socket.socket_type)])
+            monitor = self._monitor = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance()).socket(zmq.PAIR)
+            monitor.rcvhwm = 0  # with a bound, whoever counts late would hold up the thread that receives
+            monitor.connect(address)
+        failed = 0
+        while monitor.poll(0):
+            event = monitor.recv_multipart()[0]
+            failed += not reads or int.from_bytes(event[2:6], "little") == _OTHER_KEY
+        return failed
 
     def __enter__(self) -> Self:
         return self

@@ -126,6 +126,15 @@ def test_a_stream_that_is_closed_is_done_without(redirected: str, code: int):
     assert "Traceback" not in done.stderr
 
 
+def test_a_closed_stream_leaves_its_number_to_no_socket():
+    program = (
+        "import os, redline.__main__ as m; m._fill_standard_streams(); s = os.open('/', 0); print(s, file=open(1, 'w'))"
+    )
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- 2>&-', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert int(done.stdout) > 2
+
+
 @pytest.mark.parametrize(
     "environment",
     [

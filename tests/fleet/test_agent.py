@@ -19,6 +19,7 @@ from redline.fleet.machines import GONE, QUIET, Machines, RemoteProcess
 from redline.wire.channel import SocketOutbox
 from redline.wire.machines import Order
 from redline.worker.config import EngineConfig, WorkerConfig
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -274,10 +275,30 @@ async def test_agents_that_are_not_taken_in_are_told_why(
         assert not process.ended.done()
 
 
-async def test_an_agent_with_another_key_is_not_heard_and_hears_nothing(workers: Workers) -> None:
+async def test_an_agent_with_another_key_is_not_heard_and_both_sides_log_it_once(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(words: str) -> int:
+        return sum(words in line for line in caplog.messages)
+
     async with a_server() as machines, living(an_agent(machines, key="another key of forty characters, no less")):
-        await asyncio.sleep(0.5)
+        await eventually(lambda: said("is --key-file the same key as its cluster.key_file?"))
+        await eventually(lambda: said("is the --key-file of each agent the same key as cluster.key_file?"))
+        looks = machines._strangers_told
+        await eventually(lambda: machines._strangers_told != looks, "another look")
         assert machines._joined == {}
+    assert said("closes every connection") == 1
+    assert said("connections were refused") == 1
+
+
+async def test_an_agent_without_a_server_logs_once_that_nobody_answers(
+    workers: Workers, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with living(Agent("tcp://127.0.0.1:9", KEY, "gpu-1", "127.0.0.1")) as agent:
+        await eventually(lambda: agent._unanswered > 2 * agents.REJOIN)
+    assert [line for line in caplog.messages if "has not answered" in line] == [
+        "tcp://127.0.0.1:9 has not answered for 10 s: is --join the server's cluster.listen?"
+    ]
 
 
 async def test_what_is_not_understood_is_said_and_does_no_harm(

@@ -373,6 +373,21 @@ def test_limits_and_what_requests_may_ask_for_are_tables(tmp_path: Path):
         ("admin_port = 1", "admin_port and admin_keys_file need each other"),
         ("admin_port = 99999\nadmin_keys_file = 'a'", "admin_port is 99999; expected 0 to 65535"),
         ("tls_key = 'key.pem'", "tls_cert and tls_key need each other"),
+        ("admin_port = 8000\nadmin_keys_file = 'a'", "port and admin_port are both port 8000"),
+        ("host = '0.0.0.0'\nadmin_port = 8000\nadmin_keys_file = 'a'", "port and admin_port are both port 8000"),
+        ("metrics_port = 8000\napi_replicas = 3", "port and metrics_port are both port 8000"),
+        (
+            "host = 'localhost'\nport = 1\nmetrics_port = 9000\nadmin_port = 9000\nadmin_keys_file = 'a'",
+            "admin_port and metrics_port are both port 9000",
+        ),
+        (
+            "host = '::'\n[cluster]\nlisten = '10.0.0.1:8000'\nkey_file = 'k'\n[[workers]]\nat = 'b'",
+            "port and cluster.listen are both port 8000",
+        ),
+        (
+            "[events]\nendpoint = 'tcp://*:7999'\n[[workers]]\ncount = 2",
+            "port and events.endpoint of worker-1 are both port 8000",
+        ),
         ("drain_s = -1", r"Expected `float` >= 0.0 - at `\$.drain_s`"),
         ("access_log = 'xml'", r"\$.access_log"),
     ],
@@ -402,6 +417,20 @@ step_tokens = 4096
 role = "decode"
 cores = [1]
 """
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "port = 0\nmetrics_port = 0\nadmin_port = 0\nadmin_keys_file = 'a'",
+        "host = '10.0.0.1'\nadmin_port = 8000\nadmin_keys_file = 'a'",
+        "unix_socket = 's'\nadmin_port = 8000\nadmin_keys_file = 'a'",
+    ],
+)
+def test_ports_that_do_not_meet_are_no_mistake(tmp_path: Path, text: str):
+    path = tmp_path / "deployment.toml"
+    path.write_text(f'weights = "w"\n{text}\n')
+    read(path, {})
 
 
 def test_each_kind_of_worker_has_what_the_engine_table_says_and_over_it_its_own(tmp_path: Path):

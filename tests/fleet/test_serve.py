@@ -323,6 +323,20 @@ def test_a_server_that_is_told_to_end_while_workers_load_drains_where_one_serves
     assert drained == [7.0] * serves
 
 
+def test_without_the_streams_that_it_prints_to_it_serves_and_says_so(start: Callable[..., Server], tiny: Path):
+    """Its lines have nowhere to go, or standard output is a file on a full disk."""
+    closed = start(tiny, command=("sh", "-c", 'exec "$0" serve "$@" 2>&-', REDLINE)).until_ready()
+    assert "warning: standard error is closed: what the server logs is lost" in closed.said
+    assert urlopen(f"{closed.url}/health").status == 200
+    full = start(tiny, command=("sh", "-c", 'exec "$0" serve "$@" > /dev/full', REDLINE))
+    line = "standard output cannot be written (No space left on device); the server is ready"
+    wait_for(lambda: line in full.said or full.process.poll() is not None, START_S, full)
+    assert full.process.poll() is None, full.said
+    os.killpg(full.process.pid, signal.SIGTERM)
+    assert full.ends() == 0
+    assert "Traceback" not in full.said
+
+
 def test_each_request_is_a_line_unless_it_is_a_machines_question(nano: Server):
     nano.client.chat.completions.create(
         model="kimi-nano",

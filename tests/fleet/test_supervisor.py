@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from redline.api.gateway import Gateway
-from redline.errors import WorkerLost
+from redline.errors import ConfigError, WorkerLost
 from redline.fleet import kept, process, supervisor
 from redline.fleet.config import ServeConfig, Workers
 from redline.fleet.kept import MOST_ENDS
@@ -293,6 +293,29 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
         assert one.given_up is None
         with pytest.raises(KeyError):
             all_.want("cook", "both")
+
+
+def test_a_process_that_is_given_too_little_says_what_and_how_to_give_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds: dict[int, int] = {process.resource.RLIMIT_NOFILE: 4096, process.resource.RLIMIT_AS: -1}
+    monkeypatch.setattr(process.resource, "getrlimit", lambda kind: (bounds[kind], bounds[kind]))
+    process.check_process()
+    for files in (16, 128):
+        bounds[process.resource.RLIMIT_NOFILE] = files
+        with pytest.raises(ConfigError, match=rf"may open {files} files; expected 256 at least: ulimit -n 256"):
+            process.check_process()
+    bounds[process.resource.RLIMIT_NOFILE] = 4096
+    bounds[process.resource.RLIMIT_AS] = 600_000 << 10
+    with pytest.raises(ConfigError, match=r"may have 0\.6 GiB of addresses; .* ulimit -v unlimited"):
+        process.check_process()
+
+
+def test_a_folder_that_has_been_deleted_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="the working directory has been deleted: cd to one that exists"):
+        process.check_process()
 
 
 @pytest.mark.parametrize("free", [0, 1 << 40])
