@@ -1,8 +1,9 @@
 """Clocks that only a test moves."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import redline.clock
@@ -51,3 +52,39 @@ class FakeClock:
         """
         with mock.patch.object(loop, "time", self):
             yield self
+
+
+class Timers:
+    """An event loop, uvloop's too, for what takes one as a parameter: its timers run in `advance` and at no other time.
+
+    Everything else is the real loop's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._now = 0.0
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def time(self) -> float:
+        return self._now
+
+    def call_later(self, seconds: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(self._now + seconds, callback, args, self)  # type: ignore[arg-type]
+        self._timers.append(timer)
+        return timer
+
+    def _timer_handle_cancelled(self, timer: asyncio.TimerHandle) -> None:
+        self._timers = [each for each in self._timers if each is not timer]
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass: the timers that are due run now, in their order."""
+        until = self._now + seconds
+        while due := [timer for timer in self._timers if timer.when() <= until]:
+            first = min(due, key=asyncio.TimerHandle.when)
+            self._timer_handle_cancelled(first)
+            self._now = first.when()
+            first._run()
+        self._now = until

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -55,6 +56,13 @@ def pytest_collection() -> Iterator[None]:
 def tests_read_no_real_clock() -> Iterator[None]:
     """See tests/real_time.py."""
     with real_time.refusals():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def what_was_collected_is_looked_through_by_nobody() -> Iterator[None]:
+    """A load of `redline bench` thaws what it froze, and would thaw all that `pytest_collection` has frozen."""
+    with mock.patch.object(gc, "unfreeze"):
         yield
 
 

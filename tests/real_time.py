@@ -15,10 +15,6 @@ CLOCKS = "sleep", "monotonic", "perf_counter"
 # Files of tests that may: they start real processes, or are how others wait for them.
 ALLOWED = frozenset(
     [
-        "api/test_connections.py",
-        "api/test_metrics.py",
-        "api/test_stories.py",
-        "api/world.py",
         "bench/quality/test_run_code.py",
         "bench/runs/fake_tree.py",
         "bench/serving/test_agentic.py",
@@ -27,7 +23,6 @@ ALLOWED = frozenset(
         "bench/serving/test_scripted_client.py",
         "bench/test_program.py",
         "bench/test_soak.py",
-        "chat/test_tokenizer.py",
         "cli/bench/test_serve.py",
         "cli/pty_session.py",
         "cli/test_main.py",
@@ -42,8 +37,6 @@ ALLOWED = frozenset(
         "nano/test_draft_store.py",
         "route/test_index.py",
         "waiting.py",
-        "wire/test_channel.py",
-        "wire/test_kv_sockets.py",
     ]
 )
 

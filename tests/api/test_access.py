@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from redline.api.access import is_loopback
-from tests.api.world import World, answer, asked, openai_client, port_of, until
+from tests.api.world import World, answer, asked, openai_client, port_of
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -166,6 +167,6 @@ async def test_a_client_that_left_is_told_in_the_line(caplog: pytest.LogCaptureF
         world.engine.gate.clear()
         with socket.create_connection(("127.0.0.1", port_of(address))) as client:
             client.sendall(asked())
-            await until(lambda: world.engine.jobs)
-        await until(lambda: "the client left" in caplog.text)
+            await eventually(lambda: world.engine.jobs)
+        await eventually(lambda: "the client left" in caplog.text)
     assert " -, " in caplog.text

@@ -24,7 +24,9 @@ from redline.wire.delta import Delta, Fault
 from redline.wire.job import Job
 from redline.wire.news import Beat, Load
 from tests.api.fake_engine import FakeEngine
-from tests.api.world import MODEL, TOKENIZER, World, answer, ids, openai_client, until
+from tests.api.world import MODEL, TOKENIZER, World, answer, ids, openai_client
+from tests.clocks import FakeClock
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -131,10 +133,11 @@ async def test_a_header_without_an_end_closes_the_connection() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nx-long: ")
         closed = asyncio.create_task(reader.read())
-        async with asyncio.timeout(5):
-            while not closed.done():
+        for _ in range(64):
+            if not closed.done():
                 writer.write(b"x" * 1000)
-                await asyncio.sleep(0.001)
+                await turns(3)
+        assert (await closed).startswith(b"HTTP/1.1 431")
         writer.close()
         # Requests that follow one another on a connection are each within the bound.
         client = openai_client(address)
@@ -144,16 +147,23 @@ async def test_a_header_without_an_end_closes_the_connection() -> None:
 
 
 async def test_a_body_that_never_ends_is_given_up() -> None:
-    async with World(answer("a"), limits=Limits(body_seconds=0.05)) as world, world.listening() as address:
-        port = int(address.rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
-        )
-        writer.write(head + b"{")
-        async with asyncio.timeout(5):
-            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
-        writer.close()
+    more = asyncio.Event()
+
+    async def body() -> Any:
+        yield b"{"
+        more.set()
+        await asyncio.Event().wait()
+
+    with FakeClock().drives(asyncio.get_running_loop()) as clock:
+        async with World(answer("a"), limits=Limits(body_seconds=5)) as world:
+            asked = asyncio.create_task(world.http.post("/v1/completions", content=body()))
+            await more.wait()
+            clock.advance(4.9)
+            await turns(3)
+            assert not asked.done()
+            clock.advance(1.0)
+            given_up = await asked
+    assert (given_up.status_code, error_of(given_up)["code"]) == (408, "timeout")
 
 
 async def test_the_request_id_comes_back_or_is_made() -> None:
@@ -384,10 +394,10 @@ async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> 
         follow = asyncio.create_task(world.gateway.follow(world.link, channel))
         channel.put(load(steps=1, running=7))
         running = b'vllm:num_requests_running{engine="0",model_name="kimi-nano"} 7.0'
-        await until(lambda: running in world.metrics.expose())
+        await eventually(lambda: running in world.metrics.expose())
         world.engine.gate.clear()
         request = asyncio.create_task(world.http.post(CHAT, json=HELLO))
-        await until(lambda: world.engine.jobs)
+        await eventually(lambda: world.engine.jobs)
         follow.cancel()
         response = await request
         assert (response.status_code, error_of(response)["code"]) == (503, "worker_lost")

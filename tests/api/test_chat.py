@@ -12,7 +12,8 @@ from redline.api.config import Limits
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import Failed
-from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client, until
+from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -205,7 +206,7 @@ async def test_a_stop_string_ends_the_answer_and_the_job() -> None:
     async with World(answer("one two three four")) as world:
         whole = await ask(world, stop=["three"])
         stream = await chunks(world, stop=["three"])
-        await until(lambda: len(world.engine.aborted) == 2)
+        await eventually(lambda: len(world.engine.aborted) == 2)
         included = await ask(world, stop="two", extra_body={"include_stop_str_in_output": True})
     assert whole.choices[0].message.content == joined(stream, "content") == "one two "
     assert whole.choices[0].finish_reason == "stop"
@@ -304,7 +305,7 @@ async def test_a_lost_worker_ends_whole_answers_with_503_and_streams_with_an_err
         world.engine.gate.clear()
         waiting = asyncio.create_task(ask_on(client))
         unopened = asyncio.create_task(ask_on(client, stream=True))
-        await until(lambda: len(world.engine.jobs) == 3)
+        await eventually(lambda: len(world.engine.jobs) == 3)
         world.gateway.deliver(world.link, Failed(reason="out of memory at 0x1"))
         with pytest.raises(APIError, match="has ended") as broken:
             seen += [chunk async for chunk in stream]
@@ -333,9 +334,9 @@ async def test_a_client_that_leaves_aborts_its_job(stream: bool) -> None:
         client = openai_client(address)
         world.engine.gate.clear()
         task = asyncio.create_task(ask_on(client, stream=stream, n=2))
-        await until(lambda: len(world.engine.jobs) == 2)
+        await eventually(lambda: len(world.engine.jobs) == 2)
         task.cancel()
-        await until(lambda: len(world.engine.aborted) == 2)
+        await eventually(lambda: len(world.engine.aborted) == 2)
         await client.close()
     assert {job.id for job in world.engine.jobs} == world.engine.aborted
 
@@ -348,7 +349,7 @@ async def test_a_client_that_leaves_mid_stream_aborts_its_job() -> None:
             if chunk.choices[0].delta.content:
                 break
         await client.close()
-        await until(lambda: len(world.engine.aborted) == 1)
+        await eventually(lambda: len(world.engine.aborted) == 1)
 
 
 async def test_sixty_four_streams_at_once_each_get_their_own_answer() -> None:
@@ -372,7 +373,7 @@ async def test_too_many_waiting_jobs_are_refused_with_a_time_to_come_back() -> N
     async with World(answer("a"), limits=Limits(waiting=2)) as world:
         world.engine.gate.clear()
         held = asyncio.create_task(ask(world, n=2))
-        await until(lambda: len(world.engine.jobs) == 2)
+        await eventually(lambda: len(world.engine.jobs) == 2)
         with pytest.raises(APIStatusError) as refused:
             await ask(world)
         assert refused.value.status_code == 503

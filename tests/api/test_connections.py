@@ -4,20 +4,21 @@ import asyncio
 import fcntl
 import json
 import socket
-import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from redline.api.config import Limits
-from redline.api.server import Connections, Server, open_files, uvicorn_config
+from redline.api.server import LINGER_S, Connection, Connections, Server, open_files
 from redline.api.turns import READS, REQUEST
 from redline.wire.delta import Delta
 from redline.wire.job import Job
-from tests.api.world import HOST, SOON_S, UNREAD, World, answer, asked, port_of, unread, until
+from tests.api.world import HOST, SOON_S, UNREAD, World, answer, asked, port_of, timed_server, unread
+from tests.clocks import Timers
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 SIOCOUTQ = 0x5411  # linux/sockios.h: bytes that the kernel holds for a socket's peer
@@ -53,18 +54,39 @@ class App:
 
 
 @asynccontextmanager
-async def serving(app: Any, limits: Limits) -> AsyncIterator[tuple[int, Server]]:
-    """A port, and the server behind it."""
-    server = Server(uvicorn_config(app, limits, "127.0.0.1", 0))
+async def serving(app: Any, limits: Limits) -> AsyncIterator[tuple[int, "Serving"]]:
+    """A port, and what serves it."""
+    server, timers = timed_server(app, limits)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
-        await until(lambda: server.started)
+        await eventually(lambda: server.started)
         try:
-            yield listener.getsockname()[1], server
+            yield listener.getsockname()[1], Serving(server, timers)
         finally:
             server.should_exit = True
             server.abort()
             await task
+
+
+def connections_of(server: Server) -> set[Connection]:
+    return server.server_state.connections  # type: ignore[return-value]
+
+
+class Serving(NamedTuple):
+    """A server, and the timers of its connections."""
+
+    server: Server
+    timers: Timers
+
+    @property
+    def connections(self) -> set[Connection]:
+        return connections_of(self.server)
+
+    async def only(self) -> Connection:
+        """The one connection, once it is made."""
+        await eventually(lambda: self.connections)
+        (connection,) = self.connections
+        return connection
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +134,11 @@ async def test_trailers_are_bounded_as_headers_are(trailer: bytes) -> None:
     async with serving(App(), Limits(header_bytes=8192)) as (port, _), connect(port) as (reader, writer):
         writer.write(CHUNKED + b"2\r\n{}\r\n0\r\n")
         answered = asyncio.create_task(reader.read())
-        sent = 0
-        while not answered.done():
+        for _ in range((1 << 16) // len(trailer)):  # bytes: eight times as many as there may be
+            if answered.done():
+                break
             writer.write(trailer)
-            sent += len(trailer)
-            await asyncio.sleep(0.001)
-            assert sent < 1 << 20
+            await turns(3)
         assert error_of(await answered) == (431, "headers_too_large")
 
 
@@ -140,38 +161,57 @@ async def test_more_header_lines_than_may_be_are_refused() -> None:
 
 
 async def test_a_head_has_its_time_however_it_drips() -> None:
-    async with serving(App(), Limits(header_seconds=0.4)) as (port, server):
-        async with connect(port) as (reader, writer):
-            answered = asyncio.create_task(reader.read())
-            for byte in b"GET / HTTP/1.1\r\nx: " + b"y" * 4000:
-                writer.write(bytes([byte]))
-                await asyncio.sleep(0.02)
-                if answered.done():
-                    break
-            assert error_of(await answered) == (408, "timeout")
-        await until(lambda: not server.server_state.connections)
+    head = b"GET / HTTP/1.1\r\nx: yyyyyyyyyyyyy"
+    async with serving(App(), Limits(header_seconds=8)) as (port, serves), connect(port) as (reader, writer):
+        connection = await serves.only()
+        for count in range(len(head)):
+            assert connection in serves.connections
+            serves.timers.advance(8 / len(head))  # the last of it comes too late
+            writer.write(head[count : count + 1])
+            await eventually(lambda: connection._refused or connection._untold_bytes > count)  # noqa: B023
+            assert connection._refused == (count == len(head) - 1)
+        assert error_of(await reader.read()) == (408, "timeout")
+        serves.timers.advance(LINGER_S)
+        await eventually(lambda: not serves.connections)
 
 
 async def test_a_pools_idle_connection_is_kept_until_it_is_used_again() -> None:
     """Five seconds, uvicorn's own time and httpx's, are a race that clients lose."""
-    assert Limits().idle_seconds > 90  # Go's; nginx keeps 60 s, Node and httpx 5 s
-    async with serving(App(), Limits(header_seconds=0.1)) as (port, _), connect(port) as (reader, writer):
+    async with serving(App(), Limits(header_seconds=1)) as (port, serves), connect(port) as (reader, writer):
+        connection = await serves.only()
         for _ in range(2):
             writer.write(GET)
             await reader.readuntil(b"xx")
-            await asyncio.sleep(0.3)
+            serves.timers.advance(90)  # Go's; nginx keeps 60 s, Node and httpx 5 s
         writer.write(GET[:9])  # what it has begun has a head's time
+        await eventually(lambda: connection._untold_bytes)
+        serves.timers.advance(1)
         assert error_of(await reader.read()) == (408, "timeout")
 
 
 async def test_a_silent_connection_is_closed_before_and_after_a_request() -> None:
-    async with serving(App(), Limits(header_seconds=0.4, idle_seconds=0.4)) as (port, _):
-        assert await say(port, b"") == b""
-        assert (await say(port, GET)).endswith(b"\r\n\r\nxx")
+    async with serving(App(), Limits(header_seconds=4, idle_seconds=5)) as (port, serves):
+        async with connect(port) as (reader, _):
+            connection = await serves.only()
+            serves.timers.advance(3.9)
+            assert connection in serves.connections
+            serves.timers.advance(0.1)
+            assert await reader.read() == b""
+            await eventually(lambda: not serves.connections)
         async with connect(port) as (reader, writer):
             writer.write(GET)
             await reader.readuntil(b"xx")
+            serves.timers.advance(5)
+            assert await reader.read() == b""
+            await eventually(lambda: not serves.connections)
+        async with connect(port) as (reader, writer):
+            writer.write(GET)
+            await reader.readuntil(b"xx")
+            connection = await serves.only()
+            serves.timers.advance(4)
             writer.write(b"G")  # buys no other wait, only an answer
+            await eventually(lambda: connection._untold_bytes)
+            serves.timers.advance(4)
             assert (await reader.read()).startswith(b"HTTP/1.1 408")
 
 
@@ -201,9 +241,9 @@ async def test_what_two_readers_might_read_differently_is_refused(request_bytes:
 
 
 async def test_an_upgrade_without_a_body_is_a_request_as_any_other() -> None:
-    async with serving(App(), Limits(header_seconds=0.5, idle_seconds=0.5)) as (port, _):
-        request = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + HOST + b"\r\n"
-        assert (await say(port, request)).startswith(b"HTTP/1.1 200")
+    async with serving(App(), Limits()) as (port, _), connect(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + HOST + b"\r\n")
+        assert (await reader.readuntil(b"xx")).startswith(b"HTTP/1.1 200")
 
 
 async def test_http_1_0_is_answered_and_closed() -> None:
@@ -226,11 +266,11 @@ async def test_a_client_that_sends_a_second_request_and_leaves_ends_the_first() 
     async with World(answer("a" * 4000)) as world, world.listening() as address:
         world.engine.gate.clear()
         client = unread(port_of(address), asked())
-        await until(lambda: world.engine.jobs)
+        await eventually(lambda: world.engine.jobs)
         client.sendall(GET)
-        await asyncio.sleep(0.05)
+        await eventually(lambda: all(each._last for each in connections_of(world.server)))
         client.close()
-        await until(lambda: world.engine.aborted)
+        await eventually(lambda: world.engine.aborted)
 
 
 # -------------------------------------------------------------------------------------------- clients that do not read
@@ -242,43 +282,57 @@ def long(job: Job) -> Iterator[Delta]:
 
 
 async def test_a_stream_that_nobody_reads_is_ended_and_its_jobs_aborted() -> None:
-    async with World(long, Limits(write_seconds=0.3)) as world, world.listening() as address:
+    async with World(long, Limits(write_seconds=3)) as world, world.listening() as address:
         unread(port_of(address), asked())
-        await until(lambda: world.engine.jobs)
-        await until(lambda: world.engine.aborted, SOON_S)
+        await eventually(lambda: world.engine.jobs)
+        await eventually(later(world.timers, 3, lambda: bool(world.engine.aborted)))
+
+
+def later(timers: Timers, seconds: float, condition: Callable[[], bool]) -> Callable[[], bool]:
+    """A condition, asked after so many seconds more each time."""
+
+    def asked_later() -> bool:
+        timers.advance(seconds)
+        return condition()
+
+    return asked_later
 
 
 @pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
 async def test_an_answer_that_nobody_takes_does_not_hold_its_connection(close: bytes) -> None:
     """In one write of megabytes; in pieces that wait; and with so little left that nothing waits."""
     for app in (App(size=8 << 20), App(size=60_000, pieces=200), App(size=60_000, pieces=5)):
-        async with serving(app, Limits(header_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)) as (port, server):
+        async with serving(app, Limits(header_seconds=3, idle_seconds=3, write_seconds=3)) as (port, serves):
             unread(port, b"GET / HTTP/1.1\r\n" + HOST + close + b"\r\n")
-            await until(lambda app=app: app.requests)
-            await until(lambda server=server: not server.server_state.connections, SOON_S)
+            await eventually(lambda app=app: app.requests)
+            await eventually(later(serves.timers, 3, lambda serves=serves: not serves.connections))
 
 
 async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
     size = 3 << 20
     for app in (App(size=size), App(size=size // 48, pieces=48)):
-        limits = Limits(header_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)
-        async with serving(app, limits) as (port, _), connect(port) as (reader, writer):
+        limits = Limits(header_seconds=3, idle_seconds=3, write_seconds=3)
+        async with serving(app, limits) as (port, serves), connect(port) as (reader, writer):
+            connection = await serves.only()
             writer.write(GET)
-            got, began = 0, time.monotonic()
+            got, times = 0, 0
             while data := await reader.read(64 << 10):
                 got += len(data)
-                if time.monotonic() - began < 1.2:
-                    await asyncio.sleep(0.01)
+                if connection.transport.get_write_buffer_size() < connection._unsent_bytes:
+                    times += 1
+                    serves.timers.advance(3)  # it has taken some, and it is looked at whether it has
+                if connection._idle and not connection.transport.get_write_buffer_size():
+                    serves.timers.advance(3)  # the answer has left, and no other request comes
         assert got > size
+        assert times > 4
 
 
 async def test_what_waits_for_a_client_in_the_kernel_is_bounded() -> None:
     app = App(size=16 << 10, pieces=10_000)
-    async with serving(app, Limits()) as (port, server):
+    async with serving(app, Limits()) as (port, serves):
         unread(port, GET)
-        await until(lambda: app.requests)
-        (connection,) = server.server_state.connections
-        await until(lambda: connection.flow.write_paused)
+        connection = await serves.only()
+        await eventually(lambda: connection.flow.write_paused)
         number = connection.transport.get_extra_info("socket").fileno()
         unsent = int.from_bytes(fcntl.ioctl(number, SIOCOUTQ, bytes(4)), "little")
         assert unsent + connection.transport.get_write_buffer_size() < 1 << 19
@@ -288,28 +342,27 @@ async def test_what_waits_for_a_client_in_the_kernel_is_bounded() -> None:
 
 
 async def test_at_the_most_connections_the_longest_silent_one_makes_room() -> None:
-    async with serving(App(), Limits(connections=20)) as (port, server):
-        silent: list[socket.socket] = []
-        for _ in range(60):
-            silent.append(unread(port))
-            await asyncio.sleep(0.001)
-        await until(lambda: len(server.server_state.connections) == 20)
-        assert (await say(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
-        assert [client.recv(1) for client in silent[:40]] == [b""] * 40
-        with pytest.raises(BlockingIOError):
-            silent[-1].recv(1)
+    async with serving(App(), Limits(connections=20)) as (port, _):
+        silent = [unread(port) for _ in range(60)]
+        assert (await say(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")  # accepted after them all
+        async with asyncio.timeout(SOON_S):
+            for client in silent[:41]:
+                assert await asyncio.get_running_loop().sock_recv(client, 1) == b""
+        for client in silent[41:]:
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
 
 
 async def test_where_all_connections_are_answered_a_new_one_is_told_to_come_back() -> None:
-    async with serving(App(size=1 << 20, pieces=100), Limits(connections=3)) as (port, server):
+    async with serving(App(size=1 << 20, pieces=100), Limits(connections=3)) as (port, serves):
         busy = [unread(port, GET) for _ in range(3)]
-        connections = server.server_state.connections
-        await until(lambda: len(connections) == 3 and all(each.cycle for each in connections))
+        connections = serves.connections
+        await eventually(lambda: len(connections) == 3 and all(each.cycle for each in connections))
         answered = await say(port, GET)
         assert error_of(answered) == (503, "overloaded")
         assert b"retry-after: 1\r\n" in answered
         busy[0].close()
-        await until(lambda: len(connections) == 2)
+        await eventually(lambda: len(connections) == 2)
         async with connect(port) as (reader, writer):
             writer.write(GET)
             assert await reader.read(12) == b"HTTP/1.1 200"
@@ -330,13 +383,13 @@ async def test_silent_and_unread_connections_hold_up_nobody() -> None:
     """1,100 that say nothing and 200 that read nothing; the others are served at once."""
     open_files(8192)  # of clients and server, both in this process
     app = App(size=60_000, pieces=50)
-    async with serving(app, Limits()) as (port, server):
-        for count in range(1300):
-            unread(port, GET if count >= 1100 else b"")
+    async with serving(app, Limits()) as (port, serves):
+        connections = serves.connections
+        for count in range(1, 1301):
+            unread(port, GET if count > 1100 else b"")
             if count % 50 == 0:
-                await asyncio.sleep(0.01)
-        connections = server.server_state.connections
-        await until(lambda: sum(bool(each.cycle and each.flow.write_paused) for each in connections) == 200, SOON_S)
+                await eventually(lambda count=count: len(connections) == count)
+        await eventually(lambda: sum(bool(each.cycle and each.flow.write_paused) for each in connections) == 200)
         for _ in range(20):
             answered = await say(port, b"GET /short HTTP/1.0\r\n\r\n")
             assert answered.startswith(b"HTTP/1.1 200")
@@ -349,17 +402,19 @@ async def test_a_server_that_ends_waits_for_no_request(
     """Not for one whose client does not read, nor for one that does not look whether its client is there."""
 
     async def encode_for_ever(*_: object) -> None:
-        await asyncio.sleep(3600)
+        await asyncio.Event().wait()
 
     async with World(long) as world:
         for _ in range(2):
-            async with serving(world.app, Limits()) as (port, server):
+            async with serving(world.app, Limits()) as (port, serves):
                 unread(port, asked())
-                await until(lambda server=server: any(each.cycle for each in server.server_state.connections))
-                server.should_exit = True
-                await asyncio.sleep(0.3)
-                server.abort()
-                await until(lambda server=server: not server.server_state.tasks)
+                connection = await serves.only()
+                await eventually(lambda at=connection: at.cycle)
+                assert connection.cycle.keep_alive
+                serves.server.should_exit = True
+                await eventually(lambda at=connection: not at.cycle.keep_alive)  # it waits for the answer to end
+                serves.server.abort()
+                await eventually(lambda state=serves.server.server_state: not state.tasks)
             monkeypatch.setattr(world.gateway, "begin", encode_for_ever)
     assert not [record for record in caplog.records if record.exc_info or record.name.startswith("uvicorn")]
 
@@ -377,15 +432,15 @@ async def test_of_a_crowd_a_few_requests_are_begun_at_a_turn_of_the_loop():
         nonlocal turn
         while True:
             turn += 1
-            await asyncio.sleep(0)
+            await turns()
 
-    async with serving(app, Limits()) as (port, _):
+    async with serving(app, Limits()) as (port, serves):
         links = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
-        await asyncio.sleep(0.3)  # until all are accepted
+        await eventually(lambda: len(serves.connections) == 120)
         for link in links:
             link.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         counting = asyncio.create_task(count())
-        await until(lambda: len(begun) == 120)
+        await eventually(lambda: len(begun) == 120)
         counting.cancel()
         for link in links:
             link.close()
@@ -410,7 +465,7 @@ async def test_the_app_is_told_of_a_body_when_it_is_whole_or_has_grown_by_much()
         for _ in range(100):
             writer.write(b"x" * (size // 100))
             await writer.drain()
-            await asyncio.sleep(0.001)
+            await turns(3)
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     assert sum(told) == size
     assert len(told) <= 4

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from redline.api import edge as edges
 from redline.api.admin import create_admin_app
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, KeyLimits, Limits
-from redline.api.edge import Edge, measure_lag
+from redline.api.edge import LAG_S, LOOK_S, Edge, measure_lag
 from redline.api.keys import Keyring, read_keys
 from redline.api.quota import Account, LimitReached, ServedRate
 from redline.errors import ConfigError
-from tests.api.world import MODEL, World, answer, until
-from tests.waiting import eventually
+from tests.api.world import MODEL, SOON_S, World, answer
+from tests.clocks import FakeClock
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -42,6 +44,14 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[FakeClock]:
+    """Of what the package reads, and of this loop's timers."""
+    clock = FakeClock()
+    with clock.installed(), clock.drives(asyncio.get_running_loop()):
+        yield clock
 
 
 async def chat(world: World, key: str = "", headers: dict[str, str] | None = None, **fields: Any) -> httpx2.Response:
@@ -91,7 +101,7 @@ def test_a_wrong_line_is_named_and_its_key_is_not(tmp_path: Path, text: str, com
     assert "secret" not in str(told.value)
 
 
-async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
+async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Path, clock: FakeClock) -> None:
     path = keys_file(tmp_path, "alice k1 concurrency=2")
     async with World(answer("a")) as world:
         edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
@@ -104,7 +114,8 @@ async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
         used = edge.keyring.accounts["alice"].tokens
         assert used > 0
         path.write_text("alice k2 concurrency=5\n")
-        await until(lambda: edge.keyring and edge.keyring.accounts["alice"].limits.concurrency == 5)
+        clock.advance(LOOK_S)
+        await eventually(lambda: edge.keyring and edge.keyring.accounts["alice"].limits.concurrency == 5)
         assert (await chat(world, "k1")).status_code == 401
         assert (await chat(world, "k2")).status_code == 200
         assert edge.keyring.accounts["alice"].tokens > used
@@ -234,7 +245,7 @@ async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_
     async with World(answer("a"), keys_file=str(path)) as world:
         world.engine.gate.clear()
         first = asyncio.create_task(chat(world, "k1"))
-        await until(lambda: world.engine.jobs)
+        await eventually(lambda: world.engine.jobs)
         refused = await chat(world, "k1")
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
@@ -292,7 +303,7 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
     async with World(answer("a"), limits=Limits(queue_tokens=30)) as world:
         world.engine.gate.clear()
         waits = asyncio.create_task(chat(world))
-        await until(lambda: world.engine.jobs)
+        await eventually(lambda: world.engine.jobs)
         refused = await chat(world)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         assert refused.headers["retry-after"] == "1"
@@ -305,15 +316,21 @@ async def test_a_full_queue_says_when_to_come_back() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by", ["field", "header", "deployment"])
-async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str) -> None:
-    limits = Limits(timeout_s=0.3) if by == "deployment" else Limits()
+async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str, clock: FakeClock) -> None:
+    limits = Limits(timeout_s=7.5) if by == "deployment" else Limits()
     async with World(answer("a"), limits=limits) as world:
         world.engine.gate.clear()
-        headers = {"x-request-timeout": "0.3"} if by == "header" else {}
-        fields = {"timeout": 0.3} if by == "field" else {}
-        ended = await chat(world, headers=headers, stream=stream, **fields)
+        headers = {"x-request-timeout": "7.5"} if by == "header" else {}
+        fields = {"timeout": 7.5} if by == "field" else {}
+        asked = asyncio.create_task(chat(world, headers=headers, stream=stream, **fields))
+        await eventually(lambda: world.engine.jobs)
+        clock.advance(7.4)
+        await turns(3)
+        assert world.gateway.waiting[0] == 1
+        clock.advance(0.2)
+        ended = await asked
         assert ended.status_code == (200 if stream else 504)
-        assert "the deadline has passed: the answer was not complete 0.3 s after the request came" in ended.text
+        assert "the deadline has passed: the answer was not complete 7.5 s after the request came" in ended.text
         assert "deadline_exceeded" in ended.text
         assert "[DONE]" not in ended.text
         assert {job.id for job in world.engine.jobs} == world.engine.aborted
@@ -347,7 +364,7 @@ async def test_a_streams_headers_leave_before_its_first_token() -> None:
     async with World(answer("a")) as world, world.listening() as url, httpx2.AsyncClient() as http:
         world.engine.gate.clear()
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
-        async with asyncio.timeout(5), http.stream("POST", url + CHAT, json=body) as response:
+        async with asyncio.timeout(SOON_S), http.stream("POST", url + CHAT, json=body) as response:
             assert response.status_code == 200
             assert world.engine.sent == 0
             world.engine.gate.set()
@@ -364,7 +381,7 @@ async def test_while_it_drains_new_work_is_refused_and_running_answers_end() -> 
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         world.engine.gate.clear()
         running = asyncio.create_task(chat(world))
-        await until(lambda: world.engine.jobs)
+        await eventually(lambda: world.engine.jobs)
         edge.draining = "the server is stopping"
         health = await world.http.get("/health")
         assert (health.status_code, health.json()) == (
@@ -449,13 +466,14 @@ async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pyt
         assert world.engine.jobs[0].id.startswith("abc-1."), "what the worker says of a job has the request's id"
 
 
-async def test_the_loops_lag_is_observed() -> None:
+async def test_the_loops_lag_is_observed(clock: FakeClock) -> None:
     async with World(answer("a")) as world:
         measuring = asyncio.create_task(measure_lag(world.metrics))
-        await until(
-            lambda: (
-                b'redline:event_loop_lag_seconds_count{engine="0",model_name="kimi-nano"} 0.0'
-                not in world.metrics.expose()
-            )
-        )
+        await turns()
+        clock.advance(LAG_S + 2.0)
+        await turns(3)
+        labels = {"engine": "0", "model_name": MODEL}
+        value = world.metrics.registry.get_sample_value
+        assert value("redline:event_loop_lag_seconds_count", labels) == 1
+        assert value("redline:event_loop_lag_seconds_sum", labels) == pytest.approx(2.0)
         measuring.cancel()

@@ -18,7 +18,8 @@ from redline.errors import RequestError
 from redline.wire.job import Thinking
 from tests.api.fake_engine import say
 from tests.api.test_chat import CALLS, HELLO, ask, chunks, joined
-from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids, until
+from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 PAGE = (Path(__file__).parents[2] / "docs" / "api_fields.md").read_text()
@@ -286,7 +287,7 @@ async def test_without_parallel_calls_the_answer_ends_after_the_first(per_delta:
 async def test_the_job_is_aborted_where_its_one_call_ends() -> None:
     async with World(answer(CALLS + "x" * 500)) as world:
         await ask(world, parallel_tool_calls=False)
-        await until(lambda: len(world.engine.aborted) == 1)
+        await eventually(lambda: len(world.engine.aborted) == 1)
         assert world.engine.sent < 200
 
 

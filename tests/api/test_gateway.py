@@ -25,7 +25,9 @@ from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
 from redline.wire.news import Beat, Cached, Knock, Missed, Ready, Recall, Role
 from tests.api.fake_engine import FakeEngine, say
-from tests.api.world import MODEL, World, answer, until
+from tests.api.world import MODEL, World, answer
+from tests.clocks import FakeClock
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -62,7 +64,7 @@ async def tokens_of(generation: Generation) -> list[int]:
 
 
 async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_twice() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
             id = generation.lanes[0].job.id
@@ -97,7 +99,7 @@ async def test_what_is_left_of_jobs_that_have_not_ended_is_known() -> None:
 
 
 async def test_a_request_that_comes_while_the_worker_is_started_again_waits_for_it() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.gateway.lose(world.link, "gone")
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
             assert not world.engine.jobs
@@ -109,14 +111,19 @@ async def test_a_request_that_comes_while_the_worker_is_started_again_waits_for_
 
 
 async def test_a_job_that_nobody_goes_on_with_in_time_ends() -> None:
-    async with World(resuming, resume_s=0.05) as world:
-        world.engine.gate.clear()
-        with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.lose(world.link, "gone")
-            with pytest.raises(WorkerLost):
-                await anext(generation)
-        assert not world.gateway._lanes
-        assert not world.gateway._stranded
+    with FakeClock().drives(asyncio.get_running_loop()) as clock:
+        async with World(resuming, resume_s=5.0) as world:
+            world.engine.gate.clear()
+            with await world.gateway.begin(text_ask()) as generation:
+                world.gateway.lose(world.link, "gone")
+                clock.advance(4.9)
+                await turns(3)
+                assert world.gateway._stranded
+                clock.advance(1.0)
+                with pytest.raises(WorkerLost):
+                    await anext(generation)
+            assert not world.gateway._lanes
+            assert not world.gateway._stranded
 
 
 async def test_a_job_waits_for_as_long_as_a_start_takes_and_then_some() -> None:
@@ -150,7 +157,7 @@ async def test_when_a_job_goes_on_is_expected_of_answers_that_have_pages() -> No
     def expected_s(generation: Generation) -> float:
         return generation.lanes[0].story.told()["paused"][-1]["wait_expected_s"]
 
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         world.gateway.links.pace.stepped(Work(rows=1), 0.01, 1)
         begun = [await world.gateway.begin(text_ask()) for _ in range(3)]
@@ -171,26 +178,28 @@ async def test_when_a_job_goes_on_is_expected_of_answers_that_have_pages() -> No
 
 
 async def test_a_job_that_waited_for_a_worker_has_less_left_of_what_its_first_token_was_promised() -> None:
-    async with World(resuming, resume_s=60.0, targets={DEFAULT_SLA: Sla(ttft_ms=60_000.0)}) as world:
-        world.engine.gate.clear()
-        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
-            (lane,) = generation.lanes
-            world.gateway.lose(world.link, "gone")
-            await asyncio.sleep(0.05)
-            second = world.engine.serve(world.gateway, epoch=2)
-            world.gateway.deliver(second, Delta(job=lane.job.id, tokens=(65,)))
-            world.gateway.lose(second, "gone")
-            world.engine.serve(world.gateway, epoch=3)
-            first, moved, begun = (job.ttft_ms for job in world.engine.jobs)
-        assert first is not None
-        assert moved is not None
-        assert 0 < moved <= first - 50 <= 60_000 - 50
-        assert begun is None, "it has come"
+    sla = {DEFAULT_SLA: Sla(ttft_ms=60_000.0)}
+    with FakeClock().installed() as clock:
+        async with World(resuming, resume_s=60.0, targets=sla) as world:
+            world.engine.gate.clear()
+            with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+                (lane,) = generation.lanes
+                world.gateway.lose(world.link, "gone")
+                clock.advance(0.05)
+                second = world.engine.serve(world.gateway, epoch=2)
+                world.gateway.deliver(second, Delta(job=lane.job.id, tokens=(65,)))
+                world.gateway.lose(second, "gone")
+                world.engine.serve(world.gateway, epoch=3)
+                first, moved, begun = (job.ttft_ms for job in world.engine.jobs)
+            assert first is not None
+            assert moved is not None
+            assert (first, moved) == (pytest.approx(60_000), pytest.approx(60_000 - 50))
+            assert begun is None, "it has come"
 
 
 async def test_a_job_that_ends_every_worker_ends_itself() -> None:
     """It may be the reason why they end."""
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         link = world.link
         with await world.gateway.begin(text_ask()) as generation:
@@ -205,7 +214,7 @@ async def test_a_job_that_ends_every_worker_ends_itself() -> None:
 
 async def test_a_worker_that_answers_no_more_ends_what_it_writes_and_what_is_left_moves() -> None:
     now = 0.0
-    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+    async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         other = FakeEngine(resuming)
         second = other.serve(world.gateway, name="other")
         world.engine.gate.clear()
@@ -261,7 +270,7 @@ async def test_where_nothing_may_be_resumed_answers_end_where_they_are_however_l
 
 
 async def test_a_role_that_may_have_been_lost_with_a_link_is_said_again() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         other = FakeEngine(resuming)
         other.serve(world.gateway, name="other")
         deliver, world.engine._deliver = world.engine._deliver, lambda _: None
@@ -274,7 +283,7 @@ async def test_a_role_that_may_have_been_lost_with_a_link_is_said_again() -> Non
 
 async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None:
     now = 0.0
-    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+    async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         other = FakeEngine(resuming)
         second = other.serve(world.gateway, name="other")
         for link in (world.link, second):
@@ -324,7 +333,7 @@ class Heard:
 
 async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_however_often() -> None:
     """Of tokens that do not come nobody would know but by the gap; and no job is to blame for a link."""
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "gone")
         a, b = Heard(gateway, "a"), Heard(gateway, "b", "prefill")
@@ -344,7 +353,7 @@ async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_
 
 
 async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         link = world.gateway.join("other", FakeEngine(resuming), "both")
         world.gateway.deliver(link, Missed(messages=1))
         assert link.lost == "1 messages were lost between it and others"
@@ -353,7 +362,7 @@ async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
 async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() -> None:
     """Its beats come, but nothing that it is told arrives; a step that runs is no silence."""
     now = 0.0
-    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+    async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         gateway = world.gateway
         gateway.lose(world.link, "gone")
         a, b = Heard(gateway, "a"), Heard(gateway, "b")
@@ -383,7 +392,7 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
 
 async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> None:
     now = 0.0
-    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+    async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         world.gateway.deliver(world.link, Beat())
         world.gateway.look()
         now += SILENT_S + 1
@@ -400,7 +409,7 @@ async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> 
 
 
 async def test_a_rolling_update_may_move_a_stream_as_often_as_there_are_workers() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         link = world.link
         with await world.gateway.begin(text_ask()) as generation:
@@ -413,7 +422,7 @@ async def test_a_rolling_update_may_move_a_stream_as_often_as_there_are_workers(
 
 async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_even_where_it_has_it_again() -> None:
     now = 0.0
-    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+    async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
         gateway = world.gateway
         gateway.lose(world.link, "not used")
         a = Heard(gateway, "a")
@@ -444,7 +453,7 @@ async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_eve
 
 async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_moves() -> None:
     """So a late word of one worker to another is about nobody's."""
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "not used")
         workers = [Heard(gateway, name, "decode") for name in "abc"]
@@ -470,7 +479,7 @@ async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_tha
     lost = Preempted(by=JobId("-"), running=2, pages=9, lost_tokens=3, again_tokens=3, short_pages=1)
     again = Resumed(again_tokens=1, waited_s=0.1, paused_s=0.2)
     caplog.set_level("INFO", "redline.api")
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "not used")
         answers, _ = Heard(gateway, "d", "decode"), Heard(gateway, "p", "prefill")
@@ -488,7 +497,7 @@ async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_tha
 
 
 async def test_a_worker_that_says_that_it_ends_gets_none_of_its_jobs_back() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "not used")
         a, b = Heard(gateway, "a"), Heard(gateway, "b")
@@ -504,7 +513,7 @@ async def test_a_worker_that_says_that_it_ends_gets_none_of_its_jobs_back() -> N
 
 
 async def test_a_job_whose_answer_has_failed_meanwhile_is_not_sent_to_anybody() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), n=2)) as generation:
             generation.lanes[0].blamed = MOST_MOVES  # it has met the ends of other workers than the second has
@@ -521,7 +530,7 @@ async def test_a_job_that_is_too_large_with_its_answer_ends_and_the_worker_that_
             if isinstance(message, Job):
                 raise MessageTooLarge("67 MB")
 
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
             world.gateway.lose(world.link, "gone")
@@ -544,7 +553,7 @@ async def test_a_worker_with_another_model_is_not_among_the_others() -> None:
 async def test_a_worker_lost_while_a_prompt_is_encoded_gets_no_job() -> None:
     async with World(answer("a"), max_model_len=1 << 20) as world:
         beginning = asyncio.create_task(world.gateway.begin(text_ask("the end " * 20_000)))
-        await asyncio.sleep(0)
+        await turns()
         world.gateway.lose(world.link, "gone")
         with pytest.raises(WorkerLost):
             await beginning
@@ -583,7 +592,7 @@ async def test_a_client_that_leaves_with_its_connection_full_aborts_its_job() ->
         task = asyncio.ensure_future(world.app(scope, receive, send))
         await full.wait()
         left.set()
-        await until(lambda: len(world.engine.aborted) == 1)
+        await eventually(lambda: len(world.engine.aborted) == 1)
         task.cancel()
 
 
@@ -683,7 +692,7 @@ def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
 
 
 async def test_a_conversation_returns_to_the_worker_that_has_its_pages() -> None:
-    async with World(resuming, resume_s=5.0) as world:
+    async with World(resuming, resume_s=600.0) as world:
         gateway = world.gateway
         gateway.lose(world.link, "not used")
         a, b = Heard(gateway, "a"), Heard(gateway, "b")

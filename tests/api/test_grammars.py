@@ -24,6 +24,7 @@ from redline.errors import Overloaded, RequestError
 from redline.tune.grammar import parser_limits
 from redline.wire.job import Grammar
 from tests.clocks import FakeClock
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 SPECIAL = tokenizer().special
@@ -37,7 +38,7 @@ def anyio_backend() -> str:
 
 @asynccontextmanager
 async def opened(**limits: Any) -> AsyncIterator[Grammars]:
-    grammars = Grammars(tokenizer(), Limits(**limits))
+    grammars = Grammars(tokenizer(), Limits(**{"grammar_seconds": 600.0, **limits}))
     try:
         yield grammars
     finally:
@@ -132,17 +133,21 @@ def test_a_trial_takes_no_more_time_than_an_answer_has():
     assert verdict.error == "it takes too long: one token took 110 ms to follow; at most 100 ms are allowed"
 
 
-async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():
+async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.api.grammars.START_S", 1e9)
     slow = {"anyOf": [{"type": "object", "properties": {f"k{n}": {"type": "string"}}} for n in range(4000)]}
-    async with opened(grammar_seconds=0.05) as grammars:
-        assert await grammar_of(grammars, schema({})) is not None
-        first = grammars._process
-        assert first is not None
-        with pytest.raises(RequestError, match=r"more than 0.05 s"):
-            await grammar_of(grammars, schema(slow))
-        assert await first.wait() != 0
-        assert await grammar_of(grammars, schema({"type": "string"})) is not None
-        assert grammars._process not in (None, first)
+    with FakeClock().drives(asyncio.get_running_loop()) as clock:
+        async with opened(grammar_seconds=0.5) as grammars:
+            assert await grammar_of(grammars, schema({})) is not None
+            first = grammars._process
+            assert first is not None
+            trial = asyncio.create_task(grammar_of(grammars, schema(slow)))
+            await eventually(lambda: clock.advance(0.5) or trial.done())  # of the whole grammar, and of its parts
+            with pytest.raises(RequestError, match=r"more than 0.5 s"):
+                await trial
+            assert await first.wait() != 0
+            assert await grammar_of(grammars, schema({"type": "string"})) is not None
+            assert grammars._process not in (None, first)
 
 
 async def test_where_no_process_can_be_started_a_client_may_try_again(monkeypatch: pytest.MonkeyPatch):
@@ -205,7 +210,7 @@ async def test_a_caller_that_leaves_in_the_middle_leaves_nothing_to_read():
     async with opened() as grammars:
         await grammar_of(grammars, schema({}))
         leaving = asyncio.create_task(grammar_of(grammars, schema({"enum": list(range(20_000))})))
-        await asyncio.sleep(0.01)
+        await eventually(lambda: grammars._turn.locked())
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving

@@ -15,6 +15,7 @@ from redline.wire.job import Job
 from redline.wire.news import STEP_SIZES, Load
 from tests.api.test_chat import ask
 from tests.api.world import END, MODEL, World, answer, ids
+from tests.clocks import FakeClock
 
 pytestmark = pytest.mark.anyio
 
@@ -86,25 +87,24 @@ async def test_requests_and_jobs_are_counted_by_their_tokens() -> None:
 
 
 async def test_the_times_of_a_job_add_up() -> None:
-    def script(job: Job) -> Any:
-        import time
+    clock = FakeClock()
 
-        time.sleep(0.06)  # of which it says that it waited for half
+    def script(job: Job) -> Any:
+        clock.advance(0.06)  # of which it says that it waited for half
         yield Delta(job=job.id, tokens=tuple(ids("</think>a")), queued_s=0.03)
-        time.sleep(0.04)
+        clock.advance(0.04)
         yield Delta(job=job.id, tokens=(END,), finish="stop")
 
-    async with World(script) as world:
-        await ask(world)
-        found = values(world.metrics.expose())
+    with clock.installed():
+        async with World(script) as world:
+            await ask(world)
+            found = values(world.metrics.expose())
     queue, prefill, decode, inference = (
         found[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode", "inference")
     )
     assert queue == 0.03
-    assert 0.03 <= prefill < 1
-    assert 0.04 <= decode < 1
-    assert inference == pytest.approx(prefill + decode)
-    assert queue + inference <= found["e2e_request_latency_seconds_sum"] + 1e-6
+    assert (prefill, decode, inference) == (pytest.approx(0.03), pytest.approx(0.04), pytest.approx(0.07))
+    assert found["e2e_request_latency_seconds_sum"] == pytest.approx(0.1)
 
 
 async def test_a_job_without_a_token_has_no_times() -> None:

@@ -15,7 +15,8 @@ from redline.api.server import Connection
 from redline.errors import RequestError, WorkerLost
 from redline.wire.delta import Delta
 from redline.wire.job import Sampling
-from tests.api.world import World, answer, asked, port_of, until
+from tests.api.world import World, answer, asked, port_of
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -70,11 +71,11 @@ async def pouring(n: int = 1) -> AsyncIterator[Pouring]:
 async def test_what_comes_at_once_is_one_write_and_no_task_wakes() -> None:
     async with pouring(n=2) as one:
         task = one.pour()
-        await asyncio.sleep(0)
+        await turns()
         one.come(0, 1, 0)
         one.come(1)
         assert one.client.taken == [b"0:1 1:1 0:2 ", b"1:2 "]
-        await asyncio.sleep(0)
+        await turns()
         assert not task.done()
         task.cancel()
 
@@ -82,11 +83,11 @@ async def test_what_comes_at_once_is_one_write_and_no_task_wakes() -> None:
 async def test_single_deliveries_of_one_turn_are_one_write() -> None:
     async with pouring() as one:
         task = one.pour()
-        await asyncio.sleep(0)
+        await turns()
         for _ in range(3):
             one.world.gateway.deliver(one.world.link, Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,)))
         assert one.client.taken == []
-        await until(lambda: one.client.taken)
+        await eventually(lambda: one.client.taken)
         assert one.client.taken == [b"0:1 0:2 0:3 "]
         task.cancel()
 
@@ -94,7 +95,7 @@ async def test_single_deliveries_of_one_turn_are_one_write() -> None:
 async def test_an_end_is_left_to_whoever_iterates_with_all_that_came_before() -> None:
     async with pouring() as one:
         task = one.pour()
-        await asyncio.sleep(0)
+        await turns()
         one.come(0)
         one.world.gateway.take(
             one.world.link,
@@ -113,7 +114,7 @@ async def test_an_end_is_left_to_whoever_iterates_with_all_that_came_before() ->
 async def test_what_a_client_does_not_take_is_handed_back() -> None:
     async with pouring() as one:
         task = one.pour()
-        await asyncio.sleep(0)
+        await turns()
         one.client.takes = False
         one.come(0)
         one.come(0)
@@ -124,7 +125,7 @@ async def test_what_a_client_does_not_take_is_handed_back() -> None:
 async def test_a_lost_worker_ends_the_pouring() -> None:
     async with pouring() as one:
         task = one.pour()
-        await asyncio.sleep(0)
+        await turns()
         one.world.gateway.lose(one.world.link, "gone")
         assert await task == b""
         with pytest.raises(WorkerLost):
@@ -135,7 +136,7 @@ async def test_a_lost_worker_ends_the_pouring() -> None:
 async def test_an_error_while_it_pours_ends_this_answer_and_no_other() -> None:
     async with pouring() as one:
         task = one.pour()
-        await asyncio.sleep(0)
+        await turns()
         one.world.gateway.take(one.world.link, [Delta(job=one.generation.lanes[0].job.id, tokens=(999_999,))])
         with pytest.raises(RequestError, match="999999"):
             await task
@@ -163,7 +164,7 @@ async def test_a_turn_flushes_once_however_often_it_is_told() -> None:
     pours.soon()
     pours.flush()
     pours.soon()
-    await asyncio.sleep(0.01)
+    await turns(3)
     assert flushed == [1]
 
 

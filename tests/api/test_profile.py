@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,8 @@ import pytest
 from redline.api.errors import Refusal
 from redline.api.passage import Passage, Passages
 from redline.api.profile import Profiler
+from tests.clocks import FakeClock
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 
@@ -20,31 +23,40 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.fixture
+async def clock() -> AsyncIterator[FakeClock]:
+    """Of what the package reads, and of this loop's timers."""
+    clock = FakeClock()
+    with clock.installed(), clock.drives(asyncio.get_running_loop()):
+        yield clock
+
+
 async def refused(profiler: Profiler, seconds: float) -> int:
     with pytest.raises(Refusal) as refusal:
         await profiler.take(seconds)
     return refusal.value.status
 
 
-async def test_one_is_taken_at_a_time_and_leaves_nothing_behind():
+async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock):
     gateway, passages = SimpleNamespace(profiling=None, links=[]), Passages()
     profiler = Profiler(cast(Any, gateway), passages)
     assert [await refused(profiler, seconds) for seconds in (0.0, 60.5, float("nan"))] == [400] * 3
-    first = asyncio.create_task(profiler.take(0.05))
-    await asyncio.sleep(0)
-    assert await refused(profiler, 0.05) == 409
+    first = asyncio.create_task(profiler.take(5))
+    await turns()
+    assert await refused(profiler, 5) == 409
     ended, open_one = Passage("a", "GET", "/live"), Passage("b", "GET", "/health")
     passages.begin(ended)
     passages.begin(open_one)
     ended.did("read", ended.began)
     passages.end(ended, 200)
+    clock.advance(5)
     trace = json.loads(gzip.decompress(await first))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     told = [(e["name"], e["args"].get("status"), e["args"].get("ended")) for e in slices]
     assert told == [("GET /live", 200, True), ("read", None, None), ("GET /health", None, False)]
     assert (passages.watchers, gateway.profiling) == ([], None)
     cut = asyncio.create_task(profiler.take(30))
-    await asyncio.sleep(0)
+    await turns()
     cut.cancel()
     with pytest.raises(asyncio.CancelledError):
         await cut

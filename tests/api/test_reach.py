@@ -15,7 +15,8 @@ from redline.api.config import Limits
 from redline.errors import ConfigError, Overloaded, RequestError
 from tests.api.test_bounds import text_ask
 from tests.api.test_chat import HELLO, ask
-from tests.api.world import MODEL, World, answer, until
+from tests.api.world import MODEL, World, answer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -59,7 +60,7 @@ async def test_load_counts_requests_not_choices() -> None:
         assert (await world.http.get("/load")).json() == {"server_load": 0}
         world.engine.gate.clear()
         tasks = [asyncio.create_task(ask(world, n=n)) for n in (1, 3)]
-        await until(lambda: len(world.engine.jobs) == 4)
+        await eventually(lambda: len(world.engine.jobs) == 4)
         assert (await world.http.get("/load")).json() == {"server_load": 2}
         world.engine.gate.set()
         await asyncio.gather(*tasks)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 
 from redline.api.turns import READS, REQUEST, Turns
+from tests import waiting
 
 pytestmark = pytest.mark.anyio
 
@@ -37,7 +38,7 @@ class Client:
 
 async def turn(clock: list[int]) -> None:
     clock[0] += 1
-    await asyncio.sleep(0)
+    await waiting.turns()
 
 
 async def test_pieces_beyond_a_turns_share_wait_for_the_next_turns_in_order():

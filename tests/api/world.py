@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import httpx2
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
+from redline import clock
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits, Sla
 from redline.api.gateway import NO_TARGETS, Gateway
@@ -24,15 +24,18 @@ from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, Script, say
+from tests.clocks import Timers
+from tests.waiting import eventually
 
 MODEL = "kimi-nano"
 HOST = b"host: localhost\r\n"
-SOON_S = 10.0  # for what takes milliseconds, on a busy machine
+SOON_S = 120.0  # for what takes milliseconds, on a busy machine
 CALLS = (  # two, as the model writes them
     "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
     '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
     '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
 )
+PATIENT = Limits(grammar_seconds=600.0, body_seconds=600.0)  # of a busy machine too
 UNREAD: list[socket.socket] = []  # clients that read nothing
 
 
@@ -69,11 +72,11 @@ class World:
     def __init__(
         self,
         script: Script,
-        limits: Limits = Limits(),  # noqa: B008
+        limits: Limits = PATIENT,
         max_model_len: int = 4096,
         *,
         resume_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = clock.monotonic,
         targets: Mapping[str, Sla] = NO_TARGETS,
         **config: Any,
     ) -> None:
@@ -98,29 +101,30 @@ class World:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
-        """The address of a real server on a loopback port."""
-        server = Server(uvicorn_config(self.app, self.config.limits, "127.0.0.1", 0))
+        """The address of a real server on a loopback port: `server` is it, `timers` are those of its connections."""
+        self.server, self.timers = timed_server(self.app, self.config.limits)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
-            task = asyncio.create_task(server.serve(sockets=[listener]))
-            while not server.started:
-                await asyncio.sleep(0.005)
+            task = asyncio.create_task(self.server.serve(sockets=[listener]))
+            await eventually(lambda: self.server.started)
             try:
                 yield f"http://127.0.0.1:{port}"
             finally:
-                server.should_exit = True
+                self.server.should_exit = True
                 await task
+
+
+def timed_server(app: ASGIApp, limits: Limits) -> tuple[Server, Timers]:
+    """A server, and the timers of its connections, which run when a test has them run."""
+    timers = Timers(asyncio.get_running_loop())
+    config = uvicorn_config(app, limits, "127.0.0.1", 0)
+    connection: Any = config.http
+    config.http = lambda **given: connection(**given | {"_loop": timers})  # type: ignore[assignment]
+    return Server(config), timers
 
 
 def openai_client(base_url: str, http: httpx2.AsyncClient | None = None) -> AsyncOpenAI:
     return AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", http_client=http, max_retries=0)
-
-
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    """Wait for something that happens in another task."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def unread(port: int, data: bytes = b"") -> socket.socket:

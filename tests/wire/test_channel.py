@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import os
 import threading
-import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import zmq
 
 from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.channel import (
+    _HEAD,
     MAX_MESSAGE_BYTES,
     MOST_AT_ONCE,
     AsyncSocketInbox,
@@ -24,6 +26,7 @@ from redline.wire.codec import Wire, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, JobId
 from redline.wire.news import Missed, Stop
+from tests.waiting import LIMIT_S, eventually, turns, until
 
 KEY = b"a shared key"
 
@@ -32,10 +35,12 @@ def delta(number: int) -> Delta:
     return Delta(job=JobId("a"), tokens=(number,))
 
 
-def drain(inbox: SocketInbox | MemoryChannel, count: int, seconds: float = 5.0) -> list[int]:
-    deadline, numbers = time.monotonic() + seconds, []
-    while len(numbers) < count and time.monotonic() < deadline:
-        numbers += [message.tokens[0] for message in inbox.drain(wait=True, timeout=0.2)]
+def drain(inbox: SocketInbox | MemoryChannel, count: int) -> list[int]:
+    numbers: list[int] = []
+    while len(numbers) < count:
+        messages = inbox.drain(wait=True, timeout=LIMIT_S)
+        assert messages, f"{numbers} came, and no more"
+        numbers += [message.tokens[0] for message in messages]
     return numbers
 
 
@@ -46,15 +51,15 @@ def test_what_is_lost_when_a_connection_is_cut_is_told_in_its_place(tmp_path: Pa
     address = ipc_address(tmp_path / "run", "in")
     with SocketInbox(address) as inbox, SocketOutbox(address) as first, SocketOutbox(address) as other:
         first.put(delta(0))
-        assert inbox.drain(wait=True, timeout=5) == [delta(0)]
+        assert inbox.drain(wait=True, timeout=LIMIT_S) == [delta(0)]
         first._sent += 2  # what was on the way
         first.put(delta(3))
-        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=2, writer=first._writer), delta(3)]
+        assert inbox.drain(wait=True, timeout=LIMIT_S) == [Missed(messages=2, writer=first._writer), delta(3)]
         first.put(delta(4))
-        assert inbox.drain(wait=True, timeout=5) == [delta(4)]
+        assert inbox.drain(wait=True, timeout=LIMIT_S) == [delta(4)]
         other._sent += 1  # its first
         other.put(delta(6))
-        assert inbox.drain(wait=True, timeout=5) == [Missed(messages=1, writer=other._writer), delta(6)]
+        assert inbox.drain(wait=True, timeout=LIMIT_S) == [Missed(messages=1, writer=other._writer), delta(6)]
 
 
 # Memory
@@ -71,8 +76,11 @@ def test_memory_gives_what_is_there_in_order_and_only_once():
 
 def test_a_thread_that_waits_is_woken():
     channel = MemoryChannel()
-    threading.Timer(0.05, channel.put, [delta(1)]).start()
-    assert channel.drain(wait=True, timeout=5) == [delta(1)]
+    with ThreadPoolExecutor() as threads:
+        drained = threads.submit(channel.drain, wait=True, timeout=LIMIT_S)
+        until(lambda: channel._changed._waiters)  # type: ignore[attr-defined]
+        channel.put(delta(1))
+        assert drained.result() == [delta(1)]
 
 
 def test_many_threads_lose_nothing():
@@ -92,10 +100,12 @@ def test_a_task_that_waits_is_woken_by_a_thread():
     async def main() -> list[int]:
         channel = MemoryChannel()
         writer = threading.Thread(target=lambda: [channel.put(delta(number)) for number in range(1000)])
-        asyncio.get_running_loop().call_later(0.02, writer.start)
-        numbers: list[int] = []
+        first = asyncio.create_task(channel.get())
+        await eventually(lambda: channel._waiter)
+        writer.start()
+        numbers: list[int] = [message.tokens[0] for message in await asyncio.wait_for(first, LIMIT_S)]
         while len(numbers) < 1000:
-            numbers += [message.tokens[0] for message in await asyncio.wait_for(channel.get(), 5)]
+            numbers += [message.tokens[0] for message in await asyncio.wait_for(channel.get(), LIMIT_S)]
         return numbers
 
     assert asyncio.run(main()) == list(range(1000))
@@ -105,8 +115,11 @@ def test_a_reader_that_gave_up_does_not_hinder_the_writer():
     channel = MemoryChannel()
 
     async def main() -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(channel.get(), 0.01)
+        reading = asyncio.create_task(channel.get())
+        await eventually(lambda: channel._waiter)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
 
     asyncio.run(main())
     channel.put(delta(1))
@@ -140,26 +153,42 @@ def test_asyncio_reads_a_socket():
                 outbox.put(delta(number))
             numbers: list[int] = []
             while len(numbers) < 50:
-                numbers += [message.tokens[0] for message in await asyncio.wait_for(inbox.get(), 5)]
+                numbers += [message.tokens[0] for message in await asyncio.wait_for(inbox.get(), LIMIT_S)]
             outbox.put(delta(50))
-            numbers += [message.tokens[0] for message in await asyncio.wait_for(inbox.get(), 5)]
+            numbers += [message.tokens[0] for message in await asyncio.wait_for(inbox.get(), LIMIT_S)]
             return numbers
 
     assert asyncio.run(main()) == list(range(51))
 
 
-def test_a_late_reader_lets_the_event_loop_go_on():
+class Arrived:
+    """In the place of an inbox's socket: messages that have all arrived, and how long it was asked to wait for more."""
+
+    def __init__(self, *messages: Wire) -> None:
+        self._data = deque(_HEAD.pack(bytes(8), number) + encode(message) for number, message in enumerate(messages))
+        self.waits_ms: list[int | None] = []
+
+    def recv(self, _: int) -> bytes:
+        if not self._data:
+            raise zmq.Again
+        return self._data.popleft()
+
+    def poll(self, timeout_ms: int | None) -> None:
+        self.waits_ms.append(timeout_ms)
+
+
+def test_a_late_reader_lets_the_event_loop_go_on(monkeypatch: pytest.MonkeyPatch):
     """Else its turns grow with its delay, and its delay with its turns."""
     sent = 5 * MOST_AT_ONCE
 
     async def main() -> list[list[int]]:
         with AsyncSocketInbox("tcp://127.0.0.1:*", KEY) as inbox, SocketOutbox(inbox.address, KEY) as outbox:
-            for number in range(sent):
-                outbox.put(delta(number))
-            await asyncio.sleep(0.2)  # until they have arrived
-            turns: list[list[int]] = []
-            while sum(map(len, turns)) < sent:
-                turns.append([message.tokens[0] for message in await asyncio.wait_for(inbox.get(), 5)])
+            outbox.put(delta(0))  # which stays, so that the socket is readable
+            with monkeypatch.context() as patch:
+                patch.setattr(inbox, "_socket", Arrived(*map(delta, range(sent))))
+                turns: list[list[int]] = []
+                while sum(map(len, turns)) < sent:
+                    turns.append([message.tokens[0] for message in await asyncio.wait_for(inbox.get(), LIMIT_S)])
             return turns
 
     turns = asyncio.run(main())
@@ -167,26 +196,41 @@ def test_a_late_reader_lets_the_event_loop_go_on():
     assert max(map(len, turns)) <= MOST_AT_ONCE
 
 
-def test_a_wait_of_less_than_a_millisecond_waits(tmp_path: Path):
+def test_a_wait_of_less_than_a_millisecond_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Else a loop that looks again soon takes a whole core."""
-    with SocketInbox(ipc_address(tmp_path / "run", "worker")) as inbox:
-        began = time.monotonic()
-        for _ in range(50):
-            assert inbox.drain(wait=True, timeout=0.0005) == []
-        assert time.monotonic() - began > 50 * 0.0005
+    socket = Arrived()
+    with SocketInbox(ipc_address(tmp_path / "run", "worker")) as inbox, monkeypatch.context() as patch:
+        patch.setattr(inbox, "_socket", socket)
+        for timeout in (0.0005, 0.0015, 0.0, -1.0, None):
+            assert inbox.drain(wait=True, timeout=timeout) == []
+    assert socket.waits_ms == [1, 2, 0, 0, None]
+
+
+def refusals_of(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """Where it is told that the other end has not let this socket in."""
+    failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    return socket.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
 
 
 def test_a_stranger_with_another_key_or_none_delivers_nothing():
     with SocketInbox("tcp://127.0.0.1:*", KEY) as inbox:
         stranger = zmq.Context.instance().socket(zmq.PUSH)
         stranger.linger = 0
+        refusals = [refusals_of(stranger)]
         stranger.connect(inbox.address)
         stranger.send(encode(delta(1)))
         other = SocketOutbox(inbox.address, b"another key")
+        refusals.append(refusals_of(other._socket))
         other.put(delta(2))
+        for refused in refusals:
+            assert refused.poll(1e3 * LIMIT_S), "let in"
+            refused.close()
         with SocketOutbox(inbox.address, KEY) as friend:
             friend.put(delta(3))
-            assert drain(inbox, 2, seconds=0.6) == [3]
+            assert drain(inbox, 1) == [3]
+            assert inbox.drain(wait=False) == []
+        stranger.disable_monitor()
+        other._socket.disable_monitor()
         stranger.close()
         other._socket.close(linger=0)
 
@@ -219,8 +263,8 @@ def test_what_is_sent_over_tcp_cannot_be_read_on_the_way():
         thread.start()
         with SocketOutbox(f"tcp://127.0.0.1:{server.getsockname()[1]}", KEY) as outbox:
             outbox.put(Abort(job=JobId("a-very-recognisable-name")))
-            assert inbox.drain(wait=True, timeout=5) == [Abort(job=JobId("a-very-recognisable-name"))]
-        thread.join(5)
+            assert inbox.drain(wait=True, timeout=LIMIT_S) == [Abort(job=JobId("a-very-recognisable-name"))]
+        thread.join()
     assert len(seen) > 100
     assert b"recognisable" not in seen
 
@@ -295,16 +339,15 @@ def test_an_address_is_free_once_its_reader_has_closed_and_closing_again_leaves_
         assert drain(second, 1) == [1]
 
 
-def bound(address: str, seconds: float = 10.0) -> SocketInbox:
+def bound(address: str) -> SocketInbox:
     """ZeroMQ gives a port back in a thread of its own, a little after the close."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
+
+    def try_it() -> SocketInbox | None:
+        with contextlib.suppress(ConfigError):
             return SocketInbox(address, KEY)
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
+        return None
+
+    return until(try_it)
 
 
 # What is too large to travel
@@ -329,7 +372,7 @@ def test_the_largest_message_arrives(tmp_path: Path):
     assert len(encode(largest)) == MAX_MESSAGE_BYTES
     with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
         outbox.put(largest)
-        assert inbox.drain(wait=True, timeout=20) == [largest]
+        assert inbox.drain(wait=True, timeout=LIMIT_S) == [largest]
 
 
 async def _received_after_another_reader(tmp_path: Path) -> list[Wire]:
@@ -337,10 +380,10 @@ async def _received_after_another_reader(tmp_path: Path) -> list[Wire]:
         address = ipc_address(tmp_path / "sockets", f"{number}")
         with AsyncSocketInbox(address) as inbox, SocketOutbox(address) as outbox:
             reading = asyncio.create_task(inbox.get())
-            await asyncio.sleep(0.05)
+            await turns(5)  # it waits
             if number:
                 outbox.put(Stop())
-                return await asyncio.wait_for(reading, 10)
+                return await asyncio.wait_for(reading, LIMIT_S)
             reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reading
