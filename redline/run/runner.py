@@ -455,7 +455,7 @@ class Runner:
             self.drafting.follow(
                 [spans[i] for i in sound],
                 [firsts[i] for i in sound],
-                [spans[i].count - len(spans[i].drafts.tokens) + results[i].accepted for i in sound],
+                [spans[i].count - spans[i].proposed + results[i].accepted for i in sound],
                 features,
             )
 
@@ -467,7 +467,7 @@ class Runner:
         results: list[RowResult] = []
         end = 0
         for span in spans:
-            proposed = len(span.drafts.tokens)
+            proposed = span.proposed
             first, end = end, end + 1 + proposed
             slot, position = self.slots.at[span.slot], span.end - proposed
             sound = end - first if all_finite else [*chosen[first:end], -1].index(-1)
@@ -475,10 +475,10 @@ class Runner:
                 results.append(RowResult(error=not_finite(position - 1)))
                 continue
             # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
-            drafts = span.drafts.until(sound - 1)
+            drafts = span.drafts.until(sound)
             try:
                 if self._rates:
-                    given = self._verify_synthetic(span.slot, drafts.tokens, out, first, chosen, position)
+                    given = self._verify_synthetic(span.slot, drafts.tokens[: sound - 1], out, first, chosen, position)
                 elif is_chosen_alone(slot.choosing, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
@@ -527,12 +527,12 @@ class Runner:
         us: list[float] = []
         end = 0
         for span in spans:
-            first, end = end, end + 1 + len(span.drafts.tokens)
+            first, end = end, end + 1 + span.proposed
             slot = self.slots.at[span.slot]
             sampling = slot.choosing
             if is_greedy(sampling):
                 continue
-            position = span.end - len(span.drafts.tokens)
+            position = span.end - span.proposed
             if not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
                 continue
             rows.extend(range(first, end))
@@ -554,7 +554,7 @@ class Runner:
         sampling = slot.choosing
         if slot.matcher is not None and sampling.grammar is not None:
             masks_NW = slot.matcher.masks(drafts.tokens)
-            logits_NV, drafts = masked(logits_NV[: len(masks_NW)], masks_NW), drafts.until(len(masks_NW) - 1)
+            logits_NV, drafts = masked(logits_NV[: len(masks_NW)], masks_NW), drafts.until(len(masks_NW))
         return verify(logits_NV, drafts.tokens, drafts.q, sampling, prompt, generated, position)
 
     def _verify_synthetic(

@@ -50,7 +50,11 @@ MOST_KEPT = 256  # tokens of a step whose memory is kept: all those together tak
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A row as its slot knows it: positions [start, start + count), whose last `drafts` tokens are proposals."""
+    """A row as its slot knows it: positions [start, start + count).
+
+    All positions of a decode row but the first are drafts. `drafts` has one more where the row is cut behind the last:
+    that one is verified, and its own position is not computed.
+    """
 
     row: Row
     slot: int
@@ -67,6 +71,11 @@ class Span(msgspec.Struct, frozen=True):
     def end(self) -> int:
         """The position behind the last one."""
         return self.start + self.count
+
+    @property
+    def proposed(self) -> int:
+        """How many of the positions are drafts."""
+        return self.count - 1 if self.decodes else 0
 
 
 @dataclass
@@ -190,10 +199,13 @@ class Slots:
         if not slot.proposal.tokens:
             return Span(row, row.slot, length - 1, 1)
         drafts = slot.proposal.until(min(row.drafts, room - 1))
+        computed = len(drafts.tokens)
         if slot.matcher is not None:
-            drafts = drafts.until(slot.matcher.allowed(drafts.tokens))
-        self._write(row.slot, drafts.tokens, length)
-        return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
+            # The draft behind these is verified as any other, as the last one (`Matcher.allowed`).
+            computed = slot.matcher.allowed(drafts.tokens)
+            drafts = drafts.until(computed + 1)
+        self._write(row.slot, drafts.tokens[:computed], length)
+        return Span(row, row.slot, length - 1, 1 + computed, drafts)
 
     def append(self, number: int, tokens: Sequence[int], position: int) -> None:
         """Appends tokens that are certain. What its grammar forces behind them becomes the slot's drafts.

@@ -5,7 +5,8 @@ draw; so the answer is the same whatever was drafted, which greedy and seeded re
 certain (one-hot) no other way accepts more. Else block verification (Sun et al., arXiv 2403.10444, algorithm 2): drafts
 drawn from a distribution are accepted together, on average at least as many as one by one.
 
-d drafts, N = d + 1 rows of logits (row i follows the first i drafts), V vocabulary. Logits float32.
+d drafts, N rows of logits (row i follows the first i drafts), V vocabulary. Logits float32. N is d + 1; or d, where
+nothing can be drawn behind the last draft.
 """
 
 import math
@@ -38,9 +39,10 @@ _HUGE = 1e30  # a logit that any temperature leaves finite
 
 
 class Verified(NamedTuple):
-    """`tokens`: the accepted drafts and one token more; `accepted`: how many drafts are among them.
+    """`tokens`: the accepted drafts and one token more; `accepted`: how many tokens come before that one.
 
-    The tokens end before one for which there is no finite number to choose by, so there may be none.
+    The tokens end before one for which there is no row of logits, or no finite number to choose by: so there may be
+    none, and the last may be a draft that holds.
     """
 
     tokens: list[int]
@@ -58,7 +60,7 @@ def verify(
 ) -> Verified:
     """Which drafts hold, and the token after them.
 
-    - logits_NV: float32, of the row's last token and its drafts.
+    - logits_NV: float32, of the row's last token and its drafts; perhaps not of the last draft.
     - q_dV: the distributions that the drafts were drawn from, as `draft_token` gives them; None: they were certain.
     - prompt, generated: the tokens before the drafts, int64, for the penalties.
     - position: of the first token that comes of this row; the one that `draft_token` was given.
@@ -68,7 +70,8 @@ def verify(
         return verify_chosen(logits_NV.argmax(-1).tolist(), drafts)
     if drafts and not is_unadjusted(sampling, before):
         generated = torch.cat([generated, torch.tensor(drafts, device=generated.device)])
-    seen = [generated[: before + i] for i in range(len(drafts) + 1)]  # where nothing is adjusted, it does not matter
+    rows = logits_NV.shape[0]
+    seen = [generated[: before + i] for i in range(rows)]  # where nothing is adjusted, it does not matter
     if q_dV is None or not drafts or sampling.seeded or is_greedy(sampling):
         return _own_draws(logits_NV, drafts, sampling, prompt, seen, position)
     return _block(_probabilities(logits_NV, sampling, prompt, seen), drafts, q_dV, sampling.seed, position)
@@ -85,7 +88,7 @@ def is_chosen_alone(sampling: Sampling, generated: int, q_dV: Tensor | None) -> 
 def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
     """As `verify`, where `is_chosen_alone`. chosen: the token of each of the N positions."""
     accepted = 0
-    for token, draft in zip(chosen, drafts, strict=False):
+    for token, draft in zip(chosen[:-1], drafts, strict=False):
         if token != draft:
             break
         accepted += 1
@@ -130,7 +133,7 @@ def _own_draws(
         if token < 0:
             break
         tokens.append(token)
-        if i == len(drafts) or token != drafts[i]:
+        if i >= len(drafts) or token != drafts[i]:
             break
     return Verified(tokens, max(0, len(tokens) - 1))
 
@@ -152,12 +155,16 @@ def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: 
 
 
 def _block(p_NV: Tensor, drafts: Sequence[int], q_dV: Tensor, seed: int, position: int) -> Verified:
-    """Algorithm 2 of the paper; `reached[i]` is its p_i: how much of a prefix of i drafts may be accepted."""
+    """Algorithm 2 of the paper; `reached[i]` is its p_i: how much of a prefix of i drafts may be accepted.
+
+    It gives p exactly as long as the drafts before draft i decide whether i is verified. So where numbers end behind a
+    draft, that draft is still verified, as the last one.
+    """
     # A row of which nothing can be drawn is NaN from end to end.
     sound = [*map(math.isnan, p_NV[:, 0].tolist()), True].index(True)
     if not sound:
         return Verified([], 0)
-    count = min(len(drafts), sound - 1)  # where the numbers end, so do the drafts
+    count = min(len(drafts), sound)
     drafts, q_dV, p_dV = drafts[:count], q_dV[:count], p_NV[:count]
     index_d1 = torch.tensor(drafts, dtype=torch.int64, device=p_NV.device)[:, None]
     reached = [1.0]
@@ -173,6 +180,8 @@ def _block(p_NV: Tensor, drafts: Sequence[int], q_dV: Tensor, seed: int, positio
             chance = masses[i] / free if free > 0 else 0.0
         if uniform_of(seed, _ACCEPT + _STREAMS * (i - 1), position) < chance:
             accepted = i
+    if accepted == sound:
+        return Verified([*drafts[:accepted]], accepted - 1)
     # A mass of 0 is met only where p and q are equal but for their rounding.
     whole = accepted == count or masses[accepted] <= 0
     last = pick(p_NV[accepted] if whole else rest_dV[accepted], uniform_of(seed, _LAST, position))

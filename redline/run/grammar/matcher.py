@@ -140,9 +140,9 @@ class Matcher:
     def masks(self, drafts: Sequence[int]) -> Tensor:
         """The allowed tokens behind the last token and behind each draft, int32 [rows, W]: a bit for each token.
 
-        Rows end before the first draft that is refused, or that ends the answer. A grammar that cannot go on, such as
-        one that meets a bound of `parser_limits`, allows nothing. One that takes too much time gets an `error` and the
-        same masks: ranks have clocks of their own, and must choose the same tokens.
+        The last row is that of the first draft which is refused, or which ends the answer: there is none behind it. A
+        grammar that cannot go on, such as one that meets a bound of `parser_limits`, allows nothing. One that takes too
+        much time gets an `error` and the same masks: ranks have clocks of their own, and must choose the same tokens.
         """
         matchers = self._matchers
         masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
@@ -163,7 +163,9 @@ class Matcher:
     def allowed(self, drafts: Sequence[int]) -> int:
         """How many of the drafts the grammar takes, one after another, before the answer's end.
 
-        While it is idle those before it begins: so the row needs no mask at all.
+        While it is idle, those before it begins: so the row needs no mask at all. The draft behind these is verified
+        too, as the last one. A row that left it out would draw its place anew, and what is drawn is distributed as
+        without drafts only where the drafts before a draft decide whether it is verified.
         """
         if self.idle:
             free = _before(drafts, self._grammar.after)

@@ -289,7 +289,7 @@ def test_the_answer_is_the_one_without_a_drafter_whatever_was_drafted(options: d
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("first", range(K + 1))
 def test_tokens_end_where_there_is_no_finite_number_to_choose_by(first: int, temperature: float, certain: bool):
-    """From row `first` on: there are none where it is row 0. What comes before is as if the row had so many drafts."""
+    """From row `first` on: there are none where it is row 0. The draft that goes there is verified as any other."""
     before = tuple(PROMPT.tolist())
     for seed in range(60):
         sampling = asked(temperature=temperature, seed=seed, presence_penalty=0.1)
@@ -301,9 +301,22 @@ def test_tokens_end_where_there_is_no_finite_number_to_choose_by(first: int, tem
         assert len(given.tokens) <= first
         assert all(0 <= token < V for token in given.tokens)
         assert given.accepted == max(0, len(given.tokens) - 1)
-        if first > 1:
-            q_dV = None if q_dV is None else q_dV[: first - 1]
-            assert verify(rows[:first], drafts[: first - 1], q_dV, sampling, PROMPT, NOTHING, 2) == given
+        if first:
+            q_dV = None if q_dV is None else q_dV[:first]
+            assert verify(rows[:first], drafts[:first], q_dV, sampling, PROMPT, NOTHING, 2) == given
+
+
+def test_a_token_behind_which_the_numbers_end_comes_as_often_as_without_drafts():
+    before, draws, came = tuple(PROMPT.tolist()), 2000, 0
+    p = float(model_rows(before, ())[0].softmax(-1)[0])
+    for seed in range(draws):
+        drafts = drafted(before, asked(seed=seed), 2)[:1]
+        rows = model_rows(before, drafts).clone()
+        if drafts == (0,):
+            rows[1] = torch.nan
+        given = verify(rows, drafts, drafter_rows(before, drafts, 1.0), asked(seed=seed), PROMPT, NOTHING, 2)
+        came += given.tokens[0] == 0
+    assert abs(came / draws - p) < 3.29 * math.sqrt(p * (1 - p) / draws)
 
 
 def test_greedy_drafts_hold_up_to_the_first_that_differs():
@@ -311,6 +324,7 @@ def test_greedy_drafts_hold_up_to_the_first_that_differs():
     assert verify_chosen([4, 7, 7, 1], [4, 8, 7]) == Verified([4, 7], 1)
     assert verify_chosen([4, 7, 7, 1], [5, 7, 7]) == Verified([4], 0)
     assert verify_chosen([4], []) == Verified([4], 0)
+    assert verify_chosen([4, 7], [4, 7]) == Verified([4, 7], 1), "nothing is chosen behind the last"
 
 
 @pytest.mark.parametrize("certain", [True, False])
