@@ -25,6 +25,7 @@ HTTP, JOIN = 8000, 7600  # ports of the server
 DASHBOARD = 8265  # of Ray's head, where whoever reaches it can run what he likes
 USER = 10001  # as in examples/operators/Dockerfile
 ETC, SECRETS, MODELS = "/etc/redline", "/etc/redline-secrets", "/models"  # where pods have their mounts
+SHARED_MEMORY = "16Gi"  # /dev/shm of a pod, at most: ranks, NCCL and Ray; it counts as the pod's memory
 END_S = 30  # of a pod, above drain_s
 SECRET_FILES = "keys_file", "admin_keys_file", "tls_cert", "tls_key"
 TAKEN = "server", "join"
@@ -96,6 +97,9 @@ def _check(config: ServeConfig, cluster: Around) -> None:
             raise ConfigError(f"{flag} is {text!r}; Kubernetes wants a-z, 0-9 and -, at most {most} of them")
         if text in TAKEN:
             raise ConfigError(f"{flag} is {text}, as a part of the manifests is called; take another")
+    for key in ("admin_port", "metrics_port"):
+        if (port := getattr(config, key)) in (HTTP, JOIN):
+            raise ConfigError(f"{key} is {port}, where the server's pod has HTTP ({HTTP}) or agents join ({JOIN})")
     for key, why in NOWHERE.items():
         if getattr(config, key) is not None:
             raise ConfigError(f"{key}: {why}; leave it out of the file that manifests are made of")
@@ -315,13 +319,12 @@ def _server_pod(config: ServeConfig, cluster: Around) -> Manifest:
     arguments = ["serve", f"{ETC}/deployment.toml", "--set", f"cluster.listen=$(POD_IP):{JOIN}"]
     container = _container("server", arguments, cluster)
     scheme = "HTTP" if config.tls_cert is None else "HTTPS"
-    container["readinessProbe"] = {"httpGet": {"path": "/health", "port": "http", "scheme": scheme}, "periodSeconds": 5}
-    container["livenessProbe"] = {
-        "httpGet": {"path": "/live", "port": "http", "scheme": scheme},
-        "initialDelaySeconds": 30,
-        "periodSeconds": 10,
-        "timeoutSeconds": 5,
-    }
+    live, health = ({"path": path, "port": "http", "scheme": scheme} for path in ("/live", "/health"))
+    # The process; a model that loads for minutes is not restarted for it.
+    container["startupProbe"] = {"httpGet": live, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 30}
+    container["livenessProbe"] = {"httpGet": live, "periodSeconds": 10, "timeoutSeconds": 5}
+    # The model: no request comes before it is loaded, and none once the server drains.
+    container["readinessProbe"] = {"httpGet": health, "periodSeconds": 5, "timeoutSeconds": 5}
     return _serving_pod(config, cluster, container)
 
 
@@ -379,7 +382,7 @@ def _pod(
                     "items": [{"key": name, "path": name} for name in dict.fromkeys(secrets)],
                 },
             },
-            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+            {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": SHARED_MEMORY}},
             {"name": "cache", "emptyDir": {}},
         ],
     }

@@ -272,8 +272,27 @@ def test_what_is_secret_is_referred_to_and_each_pod_gets_only_what_it_needs(tmp_
 def test_the_servers_probes_speak_its_protocol(tmp_path: Path) -> None:
     for text, scheme in ((WHOLE, "HTTPS"), ('weights = "w"', "HTTP")):
         (server,) = templates(kinds(of(tmp_path, text), "Deployment"))
-        for probe in ("livenessProbe", "readinessProbe"):
-            assert container(server)[probe]["httpGet"]["scheme"] == scheme
+        for probe, path in (("startupProbe", "/live"), ("livenessProbe", "/live"), ("readinessProbe", "/health")):
+            assert container(server)[probe]["httpGet"] == {"path": path, "port": "http", "scheme": scheme}
+            assert container(server)[probe]["timeoutSeconds"] > 1, "the default, in which a busy server may not answer"
+        startup = container(server)["startupProbe"]
+        assert startup["failureThreshold"] * startup["periodSeconds"] >= 300
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_memory_has_a_bound_in_every_pod(tmp_path: Path, kind: str) -> None:
+    for pod in templates(of(tmp_path, ALIKE, kind)):
+        (memory,) = (each["emptyDir"] for each in pod["spec"]["volumes"] if each["name"] == "memory")
+        assert memory == {"medium": "Memory", "sizeLimit": "16Gi"}
+
+
+def test_the_example_of_one_server_is_as_closed_as_what_is_rendered(tmp_path: Path) -> None:
+    file = (ROOT / "examples" / "operators" / "kubernetes.yml").read_text()
+    (example,) = (one["spec"]["template"] for one in yaml.safe_load_all(file) if one["kind"] == "Deployment")
+    (ours,) = templates(kinds(of(tmp_path, ALIKE), "Deployment"))
+    assert example["spec"]["securityContext"] == ours["spec"]["securityContext"]
+    assert container(example)["securityContext"] == container(ours)["securityContext"]
+    assert example["spec"]["automountServiceAccountToken"] is ours["spec"]["automountServiceAccountToken"] is False
 
 
 def test_ray_and_a_service_find_the_head_alone(tmp_path: Path) -> None:
@@ -358,6 +377,7 @@ def test_a_pod_has_as_long_to_end_as_its_answers_and_then_some(tmp_path: Path) -
         ('weights = "w"\nunix_socket = "s"', {}, "unix_socket: nobody outside the pod would reach it"),
         ('weights = "w"\n[[workers]]\nname = "A"', {}, "workers.name is 'A'; Kubernetes wants a-z"),
         ('weights = "w"\n[[workers]]\nname = "join"', {}, "workers.name is join, as a part of the manifests"),
+        ('weights = "w"\nmetrics_port = 7600', {}, "metrics_port is 7600, where the server's pod has"),
         ('weights = "w"', {"name": "a" * 31}, "--name is 'a+'; Kubernetes wants"),
         ('weights = "w"\n[events]\nendpoint = "ipc:///run/e"', {}, "events: pods share no path; give tcp"),
         ('weights = "w"', {"kind": "helm"}, "--kind is 'helm'; expected leaderworkerset or kuberay"),
