@@ -12,11 +12,12 @@ import sys
 from collections.abc import Iterator
 from unittest import mock
 
+import hypothesis
 import pytest
 import torch
 
 from redline.limits import processors
-from tests import forked, real_time
+from tests import forked, real_time, seeds
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +27,13 @@ if not torch.cuda.is_available():
     from tests import triton_bf16
 
     triton_bf16.mend()
+
+
+# Its examples are the same in each run as well, and no machine is too slow for them.
+hypothesis.settings.register_profile(
+    "redline", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("redline")
 
 
 @pytest.hookimpl(optionalhook=True)  # of a plugin that a test's own pytest leaves out
@@ -64,6 +72,12 @@ def what_was_collected_is_looked_through_by_nobody() -> Iterator[None]:
     """A load of `redline bench` thaws what it froze, and would thaw all that `pytest_collection` has frozen."""
     with mock.patch.object(gc, "unfreeze"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def random_numbers_are_the_same_in_each_run() -> None:
+    """See tests/seeds.py."""
+    seeds.seed_globals()
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,20 @@
-"""A test over random numbers that fails says which they were, and fails again over the same ones."""
+"""A test over random numbers has the same ones in each run, unless others are asked for; a failure says which."""
 
 import os
+import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
+from tests import forked
+from tests.seeds import fresh_seed, seed_globals
+
 FAILING = """
 import torch
+from tests import forked
 from tests.seeds import fresh_generator
 
 
@@ -23,7 +30,7 @@ def failure(folder: Path, **environment: str) -> tuple[str, str]:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
     clean = {name: value for name, value in os.environ.items() if name != "REDLINE_TEST_SEED"}
-    shown = subprocess.run(
+    shown = forked.run(
         command, capture_output=True, text=True, check=False, env={**clean, "PYTHONPATH": str(root), **environment}
     ).stdout
     seed, numbers = re.search(r"^REDLINE_TEST_SEED=(\d+)$", shown, re.M), re.search(r"^numbers .*$", shown, re.M)
@@ -32,10 +39,31 @@ def failure(folder: Path, **environment: str) -> tuple[str, str]:
     return seed[1], numbers[0]
 
 
-def test_a_failure_shows_its_seed_and_the_seed_repeats_it(tmp_path: Path):
+def test_a_failure_shows_its_seed_which_is_the_same_each_time_unless_others_are_asked_for(tmp_path: Path):
     seed, numbers = failure(tmp_path)
     assert failure(tmp_path, REDLINE_TEST_SEED=seed) == (seed, numbers)
-    assert failure(tmp_path)[0] != seed
+    fresh, others = failure(tmp_path, REDLINE_TEST_SEED="fresh")
+    assert (fresh, others) != (seed, numbers)
+    assert failure(tmp_path) == (seed, numbers)
+
+
+def test_every_test_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("REDLINE_TEST_SEED", raising=False)
+    seeds = []
+    for name in (
+        "tests/a/test_a.py::test_one (setup)",
+        "tests/a/test_a.py::test_one (call)",
+        "tests/test_b.py::test_b (call)",
+    ):
+        monkeypatch.setenv("PYTEST_CURRENT_TEST", name)
+        seeds.append(fresh_seed())
+    assert seeds[0] == seeds[1] != seeds[2]
+
+
+def test_the_generators_that_all_share_begin_each_test_alike():
+    first = torch.rand(3), random.random()
+    seed_globals()
+    assert (torch.rand(3).tolist(), random.random()) == (first[0].tolist(), first[1])
 
 
 def test_no_test_takes_a_seed_that_it_does_not_show():
