@@ -663,7 +663,11 @@ class Gateway:
         thinks = conversation is not None and self._style.thinks(conversation)
         grammar = None
         if ask.constraint is not None or (conversation is not None and conversation.tools):
-            grammar = await self._grammars.grammar(ask.constraint, ask.calls, conversation, thinks=thinks)
+            account = CALLER.get().account
+            tenant = "" if account is None else account.name
+            grammar = await self._grammars.grammar(
+                ask.constraint, ask.calls, conversation, thinks=thinks, tenant=tenant
+            )
         if not thinks:
             return grammar
         must = ask.constraint is not None or ask.calls.mode == "required"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import resource
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from redline.api.config import Defaults, Limits
 from redline.api.grammar_child import Trial, Verdict, verdict_of
 from redline.api.grammars import Grammars
 from redline.api.openai import read_chat
+from redline.api.trials import GrammarProcess
 from redline.bench.runs.constrained import tokenizer
 from redline.bench.runs.schemas import schemas
 from redline.chat.constraint import Calls, Constraint
@@ -46,6 +48,21 @@ async def opened(**limits: Any) -> AsyncIterator[Grammars]:
         await grammars.ended()
 
 
+def process_of(grammars: Grammars) -> asyncio.subprocess.Process | None:
+    """The first of the two."""
+    child = grammars.trials._children[0]
+    assert isinstance(child, GrammarProcess)
+    return child.process
+
+
+async def killed(grammars: Grammars) -> None:
+    """The first process ends, and nobody has told the other side."""
+    process = process_of(grammars)
+    assert process is not None
+    process.kill()
+    await process.wait()
+
+
 def schema(value: Any) -> Constraint:
     return Constraint(kind="json_schema", text=json.dumps(value), param="schema")
 
@@ -66,7 +83,7 @@ async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
     async with opened() as grammars:
         assert await grammars.grammar(None, Calls(), None, thinks=True) is None
         assert await grammars.grammar(None, Calls(), tools(), thinks=True) is None
-        assert grammars._process is None
+        assert process_of(grammars) is None
 
 
 @pytest.mark.parametrize(
@@ -81,10 +98,6 @@ async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
         (Constraint(kind="grammar", text="start: nobody", param="schema"), "unknown name"),
         (Constraint(kind="grammar", text="root ::= (", param="schema"), "GBNF"),
         (schema({"enum": ["x" * (1 << 20)]}), "at most 1048576 are read"),
-        (
-            Constraint(kind="grammar", text="start: a+\na: A | a a | a A a\nA: /[a-z ]/", param="schema"),
-            "Too many items",
-        ),
     ],
 )
 async def test_what_cannot_be_used_is_refused_in_these_words(constraint: Constraint, words: str):
@@ -133,21 +146,26 @@ def test_a_trial_takes_no_more_time_than_an_answer_has():
     assert verdict.error == "it takes too long: one token took 110 ms to follow; at most 100 ms are allowed"
 
 
-async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.api.grammars.START_S", 1e9)
-    slow = {"anyOf": [{"type": "object", "properties": {f"k{n}": {"type": "string"}}} for n in range(4000)]}
+async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():
+    """The first is stopped, so that it answers nothing."""
+    child, trial = GrammarProcess(tokenizer(), Limits()), Trial(text='start: "a"')
     with FakeClock().drives(asyncio.get_running_loop()) as clock:
-        async with opened(grammar_seconds=0.5) as grammars:
-            assert await grammar_of(grammars, schema({})) is not None
-            first = grammars._process
+        try:
+            assert await child.ask(trial) == Verdict()
+            first = child.process
             assert first is not None
-            trial = asyncio.create_task(grammar_of(grammars, schema(slow)))
-            await eventually(lambda: clock.advance(0.5) or trial.done())  # of the whole grammar, and of its parts
-            with pytest.raises(RequestError, match=r"more than 0.5 s"):
-                await trial
-            assert await first.wait() != 0
-            assert await grammar_of(grammars, schema({"type": "string"})) is not None
-            assert grammars._process not in (None, first)
+            first.send_signal(signal.SIGSTOP)
+            asked = asyncio.create_task(child.ask(trial))
+            await eventually(lambda: clock.advance(0.5) or asked.done())
+            with pytest.raises(TimeoutError):
+                await asked
+            assert child.process is None
+            assert await first.wait() == -signal.SIGKILL
+            assert await child.ask(trial) == Verdict()
+            assert child.process not in (None, first)
+        finally:
+            child.kill()
+            await child.ended()
 
 
 async def test_where_no_process_can_be_started_a_client_may_try_again(monkeypatch: pytest.MonkeyPatch):
@@ -164,9 +182,7 @@ async def test_where_no_process_can_be_started_a_client_may_try_again(monkeypatc
 async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_alone():
     async with opened() as grammars:
         assert await grammar_of(grammars, schema({})) is not None
-        assert grammars._process is not None
-        grammars._process.kill()
-        await grammars._process.wait()
+        await killed(grammars)
         with pytest.raises(RequestError, match="memory"):
             await grammar_of(grammars, schema({"type": "string"}))
         assert await grammar_of(grammars, schema({"type": "integer"})) is not None
@@ -175,16 +191,15 @@ async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_alone():
 async def test_the_process_may_take_so_much_memory_and_no_more():
     async with opened(grammar_memory=333 << 20) as grammars:
         assert await grammar_of(grammars, schema({"type": "integer"})) is not None
-        assert grammars._process is not None
-        assert resource.prlimit(grammars._process.pid, resource.RLIMIT_AS) == (333 << 20, 333 << 20)
+        process = process_of(grammars)
+        assert process is not None
+        assert resource.prlimit(process.pid, resource.RLIMIT_AS) == (333 << 20, 333 << 20)
 
 
 async def test_a_verdict_is_kept():
     async with opened() as grammars:
         first = await grammar_of(grammars, schema({"type": "integer"}))
-        assert grammars._process is not None
-        grammars._process.kill()
-        await grammars._process.wait()
+        await killed(grammars)
         assert await grammar_of(grammars, schema({"type": "integer"})) == first
 
 
@@ -203,20 +218,22 @@ async def test_too_many_that_wait_are_told_to_come_later():
         asked = (grammar_of(grammars, schema({"maxLength": n})) for n in range(5))
         came = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(one) for one in came] == [Grammar, Grammar, *[Overloaded] * 3]
-        assert grammars._waiting == 0
+        assert grammars.trials.waiting == 0
 
 
-async def test_a_caller_that_leaves_in_the_middle_leaves_nothing_to_read():
+async def test_a_client_that_leaves_during_its_trial_costs_no_process_and_its_verdict_is_kept():
     async with opened() as grammars:
         await grammar_of(grammars, schema({}))
-        leaving = asyncio.create_task(grammar_of(grammars, schema({"enum": list(range(20_000))})))
-        await eventually(lambda: grammars._turn.locked())
+        process = process_of(grammars)
+        leaving = asyncio.create_task(grammar_of(grammars, schema({"enum": list(range(1000))})))
+        await eventually(lambda: grammars.trials._serving)
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
-        assert await grammar_of(grammars, schema({"type": "integer"})) is not None
         with pytest.raises(RequestError, match="Invalid type"):
             await grammar_of(grammars, schema({"type": "nothing"}))
+        assert process_of(grammars) is process
+        assert len(grammars._verdicts) == 4  # the last one and its part
 
 
 async def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_followed():

@@ -35,7 +35,9 @@ from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended
 
 FLAT_MIB = 1.0  # per 1,000 requests, of each process, over the second half
 WARM = 2000  # requests before which memory still grows to its size, and no slope says anything
-MORE_FILES = 4  # descriptors that an idle server may have more than before: the process that compiles grammars has some
+MORE_FILES = (
+    8  # descriptors that an idle server may have more than before: two processes that compile grammars have some
+)
 TOLD_EVERY = 20  # of the samples of memory, one a second, so many make one in the record
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "redline:queue_jobs")
 IDLE_TOKENS = "redline:queue_tokens"
