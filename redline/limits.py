@@ -1,10 +1,11 @@
-"""What the system lets this process take of its memory and its processors: control groups bound both, v1 and v2.
+"""What the system lets this process take: memory and processors, which control groups bound (v1, v2), and open files.
 
 A container's bound is not in /proc/meminfo, nor a quota of processor time in the affinity. A process that goes by those
 is killed, or has its threads stopped in the middle of a kernel.
 """
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -26,6 +27,19 @@ def free_memory(root: Path = ROOT) -> int:
     Files that are only cached give way, so they count as free. root: what stands for / (tests).
     """
     return max(0, min([_available(root), *_headrooms(root)]))
+
+
+def open_files(wanted: int) -> int:
+    """How many files this process may open, once its soft limit is raised to `wanted` as far as the hard one allows.
+
+    It is more than `wanted` where the soft limit was higher before.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= allowed:
+        return wanted if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def _available(root: Path) -> int:

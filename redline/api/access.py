@@ -34,6 +34,12 @@ def check_key(headers: Headers, keys: Collection[bytes]) -> bytes:
     return digest
 
 
+def check_single(headers: Headers) -> None:
+    """Raises Refusal (400) for more than one header Authorization: another reader might go by the other one."""
+    if sum(name == b"authorization" for name, _ in headers) > 1:
+        raise Refusal(400, "there is more than one header Authorization", "invalid_authorization")
+
+
 def check_page(method: str, headers: Headers, local: bool, origins: frozenset[bytes] = frozenset()) -> None:
     """Raises Refusal (400, 403, 415) for a request that a page of somebody else may have sent.
 

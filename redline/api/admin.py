@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 from redline.api.app import Border, json_response
 from redline.api.config import ApiConfig
 from redline.api.edge import Edge
+from redline.api.errors import Refusal
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.profile import Profiler
@@ -114,12 +115,12 @@ class _Admin:
         return json_response(await self._desk.status())
 
     async def request(self, request: Request) -> Response:
-        """Who got the jobs of a request, why, what was expected of it and what came."""
+        """Who got the jobs of a request, why, what was expected of it and what came. Raises Refusal (404)."""
         id = request.path_params["id"]
         jobs = await self._desk.request(id)
         if not jobs:
             known = f"the last {MOST_JOBS:,} jobs are kept, and none from before the start"
-            return json_response({"error": f"nothing is known of request {id}: {known}"}, 404)
+            raise Refusal(404, f"nothing is known of request {id}: {known}", "not_found")
         return json_response({"request": id, "jobs": jobs})
 
     async def drain(self, request: Request) -> Response:
@@ -129,14 +130,14 @@ class _Admin:
 
     async def replace(self, request: Request) -> Response:
         """Let a worker end its answers within drain_s, have another go on with the rest, and start it again; start one
-        that was given up. 409 with the reason where it cannot."""
+        that was given up. Raises Refusal (404, 409)."""
         name = request.path_params["name"]
         try:
             status, why_not = self._desk.replace(name)
         except KeyError as known:
-            return _unknown(name, known.args[0])
+            raise _unknown(name, known.args[0]) from None
         if status is None:
-            return json_response({"error": why_not}, 409)
+            raise Refusal(409, why_not, "conflict")
         return json_response({"status": status, "worker": name, "drain_s": self._desk.drain_s})
 
     async def profile(self, request: Request) -> Response:
@@ -149,22 +150,22 @@ class _Admin:
 
     async def role(self, request: Request) -> Response:
         """Have a worker take another role: new jobs go by it at once, and `turning_s` of its status says until when it
-        ends what it has begun. 409 with the reason where it cannot."""
+        ends what it has begun. Raises Refusal (400, 404, 409, 413)."""
         name, body = request.path_params["name"], bytearray()
         async for part in request.stream():
             body += part
             if len(body) > MOST_BODY_BYTES:
-                return json_response({"error": f"the body is more than {MOST_BODY_BYTES} bytes"}, 413)
+                raise Refusal(413, f"the body is more than {MOST_BODY_BYTES} bytes", "body_too_large")
         try:
             role = msgspec.json.decode(bytes(body), type=_Role).role
         except msgspec.MsgspecError as error:
-            return json_response({"error": f'the body is not as {{"role": "decode"}}: {error}'}, 400)
+            raise Refusal(400, f'the body is not as {{"role": "decode"}}: {error}', "invalid_body") from None
         try:
             why_not = self._desk.turn(name, role)
         except KeyError as known:
-            return _unknown(name, known.args[0])
+            raise _unknown(name, known.args[0]) from None
         if why_not is not None:
-            return json_response({"error": why_not}, 409)
+            raise Refusal(409, why_not, "conflict")
         return json_response({"worker": name, "role": role})
 
     async def reload(self, request: Request) -> Response:
@@ -222,8 +223,8 @@ class _OneProcess:
         return ", ".join(link.name for link in self._gateway.links)
 
 
-def _unknown(name: str, known: str) -> Response:
-    return json_response({"error": f"no worker is called {name}; there are {known}"}, 404)
+def _unknown(name: str, known: str) -> Refusal:
+    return Refusal(404, f"no worker is called {name}; there are {known}", "not_found")
 
 
 def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redline import clock
 from redline.api import metrics
-from redline.api.access import OPEN_PATHS, Headers, check_page, header
+from redline.api.access import OPEN_PATHS, Headers, check_page, check_single, header
 from redline.api.answers import (
     detokenize_answer,
     gather,
@@ -189,6 +189,7 @@ class Border:
         try:
             if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
                 raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
+            check_single(headers)
             account: Account | None = None
             if self._edge.keyring is None:
                 check_page(scope["method"], headers, self._local, self._origins)
@@ -284,7 +285,9 @@ def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str)
         refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
     else:
         refusal = Refusal(
-            error.status_code, f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET / lists them", "not_found"
+            error.status_code,
+            f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET /version lists those of the API",
+            "not_found",
         )
     return tell(refusal, request_id)._replace(
         headers={key.lower(): value for key, value in (error.headers or {}).items()}

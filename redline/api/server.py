@@ -3,12 +3,16 @@
 - A request's head never reaches the app before it is complete, and its trailers never do, but httptools stores both as
   they come. So the connection counts what it has read since the parser last told of anything.
 - A client owes a whole head `header_seconds` after it has connected or begun to send its next one: it may do that until
-  `idle_seconds` after its last answer, so a pool that keeps connections for shorter never meets a closed one. And
-  while it has not taken what was written, it must take some of it every `write_seconds`.
+  `idle_seconds` after its last answer, so a pool that keeps connections for shorter never meets a closed one. A TLS
+  handshake has `header_seconds` of its own. And while a client has not taken what was written, it must take some of it
+  every `write_seconds`.
 - One request at a time: who sends the next before the answer to the last gets that answer, and then the end of the
   connection, as RFC 9112 (9.3.2) has it. uvicorn's queue of such requests has no bound, and a client that leaves is
   not noticed behind one.
-- At the most connections that there may be, the one that has owed a head for longest makes room for a new one.
+- At the most connections that there may be, the one that has owed something for longest without progress makes room
+  for a new one (`redline.api.budget`).
+- A client that has sent its whole request may end its side of the connection, and still gets its answer. Whether it
+  has left is found out by sending it something (`redline.api.departures`).
 - What has arrived is read in shares, a turn of the event loop each (`redline.api.turns`), and the app is told of a body
   when it is whole or has grown by much, not of each piece.
 - A token must leave when it is written. Event loops turn Nagle's delay off, but not on every way that a listening
@@ -17,8 +21,8 @@
 
 import asyncio
 import logging
-import resource
 import socket
+import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -30,58 +34,23 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from redline import clock
+from redline.api.budget import Connections
 from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
+from redline.api.head import check_head, is_without_version
+from redline.api.listen import Listener
 from redline.api.pour import DIRECT
-from redline.api.turns import Turns
+from redline.api.tls import Tls, server_context
 from redline.errors import Overloaded, RedlineError
 
-RESERVED_FILES = 128  # descriptors that are not connections: sockets to the worker, pipes, files
 UNSENT_BYTES = 128 << 10  # that the kernel takes of a connection before its client has room for them
 LINGER_S = 1.0  # for a client that was refused, to read that it was
-TELL_FULL_S = 60.0  # between two lines that say that the server is full
+PROBE_S = 5.0  # between two looks whether a client that sends nothing more has left
+ALIVE_S = 15  # likewise, between two probes of its system, which need no answer to be under way
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client passes over any number of them (RFC 9110, 15.2)
+COMMENT = b"3\r\n:\n\n\r\n"  # a chunk with a comment of an event stream
 
 log = logging.getLogger("redline.api")
-
-
-class Connections:
-    """All connections of one server: how many there may be, and which owe a request's head.
-
-    `owing` has those first that have owed it for longest; a refused connection stands there until it ends.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.most = max(1, min(limits.connections, open_files(limits.connections + RESERVED_FILES) - RESERVED_FILES))
-        self.turns = Turns()
-        self.owing: dict[Connection, None] = {}
-        self._told = -TELL_FULL_S
-
-    def make_room(self) -> bool:
-        """Close the connection that has owed a head for longest; False where none owes one. It logs once a minute."""
-        if (now := clock.monotonic()) - self._told >= TELL_FULL_S:
-            self._told = now
-            log.warning("%d connections are open, the most that there may be", self.most)
-        oldest = next(iter(self.owing), None)
-        if oldest is None:
-            return False
-        del self.owing[oldest]
-        oldest.transport.abort()
-        return True
-
-
-def open_files(wanted: int) -> int:
-    """How many files this process may open, once its soft limit is raised to `wanted` as far as the hard one allows.
-
-    It is more than `wanted` where the soft limit was higher before.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft == resource.RLIM_INFINITY or soft >= allowed:
-        return wanted if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    return allowed
 
 
 class Connection(HttpToolsProtocol):
@@ -89,32 +58,55 @@ class Connection(HttpToolsProtocol):
 
     transport: asyncio.Transport
 
-    def __init__(self, all: Connections, **uvicorns: Any) -> None:
+    def __init__(self, all: Connections, limits: Limits, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self._all = all
-        self._limits = all.limits
+        self._limits = limits
+        self._accepted = False
+        self._beyond = False  # it is one more than there may be, and none made room
         self._untold_bytes = 0  # read since the parser last told of anything but a header
         self._refusal: Refusal | None = None  # why a callback of the parser gave up
         self._last = False  # no request is read after the one that is answered now
         self._refused = False  # nothing is read any more
         self._idle = False  # between requests, nothing of the next has come
-        self._head_due: asyncio.TimerHandle | None = None
+        self._at_start = True  # of a request: its line has not begun
+        self._owed_due: asyncio.TimerHandle | None = None
+        self._watched: int | None = None  # the descriptor, where the client sends nothing more
+        self._probe_due: asyncio.TimerHandle | None = None
         self._taken_due: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0  # when `_taken_due` was set
 
     # -- reading
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a client in; when full, another that owes a head makes room, and where none does the client gets 503."""
+    def accepted(self, transport: asyncio.Transport) -> None:
+        """Count a connection; where there are too many, one that owes something makes room.
+
+        Under TLS the handshake is still to come, and has to be done in `header_seconds`.
+        """
+        self._accepted = True
+        self.transport = transport
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        self.connections.add(self)
+        self._beyond = not self._all.enter(self)
+        self._expect(self._limits.header_seconds, transport.abort)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Expect a request; where there are too many connections, and none made room, the client gets 503."""
+        if not self._accepted:
+            self.accepted(transport)
         super().connection_made(transport)
-        if len(self.connections) > self._all.most and not self._all.make_room():
+        if self._beyond and self._all.too_many:
             self._refuse(Overloaded("the server has as many connections as it can hold; try again later"))
         else:
             self._expect_head()
+
+    def give_way(self) -> None:
+        """Close for a new connection (`budget.Counted`)."""
+        self.silence()
+        self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read `data` in a turn of the event loop that has room for it."""
@@ -137,7 +129,11 @@ class Connection(HttpToolsProtocol):
         if self._idle:
             self._idle = False
             self._expect_head()
-        if not self._last:
+        if self._at_start and is_without_version(data):
+            self._refuse(
+                Refusal(400, "the request line has no HTTP version; this server reads HTTP/1.1", "http_version")
+            )
+        elif not self._last:
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade:
@@ -151,6 +147,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """A request begins. Raises ValueError, which stops the parser for good, while another is being answered."""
+        self._at_start = False
         if self._is_answering():
             self.cycle.keep_alive, self._last = False, True
             raise ValueError("a second request before the answer to the first")  # the parser stops here
@@ -165,9 +162,17 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: its time is over. Raises Refusal (400) for a body with an Upgrade header."""
+        """The head is whole: its time is over.
+
+        Raises Refusal as `check_head` does, and (400) for a body that comes with an Upgrade header.
+        """
         self._untold_bytes = 0
         assert self.parser is not None
+        try:
+            self.url = check_head(self.parser.get_http_version(), self.parser.get_method(), self.url, self.headers)
+        except Refusal as refusal:
+            self._refusal = refusal
+            raise
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
             # The parser skips the body, and would read it as the next request.
@@ -176,7 +181,8 @@ class Connection(HttpToolsProtocol):
             )
             raise self._refusal
         super().on_headers_complete()
-        self._forget_head()
+        self._owed_in_time()
+        self._all.owes(self)  # its body, in the app's time; `on_message_complete` follows at once where it has none
 
     def on_chunk_header(self) -> None:
         """A chunk of the body begins: bytes of headers and trailers are counted from nothing again."""
@@ -186,6 +192,7 @@ class Connection(HttpToolsProtocol):
         """Keep a part of the body; past 64 KiB untaken, wake the app and read no more until it has taken them."""
         self._untold_bytes = 0
         if not self.cycle.response_complete:
+            self._all.owes(self)
             self.cycle.body += body
             if len(self.cycle.body) > HIGH_WATER_LIMIT:
                 self.flow.pause_reading()
@@ -193,22 +200,24 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is whole: what it asks for is begun in this turn, and counted."""
+        self._at_start = True
         self._all.turns.whole()
+        if not self.cycle.response_complete:
+            self._all.owes_nothing(self)
         super().on_message_complete()
 
     def _expect_head(self) -> None:
         self._expect(self._limits.header_seconds, self._head_is_late)
 
     def _expect(self, seconds: float, otherwise: Callable[[], None]) -> None:
-        self._forget_head()
-        self._all.owing[self] = None
-        self._head_due = self.loop.call_later(seconds, otherwise)
+        self._owed_in_time()
+        self._all.owes(self)
+        self._owed_due = self.loop.call_later(seconds, otherwise)
 
-    def _forget_head(self) -> None:
-        self._all.owing.pop(self, None)
-        if self._head_due is not None:
-            self._head_due.cancel()
-            self._head_due = None
+    def _owed_in_time(self) -> None:
+        if self._owed_due is not None:
+            self._owed_due.cancel()
+            self._owed_due = None
 
     def _head_is_late(self) -> None:
         if self.transport.get_write_buffer_size():
@@ -231,9 +240,49 @@ class Connection(HttpToolsProtocol):
         self.transport.write(b"".join([STATUS_LINE[answer.status], *lines, b"\r\n", answer.body]))
         # Closing with data unread is a reset, and a client that is reset may lose the answer.
         self._refused = True
-        if self.transport.can_write_eof():  # TLS has no such half
-            self.transport.write_eof()
+        self.transport.write_eof()
         self._expect(LINGER_S, self.transport.abort)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. True, which keeps the connection: it is owed the answer to a whole request."""
+        if not self._is_answering() or self.cycle.more_body or self._refused:
+            return False
+        self.cycle.keep_alive, self._last = False, True
+        peer: socket.socket = self.transport.get_extra_info("socket")
+        if peer.family in (socket.AF_INET, socket.AF_INET6):
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALIVE_S)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ALIVE_S)
+        self._forget_departure()
+        self._watched = peer.fileno()
+        self._all.departures.watch(self._watched, self._has_left)
+        self._probe()
+        return True
+
+    def _has_left(self) -> None:
+        self.silence()
+        self.transport.abort()
+
+    def _probe(self) -> None:
+        """Send what a client that waits for its answer passes over; the system of one that has left resets it then."""
+        self._probe_due = None
+        if not self._is_answering():
+            return
+        if not (self.flow.write_paused or self.transport.is_closing()):
+            if self.cycle.response_started:
+                if self.cycle.chunked_encoding:  # as event streams are, and nothing else
+                    self.transport.write(COMMENT)
+            elif self.scope["http_version"] == "1.1":
+                self.transport.write(CONTINUE)
+        self._probe_due = self.loop.call_later(PROBE_S, self._probe)
+
+    def _forget_departure(self) -> None:
+        if self._watched is not None:
+            self._all.departures.forget(self._watched)
+            self._watched = None
+        if self._probe_due is not None:
+            self._probe_due.cancel()
+            self._probe_due = None
 
     def silence(self) -> None:
         """Tell the app, where it is answering, that its client has left; what it still sends is not written."""
@@ -272,8 +321,10 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended: cancel its timers, and tell the app."""
-        self._forget_head()
+        self._owed_in_time()
         self._forget_taken()
+        self._forget_departure()
+        self._all.leave(self)
         super().connection_lost(exc)
 
     def _is_answering(self) -> bool:
@@ -306,24 +357,49 @@ class Connection(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but signals are its caller's, who has a worker to stop as well."""
+    """uvicorn, but signals are its caller's, who has a worker to stop as well, and it accepts by `Listener`."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._listeners: list[Listener] = []
+        self._taking: set[asyncio.Task[None]] = set()
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Install no signal handlers, where uvicorn installs its own."""
         yield
 
-    async def take(self, connection: socket.socket) -> None:
-        """Serve a connection that another process has accepted; `serve` is running, with no sockets of its own.
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen at `sockets`."""
+        await super().startup(sockets=None if sockets is None else [])
+        for at in sockets or ():
+            at.listen(self.config.backlog)
+            at.setblocking(False)
+            self._listeners.append(Listener(at, self._take_soon))
+            self._listeners[-1].open()
 
-        Raises OSError where the client has left, or does not speak TLS.
-        """
-        config, protocol = self.config, self.config.http_protocol_class
-        await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state),  # type: ignore[call-arg]
-            connection,
-            ssl=config.ssl,
-        )
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, close `sockets`, and return once every connection has ended."""
+        for listener in self._listeners:
+            listener.close()
+        await super().shutdown(sockets)
+
+    def _take_soon(self, connection: socket.socket) -> None:
+        task = asyncio.create_task(self.take(connection))
+        self._taking.add(task)
+        task.add_done_callback(self._taking.discard)
+
+    async def take(self, connection: socket.socket) -> None:
+        """Serve a connection that was accepted; `serve` is running."""
+        config, protocol, loop = self.config, self.config.http_protocol_class, asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                lambda: protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state),  # type: ignore[call-arg]
+                connection,
+            )
+        except OSError as error:  # the client has left
+            log.debug("a connection could not be taken: %s", error)
+            connection.close()
 
     def abort(self) -> None:
         """End every connection now, with what its client has not taken yet, and cancel every request's task."""
@@ -335,25 +411,41 @@ class Server(uvicorn.Server):
 
 
 def uvicorn_config(
-    app: ASGIApp, limits: Limits, host: str, port: int, tls: tuple[str, str] | None = None
+    app: ASGIApp,
+    limits: Limits,
+    host: str,
+    port: int,
+    tls: tuple[str, str] | None = None,
+    connections: Connections | None = None,
 ) -> uvicorn.Config:
     """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one.
 
-    tls: PEM files of a certificate, with its chain, and of its key.
+    tls: PEM files of a certificate, with its chain, and of its key; OSError where they cannot be used. connections:
+    shared with the other servers of the process, whose number `limits` do not bound then.
     """
     return uvicorn.Config(
         app,
         host=host,
         port=port,
         loop="uvloop",
-        http=partial(Connection, Connections(limits)),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            _protocol,
+            Connections(limits) if connections is None else connections,
+            limits,
+            None if tls is None else server_context(*tls),
+        ),
         ws="none",
         lifespan="off",
         access_log=False,  # the app writes its own
         log_config=None,
         server_header=False,
-        ssl_certfile=tls[0] if tls else None,
-        ssl_keyfile=tls[1] if tls else None,
         proxy_headers=False,  # nothing here depends on who the client is
         log_level="warning",
     )
+
+
+def _protocol(
+    connections: Connections, limits: Limits, context: ssl.SSLContext | None, **uvicorns: Any
+) -> asyncio.Protocol:
+    connection = Connection(connections, limits, **uvicorns)
+    return connection if context is None else Tls(context, connection)

@@ -28,8 +28,7 @@ def ask(
     if answer.status_code == 200:
         return answer
     try:
-        error = answer.json()["error"]
-        why = error if isinstance(error, str) else str(error["message"])
+        why = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         raise _nobody(url, f"status {answer.status_code}") from None
     raise ConfigError(one_line(why))

@@ -7,20 +7,15 @@ wakes first takes all that wait. Here whoever hands them out knows how many each
 costs that process an accept and a message; a token never passes it.
 """
 
-import asyncio
-import logging
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from redline import clock
+from redline.api.listen import AT_ONCE, Listener
 from redline.wire.replicas import Use
 
-AT_ONCE = 64  # connections that are handed out in one turn of the event loop
 HEARD_S = 1.0  # a replica of which nothing has been heard for so long is handed nothing, where another is heard of
-PAUSE_S = 1.0  # where the system has no room for a connection
-
-log = logging.getLogger("redline.fleet")
 
 
 class Taker:
@@ -60,27 +55,20 @@ class Doorman:
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """listener: does not block, and is its caller's. takers: those that there are now."""
-        self._listener = listener
+        self._listener = Listener(listener, self._hand_out)
         self._takers = takers
         self._clock = clock
-        self._listens = False
 
     def look(self) -> None:
         """Listen where there is a replica that serves. Where there is none, clients wait in the listener's queue."""
-        wanted = any(taker.use is not None for taker in self._takers())
-        if wanted != self._listens:
-            self._listens = wanted
-            loop = asyncio.get_running_loop()
-            if wanted:
-                loop.add_reader(self._listener, self._accept)
-            else:
-                loop.remove_reader(self._listener)
+        if any(taker.use is not None for taker in self._takers()):
+            self._listener.open()
+        else:
+            self._listener.close()
 
     def close(self) -> None:
         """Hand out nothing more; idempotent."""
-        if self._listens:
-            self._listens = False
-            asyncio.get_running_loop().remove_reader(self._listener)
+        self._listener.close()
 
     def order(self) -> list[Taker]:
         """Who serves, whoever should be handed the next connection first."""
@@ -89,23 +77,11 @@ class Doorman:
         ready = [taker for taker in heard if taker.use is not None and taker.use.ready]  # others would answer with 503
         return sorted(ready or heard or serving, key=lambda taker: taker.open)
 
-    def _accept(self) -> None:
-        for _ in range(AT_ONCE):
-            try:
-                connection, _ = self._listener.accept()
-            except BlockingIOError:
-                return
-            except ConnectionAbortedError:
-                continue
-            except OSError as error:  # no descriptor is left: clients go on waiting
-                log.error("connections cannot be accepted: %s", error)
-                self.close()
-                asyncio.get_running_loop().call_later(PAUSE_S, self.look)
-                return
-            with connection:
-                for taker in self.order():
-                    if taker.give(connection):
-                        break
+    def _hand_out(self, connection: socket.socket) -> None:
+        with connection:
+            for taker in self.order():
+                if taker.give(connection):
+                    break
 
 
 def take(door: socket.socket) -> list[socket.socket]:

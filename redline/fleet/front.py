@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from redline.api.access import is_loopback
 from redline.api.app import create_app
+from redline.api.budget import Connections
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.edge import Edge
 from redline.api.gateway import Gateway
@@ -26,6 +27,7 @@ from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.fleet.config import ADMIN_HOST, ServeConfig
 
+ADMIN_CONNECTIONS = 16  # of the admin routes, which the API and /metrics never take; of `budget.RESERVED_FILES`
 TELL_S = 1.0  # for clients to take what they are told
 
 
@@ -51,15 +53,17 @@ def open_front(
     tokenizer: Tokenizer,
     style: Style,
     metrics: Metrics,
+    connections: Connections,
     *,
     replica: str = "",
     secret: bytes = SECRET,
     scrape: Callable[[], Awaitable[bytes]] | None = None,
 ) -> Front:
-    """The API of a deployment, which listens nowhere yet. replica: what it is called, where there are others.
+    """The API of a deployment, which listens nowhere yet. connections: of this process.
 
-    secret: as in `api.keys.read_keys`. scrape: gives /metrics; None: the gateway's own. Raises ConfigError where the
-    file of keys cannot be read, or spans that the environment asks for cannot be had.
+    replica: what it is called, where there are others. secret: as in `api.keys.read_keys`. scrape: gives /metrics;
+    None: the gateway's own. Raises ConfigError where the file of keys cannot be read, or spans that the environment
+    asks for cannot be had.
     """
     api = ApiConfig(
         served_model_names=config.names,
@@ -73,7 +77,7 @@ def open_front(
         drain_s=config.drain_s,
         local=config.unix_socket is None and is_loopback(config.host),
         defaults=Defaults(**msgspec.structs.asdict(generation_config_of(Path(config.weights)))),
-        limits=Limits(**msgspec.structs.asdict(config.requests)),
+        limits=limits_of(config),
     )
     edge, spans = Edge(api, secret), open_spans()
     if spans is not None:
@@ -82,8 +86,13 @@ def open_front(
         tokenizer, style, metrics, api.limits, resume_s=config.resume_s, targets=config.sla, replica=replica
     )
     app = create_app(gateway, api, edge, scrape)
-    server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls_of(config)))
+    server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls_of(config), connections))
     return Front(gateway, edge, server, spans)
+
+
+def limits_of(config: ServeConfig) -> Limits:
+    """What a deployment bounds of requests and connections."""
+    return Limits(**msgspec.structs.asdict(config.requests))
 
 
 def tls_of(config: ServeConfig) -> tuple[str, str] | None:
@@ -96,18 +105,24 @@ Beside = tuple[Server, "asyncio.Task[None]"]
 
 
 def serve_beside(
-    config: ServeConfig, doors: Doors, admin: Callable[[ApiConfig], ASGIApp], scrape: Callable[[ApiConfig], ASGIApp]
+    config: ServeConfig,
+    doors: Doors,
+    admin: Callable[[ApiConfig], ASGIApp],
+    scrape: Callable[[ApiConfig], ASGIApp],
+    connections: Connections,
 ) -> list[Beside]:
     """The admin routes and /metrics on ports of their own, where the deployment has these: each app is made for how it
-    presents itself. Raises ConfigError where the admin routes' file of keys cannot be read."""
+    presents itself. connections: of this process; the admin routes have ADMIN_CONNECTIONS beside them. Raises
+    ConfigError where the admin routes' file of keys cannot be read."""
     found: list[Beside] = []
     if doors.admin is not None:
         own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
-        server = Server(uvicorn_config(admin(own), own.limits, ADMIN_HOST, 0, tls_of(config)))
+        reserve = Connections(Limits(connections=ADMIN_CONNECTIONS))
+        server = Server(uvicorn_config(admin(own), own.limits, ADMIN_HOST, 0, tls_of(config), reserve))
         found.append((server, asyncio.create_task(server.serve(sockets=[doors.admin]))))
     if doors.metrics is not None:
         own = ApiConfig(served_model_names=config.names, local=is_loopback(config.host))
-        server = Server(uvicorn_config(scrape(own), own.limits, config.host, 0))
+        server = Server(uvicorn_config(scrape(own), own.limits, config.host, 0, connections=connections))
         found.append((server, asyncio.create_task(server.serve(sockets=[doors.metrics]))))
     return found
 

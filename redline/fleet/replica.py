@@ -21,6 +21,7 @@ import msgspec
 import uvloop
 
 from redline.api.admin import jobs_of, status_of
+from redline.api.budget import Connections
 from redline.api.edge import measure_lag
 from redline.api.gateway import LOOK_S
 from redline.api.metrics import OwnMetrics
@@ -29,7 +30,7 @@ from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.fleet.config import ServeConfig
 from redline.fleet.doorman import take
-from redline.fleet.front import Front, end, open_front
+from redline.fleet.front import Front, end, limits_of, open_front
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.questions import Questions
@@ -92,6 +93,7 @@ class _Replica:
             Tokenizer.open(folder),
             style_of(folder),
             OwnMetrics(config.names[0]),
+            Connections(limits_of(config)),
             replica=told.name,
             secret=told.secret,
             scrape=self._scrape,
@@ -290,9 +292,6 @@ class _Replica:
     async def _serve(self, connection: socket.socket) -> None:
         try:
             await self._front.server.take(connection)
-        except OSError as error:  # the client has left, or does not speak TLS
-            log.debug("a connection could not be taken: %s", error)
-            connection.close()
         finally:
             self._coming -= 1
 

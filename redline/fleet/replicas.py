@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from redline.api.admin import create_desk_app
+from redline.api.budget import Connections
 from redline.api.keys import SECRET
 from redline.api.metrics import Metrics
 from redline.api.response_store import ResponseStore
@@ -25,7 +26,7 @@ from redline.fleet.config import ServeConfig
 from redline.fleet.desk import FleetDesk
 from redline.fleet.doorman import Doorman
 from redline.fleet.fleet import Fleet, ReplicaStart
-from redline.fleet.front import Doors, end, serve_beside
+from redline.fleet.front import Doors, end, limits_of, serve_beside
 from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replica import ReplicaConfig
@@ -166,6 +167,7 @@ async def serve_replicas(
         doors,
         lambda own: create_desk_app(desk, own, fleet.metrics),
         lambda own: create_metrics_app(fleet.metrics, own, desk.scrape),
+        Connections(limits_of(config)),
     )
     lives = [asyncio.create_task(replica.live()) for replica in replicas]
     serving = asyncio.create_task(_until_none_is_left(replicas, lives))

@@ -15,7 +15,6 @@ import shlex
 import shutil
 import signal
 import socket
-import ssl
 import sys
 import tempfile
 from collections.abc import Generator
@@ -29,6 +28,7 @@ from rich.text import Text
 
 from redline.api.access import is_loopback
 from redline.api.admin import create_admin_app
+from redline.api.budget import Connections
 from redline.api.cors import check_origins
 from redline.api.edge import measure_lag
 from redline.api.keys import read_keys
@@ -36,12 +36,13 @@ from redline.api.metrics import Metrics
 from redline.api.scrape import create_metrics_app
 from redline.api.server import Server
 from redline.api.spans import open_spans
+from redline.api.tls import server_context
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RedlineError
 from redline.fleet.config import ADMIN_HOST, ServeConfig
-from redline.fleet.front import Doors, end, open_front, serve_beside
+from redline.fleet.front import Doors, end, limits_of, open_front, serve_beside
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.machines import Machines, open_machines
 from redline.fleet.process import STOP_SIGNALS
@@ -130,8 +131,8 @@ def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console)
 def _check_tls(cert: str, key: str) -> None:
     """ConfigError, before a model is loaded for minutes, where HTTPS cannot be served with these files."""
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
-    except (OSError, ssl.SSLError) as error:
+        server_context(cert, key)
+    except OSError as error:
         raise ConfigError(f"tls_cert {cert}, tls_key {key}: expected PEM files that belong together: {error}") from None
 
 
@@ -253,7 +254,8 @@ async def _serve_through(
         if (spans := open_spans()) is not None:  # each replica has its own: what cannot be had is said here
             await asyncio.to_thread(spans.close)
         return await serve_replicas(sockets, config, doors, signals, announce)
-    front = open_front(config, tokenizer, style, Metrics(config.names[0]))
+    connections = Connections(limits_of(config))
+    front = open_front(config, tokenizer, style, Metrics(config.names[0]), connections)
     gateway, edge, server, spans = front
     if edge.keyring is not None:
         signals.reload = edge.reload_soon
@@ -272,6 +274,7 @@ async def _serve_through(
         doors,
         lambda own: create_admin_app(gateway, edge, own, signals.end, supervisor.replace, supervisor.turn, told),
         lambda own: create_metrics_app(gateway.metrics, own),
+        connections,
     )
     serving = asyncio.create_task(server.serve(sockets=[doors.api]))
     try:

@@ -25,13 +25,13 @@ from openai import APIError, OpenAI
 from rich.console import Console
 
 from redline.api.gateway import Gateway
-from redline.api.server import open_files
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.errors import ConfigError
 from redline.fleet import serve as fleet
 from redline.fleet.config import ServeConfig
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.serve import serve
+from redline.limits import open_files
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.write import random_checkpoint
 from tests import forked

@@ -1,0 +1,46 @@
+"""Which clients have left, of those that send nothing more.
+
+The end of what a client sends (FIN) does not tell whether it has left: a client may end its side and wait for the whole
+answer (`shutdown(SHUT_WR)`; `nc -N`). The system of a client that has left answers the next bytes that it is sent with
+a reset. The kernel reports that as a hang-up also of a connection from which nothing is read any more, which event
+loops do not watch; so these connections are watched here.
+"""
+
+import asyncio
+import select
+from collections.abc import Callable
+from contextlib import suppress
+
+
+class Departures:
+    """Watches connections by their descriptors. Everything runs in one event loop."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, Callable[[], None]] = {}
+        self._epoll: select.epoll | None = None
+
+    def watch(self, descriptor: int, left: Callable[[], None]) -> None:
+        """Call `left`, once, when the connection is reset or both its directions are closed."""
+        if self._epoll is None:
+            self._epoll = select.epoll()
+        if not self._left:
+            asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._look)
+        self._left[descriptor] = left
+        self._epoll.register(descriptor, 0)  # hang-ups and errors are always reported
+
+    def forget(self, descriptor: int) -> None:
+        """Watch it no more; idempotent. To be called before the descriptor is closed."""
+        if self._left.pop(descriptor, None) is None:
+            return
+        assert self._epoll is not None
+        with suppress(OSError):  # it is closed already
+            self._epoll.unregister(descriptor)
+        if not self._left:
+            asyncio.get_running_loop().remove_reader(self._epoll.fileno())
+
+    def _look(self) -> None:
+        assert self._epoll is not None
+        for descriptor, _ in self._epoll.poll(0):
+            left = self._left[descriptor]
+            self.forget(descriptor)
+            left()

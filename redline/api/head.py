@@ -1,0 +1,69 @@
+"""What RFC 9110 and 9112 have a server refuse in a request's head, and httptools lets through.
+
+Two readers of one connection that disagree about a request can be played off against each other (request smuggling), so
+what the RFCs call malformed is refused, and not guessed at.
+"""
+
+import re
+from collections.abc import Sequence
+
+from redline.api.errors import Refusal
+
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")  # uri-host [ ":" port ]
+_ABSOLUTE = re.compile(rb"(https?)://([^/?#]*)([^#]*)", re.IGNORECASE)
+_PORTS = {b"http": b":80", b"https": b":443"}  # that need not be given
+
+
+def is_without_version(data: bytes) -> bool:
+    """Whether what a client begins a request with is a whole line without an HTTP version.
+
+    HTTP/0.9's requests are one such line; a parser of HTTP/1.1 would wait for headers.
+    """
+    line, ended, _ = data.lstrip(b"\r\n").partition(b"\n")
+    return bool(ended) and b" HTTP/" not in line
+
+
+def check_head(version: str, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The path and query that a request asks for. headers: names in lower case; they get a Host where the target alone
+    names it.
+
+    Raises Refusal: 505 for a version that is not 1.1 or 1.0; 400 for a Host that is missing (HTTP/1.1), repeated or
+    malformed, for a target that is no path, is a URI of another host, or is `*` without OPTIONS, and for a body whose
+    end is not certain; 501 for a transfer coding other than chunked.
+    """
+    if version not in ("1.1", "1.0"):
+        raise Refusal(505, f"the request is HTTP/{version}; HTTP/1.1 is served", "http_version")
+    hosts = _of(headers, b"host")
+    if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
+        raise Refusal(400, "send one header Host, with a name or address and perhaps a port", "invalid_host")
+    if not hosts and version == "1.1":
+        raise Refusal(400, "the header Host is missing, which every HTTP/1.1 request has", "invalid_host")
+    codings = [part.strip().lower() for value in _of(headers, b"transfer-encoding") for part in value.split(b",")]
+    if any(coding != b"chunked" for coding in codings):
+        raise Refusal(501, "a body may have the transfer coding chunked, and no other", "transfer_coding")
+    if len(codings) > 1 or (codings and version == "1.0"):
+        raise Refusal(400, "the transfer coding chunked is applied once, in HTTP/1.1", "transfer_coding")
+    if target[:1] == b"/" or (target == b"*" and method == b"OPTIONS"):
+        return target
+    return _path_of(target, headers, hosts)
+
+
+def _path_of(target: bytes, headers: list[tuple[bytes, bytes]], hosts: list[bytes]) -> bytes:
+    """The path and query of an absolute URI, whose host is the request's. Raises Refusal."""
+    found = _ABSOLUTE.fullmatch(target)
+    if found is None or not found[2] or not _HOST.fullmatch(found[2]):
+        raise Refusal(400, "the request target is neither a path nor an http URI", "invalid_target")
+    scheme, authority, rest = found[1].lower(), found[2], found[3]
+    if not hosts:
+        headers.append((b"host", authority))
+    elif _normal(hosts[0], scheme) != _normal(authority, scheme):
+        raise Refusal(400, "the request target is a URI of another host than the header Host names", "invalid_host")
+    return rest if rest[:1] == b"/" else b"/" + rest
+
+
+def _normal(host: bytes, scheme: bytes) -> bytes:
+    return host.lower().removesuffix(b":").removesuffix(_PORTS[scheme])
+
+
+def _of(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value.strip() for key, value in headers if key == name]

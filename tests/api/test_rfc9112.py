@@ -1,0 +1,186 @@
+"""What RFC 9110 and 9112 say of a request's head, over a socket; and one shape of all errors."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from redline.api.admin import create_admin_app
+from redline.api.config import ApiConfig, Limits
+from redline.api.edge import Edge
+from redline.api.head import check_head, is_without_version
+from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
+from tests.api.world import World, answer
+from tests.clocks import FakeClock
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return ASYNCIO
+
+
+@pytest.fixture
+async def clock() -> AsyncIterator[FakeClock]:
+    with FakeClock().drives(asyncio.get_running_loop()) as clock:
+        yield clock
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+REFUSED = [
+    (b"GET / HTTP/1.1\r\n\r\n", 400, "invalid_host"),
+    (b"GET / HTTP/1.1\r\nhost: a\r\nhost: a\r\n\r\n", 400, "invalid_host"),
+    (b"GET / HTTP/1.1\r\nhost: a, b\r\n\r\n", 400, "invalid_host"),
+    (b"GET / HTTP/1.1\r\nhost: http://a/\r\n\r\n", 400, "invalid_host"),
+    (b"GET / HTTP/1.1\r\nhost: a:port\r\n\r\n", 400, "invalid_host"),
+    (b"GET /\r\n", 400, "http_version"),
+    (b"GET /\r\n\r\n", 400, "http_version"),
+    (b"\r\nGET /\r\n", 400, "http_version"),
+    (b"GET / HTTP/0.9\r\nhost: a\r\n\r\n", 505, "http_version"),
+    (b"GET / HTTP/2.0\r\nhost: a\r\n\r\n", 505, "http_version"),
+    (b"GET / HTTP/1.2\r\nhost: a\r\n\r\n", 400, "invalid_request"),
+    (b"GET / HTTP/3\r\nhost: a\r\n\r\n", 400, "invalid_request"),
+    (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n\r\n", 501, "transfer_coding"),
+    (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501, "transfer_coding"),
+    (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: gzip\r\n" + CHUNKED, 501, "transfer_coding"),
+    (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: xchunked\r\n\r\n", 501, "transfer_coding"),
+    (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked, identity\r\n\r\n", 400, "invalid_request"),
+    (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n" + CHUNKED, 400, "invalid_request"),
+    (b"POST / HTTP/1.0\r\nhost: a\r\n" + CHUNKED, 400, "transfer_coding"),
+    (b"GET http://b/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "invalid_host"),
+    (b"GET http://a:81/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "invalid_host"),
+    (b"GET https://a:80/ HTTP/1.1\r\nhost: a:443\r\n\r\n", 400, "invalid_host"),
+    (b"GET http://a@b/ HTTP/1.1\r\nhost: b\r\n\r\n", 400, "invalid_target"),
+    (b"GET http:///live HTTP/1.1\r\nhost:\r\n\r\n", 400, "invalid_target"),
+    (b"GET ftp://a/ HTTP/1.1\r\nhost: a\r\n\r\n", 400, "invalid_target"),
+    (b"GET * HTTP/1.1\r\nhost: a\r\n\r\n", 400, "invalid_target"),
+]
+
+
+@pytest.mark.parametrize(("said", "status", "code"), REFUSED)
+async def test_a_malformed_head_is_refused_before_the_app(
+    said: bytes, status: int, code: str, clock: FakeClock
+) -> None:
+    app = Hello()
+    async with serving(app, Limits(), clock) as (port, _):
+        with Client(port) as client:
+            got = await client.say(said).rest()
+    assert error_of(got) == (status, code)
+    assert got.startswith(b"HTTP/1.1 ")
+    assert not app.begun
+
+
+SERVED = [
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"\r\nGET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost:\r\nconnection: close\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: [::1]:8000\r\nconnection: close\r\n\r\n",
+    b"GET / HTTP/1.1\r\nhost: my_host.internal:8000\r\nconnection: close\r\n\r\n",
+    b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: Chunked\r\n\r\n0\r\n\r\n",
+    b"OPTIONS * HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n",
+]
+
+
+@pytest.mark.parametrize("said", SERVED)
+async def test_an_unusual_head_is_served(said: bytes, clock: FakeClock) -> None:
+    async with serving(Hello(), Limits(), clock) as (port, _):
+        with Client(port) as client:
+            got = await client.say(said).rest()
+    assert got.startswith(b"HTTP/1.1 200")
+    assert got.endswith(b"hello")
+
+
+async def test_a_head_may_come_byte_by_byte(clock: FakeClock) -> None:
+    app = Hello()
+    async with serving(app, Limits(), clock) as (port, _):
+        with Client(port) as client:
+            for count in (1, 2):
+                for byte in GET:
+                    client.say(bytes([byte]))
+                    await asyncio.sleep(0)
+                await eventually(lambda count=count: client.look().count(b"hello") == count)
+    assert app.begun == 2
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "path"),
+    [
+        (b"http://A/live?x=1", b"a", b"/live?x=1"),
+        (b"HTTP://a:80", b"a:", b"/"),
+        (b"http://a?x", b"a:80", b"/?x"),
+        (b"https://a:443/live", b"a", b"/live"),
+        (b"http://[::1]:8000/live", b"[::1]:8000", b"/live"),
+        (b"//a/live", b"b", b"//a/live"),
+    ],
+)
+def test_an_absolute_uri_of_the_host_is_its_path(target: bytes, host: bytes, path: bytes) -> None:
+    headers = [(b"host", host)]
+    assert check_head("1.1", b"GET", target, headers) == path
+    assert headers == [(b"host", host)]
+
+
+def test_an_absolute_uri_names_the_host_where_nothing_else_does() -> None:
+    headers: list[tuple[bytes, bytes]] = []
+    assert check_head("1.0", b"GET", b"http://evil:8000/live", headers) == b"/live"
+    assert headers == [(b"host", b"evil:8000")]  # so that it is checked as any other
+
+
+def test_a_line_is_without_a_version_only_once_it_is_whole() -> None:
+    assert is_without_version(b"GET /\n")
+    assert not is_without_version(b"GET /")
+    assert not is_without_version(b"\r\n")
+    assert not is_without_version(b"GET / HTTP/1.1\r\nfoo\r\n")
+
+
+async def test_two_keys_in_one_request_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\n")
+    for config in ({}, {"keys_file": str(keys)}):
+        async with World(answer("a"), **config) as world:
+            for path, kind in (("/v1/models", "invalid_request_error"), ("/v1/messages", "invalid_request_error")):
+                headers = [("authorization", "Bearer one"), ("authorization", "Bearer two")]
+                refused = await world.http.request("GET", path, headers=headers)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["type"] == kind
+                assert "more than one header Authorization" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("GET", "/admin/none", b"", 404, "not_found"),
+        ("GET", "/", b"", 404, "not_found"),
+        ("GET", "/admin/drain", b"", 405, "method_not_allowed"),
+        ("GET", "/admin/requests/none", b"", 404, "not_found"),
+        ("POST", "/admin/workers/cook/replace", b"", 404, "not_found"),
+        ("POST", "/admin/workers/cook/role", b'{"role": "decode"}', 404, "not_found"),
+        ("POST", "/admin/workers/worker/role", b'{"role": "cook"}', 400, "invalid_body"),
+        ("POST", "/admin/workers/worker/role", b"x" * 2000, 413, "body_too_large"),
+        ("POST", "/admin/workers/worker/role", b'{"role": "decode"}', 409, "conflict"),
+    ],
+)
+async def test_errors_of_admin_routes_have_the_shape_of_the_apis(
+    method: str, path: str, body: bytes, status: int, code: str
+) -> None:
+    async with World(answer("a")) as world:
+
+        def turn(name: str, role: str) -> str | None:
+            if name == "cook":
+                raise KeyError(name)
+            return "it is the last worker that answers"
+
+        admin = create_admin_app(
+            world.gateway, Edge(world.config), ApiConfig(served_model_names=("m",)), lambda: None, turn=turn
+        )
+        headers = {"content-type": "application/json"}
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(admin), base_url="http://localhost") as http:
+            answered = await http.request(method, path, content=body, headers=headers)
+    assert answered.status_code == status
+    assert answered.headers["content-type"] == "application/json"
+    error = answered.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", code)
