@@ -13,11 +13,12 @@ KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.li
 FIRST = $(shell sed -n -E 's/^  ("(torch|numpy|setuptools)[<>=][^"]*").*/\1/p' pyproject.toml)
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-all test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
+.PHONY: help serve test test-all test-gpu test-train test-peers test-clients test-nixl test-operators test-browser test-ray check tests docs format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     format, lint, types, import laws, tests"
+	@echo "make test-gpu  on a Hopper GPU: laws, kernels at Kimi's sizes, and op times next to the stored ones (8 minutes)"
 	@echo "make test-all  the same with the slow tests, such as every case of every emulated CUDA kernel"
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
@@ -37,6 +38,13 @@ serve: .venv/.runtime
 # Types take one core for a minute: the tests begin beside them.
 test: .venv/.test
 	@$(MAKE) --no-print-directory -j2 check tests
+
+# Op times first, alone on the GPU. Then tests in six processes, since most of their time goes into compiling kernels.
+test-gpu: .venv/.test
+	@.venv/bin/python -c "import torch; raise SystemExit(not torch.cuda.is_available())" || \
+	  { echo "make test-gpu needs an NVIDIA GPU of compute capability 9.0 (H100, H200); torch finds none" >&2; exit 1; }
+	@.venv/bin/python -m redline.bench.runs.op_times; times=$$?; \
+	  OMP_NUM_THREADS=2 .venv/bin/python -m pytest -m gpu -n 6 --dist worksteal tests/laws tests/run/graphs && exit $$times
 
 test-all: .venv/.test
 	@$(MAKE) --no-print-directory -j2 check tests PYTEST_ARGS="-m 'not gpu'"

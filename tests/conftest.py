@@ -44,8 +44,8 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """pytest-xdist starts the processes that run tests here."""
-    if sys.platform == "linux" and getattr(session.config.option, "tx", None):
+    """pytest-xdist starts the processes that run tests here. A fork cannot use a GPU that was looked for before it."""
+    if sys.platform == "linux" and getattr(session.config.option, "tx", None) and not torch.cuda.is_available():
         with forked.testers(session.config.invocation_params.args):
             return (yield)
     return (yield)
