@@ -98,6 +98,8 @@ def limit_of(op: Op[Any, Any, Any], case: Case, output: Tensor) -> float:
     apart = min(1.0, error / step) * numbers
     square = output.double().masked_fill(~output.double().isfinite(), 0).square().flatten()
     mean = float(square.mean().clamp(min=1e-300)) if output.numel() else 1.0
-    moment, largest = (float(square.square().mean()) / mean**2, float(square.max()) / mean) if output.numel() else (1, 1)
+    moment, largest = (
+        (float(square.square().mean()) / mean**2, float(square.max()) / mean) if output.numel() else (1, 1)
+    )
     by_chance = 4 * math.sqrt(apart * moment) + max(largest, 16)
     return math.hypot(error, step * math.sqrt((apart + by_chance) / numbers))
