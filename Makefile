@@ -44,7 +44,7 @@ test-gpu: .venv/.test
 	@.venv/bin/python -c "import torch; raise SystemExit(not torch.cuda.is_available())" || \
 	  { echo "make test-gpu needs an NVIDIA GPU of compute capability 9.0 (H100, H200); torch finds none" >&2; exit 1; }
 	@.venv/bin/python -m redline.bench.runs.op_times; times=$$?; \
-	  OMP_NUM_THREADS=2 .venv/bin/python -m pytest -m gpu -n 6 --dist worksteal tests/laws tests/run/graphs && exit $$times
+	  REDLINE_TEST_SEED=fresh OMP_NUM_THREADS=2 .venv/bin/python -m pytest -m gpu -n 6 --dist worksteal tests/laws tests/run/graphs && exit $$times
 
 test-all: .venv/.test
 	@$(MAKE) --no-print-directory -j2 check tests PYTEST_ARGS="-m 'not gpu'"
