@@ -15,8 +15,8 @@ from typing import Protocol
 
 import msgspec
 
-from redline.api.server import open_files
 from redline.errors import ConfigError
+from redline.limits import open_files
 from redline.worker.config import AREA_BYTES, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"  # a worker's command
