@@ -502,9 +502,11 @@ class _Api:
         passage.model = model = self._model(asked.model)
         if dialect.recall is not None:
             asked = await dialect.recall(asked)
-        scope["generation"] = generation = await self._gateway.begin(asked.ask)  # for the access line
         gateway = self._gateway
-        reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, gateway.max_model_len)
+        max_model_len = gateway.max_model_len  # it raises where no worker is ready, as `begin` does
+        scope["generation"] = generation = await gateway.begin(asked.ask)  # for the access line
+        # Nothing may raise from here on: who has the reply closes the generation.
+        reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, max_model_len)
         return partial(self._reply, dialect, reply)
 
     async def _reply(self, dialect: Dialect[A], reply: Reply[A], send: Send) -> None:

@@ -9,15 +9,16 @@ that comes later than that finds other bytes, and its checksum says so.
     taken                 its reader has verified its own copy
 """
 
+import secrets
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from redline import clock
-from redline.clock import now_ns
 from redline.wire.parcel import Ticket, seed_of
 
 ALIGNED = 256  # bytes: what a GPU reads at best in one piece, and whole words of a checksum
+EPOCH_BITS = 62  # of a first epoch: those that follow it are below 2^63
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,14 @@ class Lender:
     A space that its owner still fills does not come back before the owner says that it has stopped, by `offer` or
     `drop`, whatever becomes of its reader: two would fill it.
 
-    size: bytes of the area; those behind the last 256 are not used. first_epoch: no lender before this one has used it
-    or a later one, which holds for the time in nanoseconds while fewer than a parcel is lent in each.
+    size: bytes of the area; those behind the last 256 are not used. first_epoch: of the first parcel, the next have one
+    more each; None: drawn at random, so that no two lenders have one in common, whatever the system's clock does.
     """
 
     def __init__(self, size: int, clock: Callable[[], float] = clock.monotonic, first_epoch: int | None = None) -> None:
         self.size = size // ALIGNED * ALIGNED
         self._clock = clock
-        self._epoch = now_ns() if first_epoch is None else first_epoch
+        self._epoch = secrets.randbits(EPOCH_BITS) if first_epoch is None else first_epoch
         self._first_epoch = self._epoch
         self._lent: dict[int, _Lent] = {}
         self._ids: list[int] = []  # free ones below _next_id

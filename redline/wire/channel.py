@@ -12,6 +12,7 @@ sockets are files in a folder that only their owner can enter.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import math
 import os
@@ -142,7 +143,7 @@ class _Socket:
     Raises ConfigError for an address that is neither ipc nor TCP with a key, and for one that cannot be used.
     """
 
-    def __init__(self, kind: int, address: str, key: bytes | None) -> None:
+    def __init__(self, kind: int, address: str, key: bytes | None, most: int = 0) -> None:
         context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         self._socket = socket = context.socket(kind)
         self._monitor: zmq.Socket[bytes] | None = None
@@ -157,7 +158,7 @@ class _Socket:
                 socket.setsockopt(zmq.MAXMSGSIZE, _HEAD.size + MAX_MESSAGE_BYTES)
                 socket.bind(address)
             else:
-                socket.sndhwm = 0
+                socket.sndhwm = most
                 socket.connect(address)
         except zmq.ZMQError as error:
             socket.close(linger=0)
@@ -200,15 +201,16 @@ class _Socket:
 
 
 class SocketOutbox(_Socket):
-    """The writing end. One thread uses it. Messages wait here, in any number, until a reader has bound the address.
+    """The writing end. One thread uses it. Messages wait here until a reader has bound the address and reads them.
 
     address: ipc://PATH or tcp://HOST:PORT. key: the secret that both ends share, for TCP. writer: the name that its
-    messages are numbered under, which no other writer of the address has; None: one drawn at random. Raises ConfigError
+    messages are numbered under, which no other writer of the address has; None: one drawn at random. most: messages
+    that wait at most, more are lost, and the reader finds a `Missed` in their place; 0: any number. Raises ConfigError
     where the address cannot be used.
     """
 
-    def __init__(self, address: str, key: bytes | None = None, writer: bytes | None = None) -> None:
-        super().__init__(zmq.PUSH, address, key)
+    def __init__(self, address: str, key: bytes | None = None, writer: bytes | None = None, *, most: int = 0) -> None:
+        super().__init__(zmq.PUSH, address, key, most)
         self._writer = writer or os.urandom(WRITER_BYTES)
         self._sent = 0
 
@@ -220,7 +222,8 @@ class SocketOutbox(_Socket):
                 f"the {type(message).__name__.lower()} of this request has {len(data):,} bytes; between processes "
                 f"travel {MAX_MESSAGE_BYTES:,} at most: ask for less at once"
             )
-        self._socket.send(_HEAD.pack(self._writer, self._sent) + data, zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # as many wait as may
+            self._socket.send(_HEAD.pack(self._writer, self._sent) + data, zmq.NOBLOCK)
         self._sent += 1
 
 

@@ -90,6 +90,7 @@ class Arrival(Generic[Of]):
     of: Of
     offer: Offer
     space: Parcel
+    peer: Peer
     reading: Reading
     summed: Summed | None = None  # None: its bytes are not all there
 
@@ -139,7 +140,7 @@ class Arrivals(Generic[Of]):
         except ValueError as error:
             self._lender.drop(space)
             raise TransferFailed(str(error)) from None
-        self.under_way.append(Arrival(of, offer, space, reading))
+        self.under_way.append(Arrival(of, offer, space, peer, reading))
         return True
 
     def take(self, arrival: Arrival[Of], pages: Sequence[int]) -> bool:

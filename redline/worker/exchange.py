@@ -16,6 +16,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from redline import clock
 from redline.errors import RedlineError, WorkerLost
 from redline.plan.planner import Planner
 from redline.transport.base import Peer, TransferFailed
+from redline.transport.ledger import Parcel
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Note
@@ -38,6 +40,7 @@ ROOM_S = 2.0  # likewise, where others wait for its pages
 SILENCE_S = 10.0  # without a word of the worker that computes: then the prompt is computed here
 WORD_S = 1.0  # between two words of the worker that computes, while it has nothing else to say
 LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
+MOST_UNSENT = 10_000  # messages to another worker that does not read them: more than it says in a minute
 SOON_S = 0.0005  # between two looks at what is under way
 
 _log = logging.getLogger(__name__)
@@ -106,7 +109,7 @@ class Exchange:
         ways: Ways,
         *,
         clock: Callable[[], float] = clock.monotonic,
-        outbox_of: Callable[[str], Outbox] = SocketOutbox,
+        outbox_of: Callable[[str], Outbox] = partial(SocketOutbox, most=MOST_UNSENT),  # noqa: B008
     ) -> None:
         """ways: best first. outbox_of: to another worker's inbox, by its address."""
         self.counts: Counter[str] = Counter()
@@ -117,13 +120,14 @@ class Exchange:
         self._clock = clock
         self._outbox_of = outbox_of
         self._out: dict[JobId, _Outgoing] = {}
-        self._leases: dict[JobId, list[tuple[int, int]]] = {}  # of each job; forgotten once none is lent any more
+        self._leases: dict[tuple[int, int], JobId] = {}  # whose parcel is lent, by the id and epoch of its ticket
         self._early: dict[JobId, tuple[Want | None, float]] = {}  # what was wanted before it was asked for, and when
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
         self._listened_at = clock()  # when what others say had last been heard
         self._starved_at: float | None = None  # since when jobs wait for pages that handoffs have
         self._peers: dict[tuple[str, int], _Peer] = {}
+        self._failed: list[Peer] = []  # connections to be closed, once no read goes over them
 
     @property
     def told(self) -> bytes:
@@ -254,7 +258,7 @@ class Exchange:
         """Nobody wants a job any more, on this side or the other. The planner has to be told behind it."""
         if (out := self._out.pop(id, None)) is not None:
             self._drop(out)
-        elif id in self._leases:
+        elif id in self._leases.values():
             self._take_back(id)
         elif self._departures:
             self._early[id] = None, self._clock()
@@ -295,11 +299,9 @@ class Exchange:
         for way in self._ways.values():
             most = max(offered + way.arrivals.sizes, default=0)
             way.arrivals.budget.begin(busy=not self._planner.idle, most=most)
-        if self._lent:
-            for departures in self._departures:
-                departures.lender.expire(now)
-        else:
-            self._leases.clear()
+        for departures in self._departures:
+            self._end_leases(departures.lender.expire(now))
+        self._close_failed()
         while self._early and now - next(iter(self._early.values()))[1] > WANT_S:
             del self._early[next(iter(self._early))]
         for out in list(self._out.values()):
@@ -336,7 +338,9 @@ class Exchange:
                 peer.outbox.close()
 
     def check(self) -> None:
-        """Raises AssertionError unless every byte of the areas is lent or free."""
+        """Raises AssertionError unless every byte of the areas is lent or free, and every lease has its parcel."""
+        lent = {(parcel.id, parcel.epoch) for one in self._departures for parcel in one.lender.lent}
+        assert self._leases.keys() <= lent, "a lease of a parcel that is not lent any more"
         for way in self._ways.values():
             way.arrivals.check()
             if way.departures is not None:
@@ -445,7 +449,7 @@ class Exchange:
                     continue
                 out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, ticket=ticket))
                 out.parcels += 1
-                self._leases.setdefault(out.job.id, []).append((ticket.id, ticket.epoch))
+                self._leases[ticket.id, ticket.epoch] = out.job.id
 
     def _hand_over(self, out: _Outgoing) -> None:
         """The first token, once all parcels are offered."""
@@ -480,12 +484,17 @@ class Exchange:
             self._planner.give_back(out.job.id)
 
     def _take_back(self, job: JobId) -> None:
-        for id, epoch in self._leases.pop(job, ()):
+        for id, epoch in [lease for lease, of in self._leases.items() if of == job]:
             self._taken(id, epoch)
 
     def _taken(self, id: int, epoch: int) -> None:
+        self._leases.pop((id, epoch), None)
         for departures in self._departures:  # no two parcels of a worker have the same epoch
             departures.lender.taken(id, epoch)
+
+    def _end_leases(self, parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            self._leases.pop((parcel.id, parcel.epoch), None)
 
     # ------------------------------------------------------------------------------------ the side that answers
 
@@ -530,7 +539,7 @@ class Exchange:
                     if way.arrivals.take(arrival, incoming.pages):
                         self._count(incoming, offer)
                 except TransferFailed as error:
-                    self._lose(incoming, offer, error)
+                    self._lose(incoming, offer, arrival.peer, error)
 
     def _read_offered(self) -> None:
         while self._offers:
@@ -544,7 +553,8 @@ class Exchange:
                 except WorkerLost:
                     raise
                 except RedlineError as error:
-                    self._lose(incoming, offer, error)
+                    known = self._peers.get((incoming.source.worker, incoming.source.epoch))
+                    self._lose(incoming, offer, None if known is None else known.peer, error)
             self._offers.popleft()
 
     def _read(self, incoming: _Incoming, offer: Offer) -> bool:
@@ -571,14 +581,26 @@ class Exchange:
         incoming.rows += (last - layer) * (to - at)
         incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
-    def _lose(self, incoming: _Incoming, offer: Offer, error: RedlineError) -> None:
+    def _lose(self, incoming: _Incoming, offer: Offer, peer: Peer | None, error: RedlineError) -> None:
         """A parcel does not come: its job's prompt is computed here. A connection that has failed may have done so for
-        ever: whoever reads next connects anew."""
+        ever: whoever reads next connects anew, and this one is closed once the reads of other jobs over it have ended.
+        peer: over which it was read."""
         incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
         self._compute_here(incoming, "transfer", error)
         of = (incoming.source.worker, incoming.source.epoch)
-        if (known := self._peers.get(of)) is not None:
+        if peer is not None and (known := self._peers.get(of)) is not None and known.peer is peer:
             self._peers[of] = known._replace(peer=None)
+            self._failed.append(peer)
+            self._close_failed()
+
+    def _close_failed(self) -> None:
+        """Closes connections that have failed and that no read goes over any more: as long as one is open, memory of
+        the other worker stays mapped."""
+        if self._failed:
+            used = [arrival.peer for way in self._ways.values() for arrival in way.arrivals.under_way]
+            for peer in [one for one in self._failed if all(one is not other for other in used)]:
+                self._failed.remove(peer)
+                peer.close()
 
     def _land(self, incoming: _Incoming) -> list[Delta]:
         """A job of which all is there goes on here."""
@@ -628,13 +650,14 @@ class Exchange:
             out.outbox.put(msgspec.structs.replace(handed, error=f"nothing was heard of {gone.worker}"))
             self._drop(out)
         for departures in self._departures:
-            departures.lender.give_up(f"{gone.worker}.{gone.epoch}")
+            self._end_leases(departures.lender.give_up(f"{gone.worker}.{gone.epoch}"))
         self._offers = deque(one for one in self._offers if (one[0].source.worker, one[0].source.epoch) != of)
         if (peer := self._peers.pop(of, None)) is not None:
             if peer.peer is not None:
                 peer.peer.close()
             if isinstance(peer.outbox, SocketOutbox):
                 peer.outbox.close()
+        self._close_failed()
 
     def _peer(self, other: PagesFrom, *, reads: bool) -> _Peer:
         """A connection to another worker. Raises TransferFailed where its area is not there, or ConfigError."""

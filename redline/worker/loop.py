@@ -209,19 +209,18 @@ def lead(
                     hearers.put_to(message.replica, message)
                 case Missed() if (replica := hearers.whose(message.writer)) is not None:  # its jobs and aborts alone
                     hearers.put_to(replica, message)
-                    _forget(replica, planner, exchange, hearers)
+                    _forget(replica, planner, exchange, hearers, trace)
                     deltas = []
                 case Missed():  # an abort may be among them, a job, or a word of another worker
                     outbox.put(message)
                     if exchange is not None:
                         exchange.abort_all()
-                    for delta in planner.abort_all():
-                        hearers.forget(delta.job)
+                    _end_unheard(planner.abort_all(), hearers, trace)
                     deltas = []
                 case Replicas():
                     come, gone = hearers.follow(message.replicas)
                     for replica in gone:
-                        _forget(replica, planner, exchange, hearers)
+                        _forget(replica, planner, exchange, hearers, trace)
                     pulse.replicas = message.replicas
                     whole, deltas = whole or bool(come), []
                 case Recall():
@@ -300,13 +299,21 @@ def _due_in(others: Sequence[_Beside]) -> float | None:
     return min((due for other in others if (due := other.due_in()) is not None), default=None)
 
 
-def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers) -> None:
+def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers, trace: Trace | None) -> None:
     """Ends the jobs of one replica of the API, of which nobody is told: it goes on with them, or has gone."""
     for id in hearers.jobs_of(replica) + (exchange.computes_for(replica) if exchange is not None else []):
         if exchange is not None:
             exchange.abort(id)
-        planner.abort(id)
+        _end_unheard(planner.abort(id), hearers, trace)
         hearers.forget(id)
+
+
+def _end_unheard(deltas: Sequence[Delta], hearers: Hearers, trace: Trace | None) -> None:
+    """Jobs have ended, and the trace alone is told."""
+    for delta in deltas:
+        hearers.forget(delta.job)
+        if trace is not None:
+            trace.told(delta)
 
 
 class _Traced(NamedTuple):

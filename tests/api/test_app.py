@@ -11,13 +11,14 @@ import pytest
 from openai import AuthenticationError
 
 from redline.api.app import create_app
+from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Limits
 from redline.api.errors import answer_to
-from redline.api.gateway import Gateway, JobFailed
+from redline.api.gateway import Gateway, Generation, JobFailed
 from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
-from redline.errors import ConfigError
+from redline.errors import ConfigError, Overloaded
 from redline.route import links
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
@@ -421,3 +422,27 @@ def test_a_job_that_the_engine_gave_up_is_a_line_and_what_nobody_foresaw_a_trace
         (record,) = caplog.records
         assert str(error) in record.getMessage()
         assert bool(record.exc_info) == traced
+
+
+async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has begun is answered: nothing between the beginning and the answer asks whether a worker is ready."""
+    begin = Gateway.begin
+
+    def silent(_: Gateway) -> None:
+        raise Overloaded("the worker has been silent for 5 s", reason="silent")
+
+    async def begins(gateway: Gateway, ask: Ask) -> Generation:
+        generation = await begin(gateway, ask)
+        monkeypatch.setattr(Gateway, "_engine", silent)
+        return generation
+
+    monkeypatch.setattr(Gateway, "begin", begins)
+    async with World(answer("a")) as world:
+        body = {"messages": [{"role": "user", "content": "hello"}]}
+        first = await world.http.post("/v1/chat/completions", json=body)
+        assert first.json()["choices"][0]["message"]["content"] == "a"
+        assert (await world.http.post("/v1/chat/completions", json=body)).status_code == 503
+        assert world.gateway._lanes == {}
+        assert world.gateway.waiting == (0, 0)

@@ -1,6 +1,7 @@
 """No two parcels overlap, every byte comes back, and only the words of its own ticket return a space."""
 
 import ctypes
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from redline.kernels.cpu.checksum import of_memory
 from redline.transport.ledger import ALIGNED, Lender, Parcel
 from redline.transport.memory import host_memory
 from redline.wire.parcel import Ticket, seed_of
+from tests.clocks import FakeClock
 
 AREA = 40 * ALIGNED + 100
 
@@ -152,14 +154,17 @@ def test_a_parcel_that_never_fits_is_an_error_and_one_that_does_not_fit_now_is_n
     assert lender.lend(256, "a", 1.0) is None
 
 
-def test_epochs_go_on_from_one_lender_to_the_next():
-    def one():
-        parcel = Lender(256).lend(1, "a", 1.0)
-        assert parcel is not None
-        return parcel.epoch
+def test_no_two_lenders_have_an_epoch_in_common_though_the_clock_stands_still():
+    def some() -> range:
+        lender = Lender(256 * 1000)
+        epochs = [parcel.epoch for _ in range(1000) if (parcel := lender.lend(1, "a", 1.0)) is not None]
+        assert epochs == list(range(epochs[0], epochs[0] + 1000))
+        assert epochs[-1] < 2**63, "it fits where integers of messages have 64 bits"
+        return range(epochs[0], epochs[-1] + 1)
 
-    first, second = one(), one()
-    assert second > first + 100, "time passes faster than parcels are lent"
+    with FakeClock().installed():
+        lenders = sorted((some() for _ in range(20)), key=lambda epochs: epochs.start)
+    assert all(one.stop <= other.start for one, other in pairwise(lenders))
 
 
 def test_two_parcels_have_two_seeds():

@@ -365,6 +365,26 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one
         assert drain(inbox, 2) == [1, 3]
 
 
+def test_what_waits_for_a_silent_reader_is_bounded_and_what_was_lost_is_told(tmp_path: Path) -> None:
+    address = ipc_address(tmp_path, "silent")
+    with SocketOutbox(address, most=10) as outbox:
+        for number in range(50):
+            outbox.put(Abort(job=JobId(f"{number}")))
+        with SocketInbox(address) as inbox:
+            heard = list[Wire]()
+            while len(heard) < 10:
+                heard += inbox.drain(wait=True)
+            outbox.put(Abort(job=JobId("last")))
+            while heard[-1] != Abort(job=JobId("last")):
+                heard += inbox.drain(wait=True)
+    *first, missed, last = heard
+    assert first == [Abort(job=JobId(f"{number}")) for number in range(len(first))]
+    assert isinstance(missed, Missed)
+    assert missed.messages == 50 - len(first)
+    assert 10 <= len(first) < 50
+    assert last == Abort(job=JobId("last"))
+
+
 def test_the_largest_message_arrives(tmp_path: Path):
     address = ipc_address(tmp_path / "run", "worker")
     frame = len(encode(Delta(job=JobId("a"), error="x" * (1 << 17)))) - (1 << 17)

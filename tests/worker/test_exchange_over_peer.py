@@ -196,6 +196,82 @@ def test_what_does_not_come_right_is_computed_where_the_answer_is(book: Book, ha
     assert told(answers["asked"]) == alone(asked())
 
 
+def test_a_connection_that_has_failed_is_closed_before_another_is_made(book: Book) -> None:
+    both = pair(book)
+    try:
+        for number in range(3):
+            book.change = flip
+            both.run([asked(f"{number}", seed=number)])
+            assert book.mapped.total() == 0
+        book.change = None
+        both.run([asked("3", seed=3)])
+        assert both.answers.exchange.counts == {"transfer": 3, "taken over": 1}
+        assert book.mapped.total() == 1
+        finished(both)
+        both.stop_computing()
+        both.turn()
+        assert book.mapped.total() == 0
+    finally:
+        both.close()
+
+
+def test_a_connection_that_has_failed_is_closed_once_what_others_read_over_it_is_there(book: Book) -> None:
+    """One byte of one job's parcel is wrong, while a parcel of another job is on its way over the same connection."""
+    both = pair(book)
+    arrivals = both.answers.exchange._ways["peer"].arrivals
+    under_way = arrivals.under_way
+    arrivals._memory._looks = 1 << 30  # type: ignore[attr-defined]  # what has come is not added up before it is told to be
+    try:
+        both.send([asked(), asked("other", seed=2)])
+        with torch.inference_mode():
+            for _ in range(100):
+                both.turn()
+            assert {arrival.of.job.id for arrival in under_way if arrival.summed} == {"asked", "other"}
+            arrivals._memory._looks = 0  # type: ignore[attr-defined]
+            for arrival in [one for one in under_way if one.of.job.id == "asked"]:
+                arrival.summed = Summed(lambda: True, lambda: 0)
+            both.turn()
+            assert both.answers.exchange.counts == {"transfer": 1}
+            assert {arrival.of.job.id for arrival in under_way} == {"other"}
+            assert book.mapped.total() == 1, "it is read over still"
+            for arrival in under_way:
+                assert arrival.summed is not None
+                arrival.summed = arrival.summed._replace(ended=lambda: True)
+        answers = both.run()
+        assert both.answers.exchange.counts == {"transfer": 1, "taken over": 1}
+        assert book.mapped.total() <= 1
+        finished(both)
+    finally:
+        both.close()
+    assert book.mapped.total() == 0
+    for one in (asked(), asked("other", seed=2)):
+        assert told(answers[one.id]) == alone(one)
+
+
+def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) -> None:
+    """Beside a parcel that another reader never takes, so that something is always lent."""
+    both = pair(book)
+    computes = both.computes.exchange
+    (first, *_) = computes._departures
+    other = first.lender.lend(256, "another reader", 1e9)
+    assert other is not None
+    try:
+        for number in range(4):
+            both.send([asked(f"{number}", seed=number)])
+            with torch.inference_mode():
+                for _ in range(1000):
+                    both.turn()
+                    if both.answers.idle and not computes._out:
+                        break
+            both.turn()  # in which the last word comes
+            assert first.lender.lent == (other,)
+            assert computes._leases == {}
+        assert computes.counts["handed over"] == 4
+    finally:
+        first.lender.drop(other)
+        both.close()
+
+
 @pytest.mark.parametrize("turns", [2, 3, 5])
 def test_an_abort_or_an_end_may_come_while_things_are_on_their_way(book: Book, turns: int) -> None:
     """The one job is given up by its client; then the worker that computes ends, and with it what it has exported."""

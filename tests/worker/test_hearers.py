@@ -1,10 +1,12 @@
 """Several replicas of the API over one worker: what each of them is told, and what becomes of the jobs of one that
 ends."""
 
+import json
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from zlib import crc32
@@ -24,6 +26,7 @@ from redline.wire.step import Step
 from redline.worker.hearers import Hearers
 from redline.worker.loop import lead
 from redline.worker.pulse import Heart, Pulse
+from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S, until
 
@@ -58,7 +61,9 @@ class Held(FakeRunner):
 class Worker:
     """A loop in its own thread; what each hearer has been told, by its name. said: is in its inbox before it begins."""
 
-    def __init__(self, runner: Any, said: Sequence[Wire] = (), exchange: Any = None) -> None:
+    def __init__(
+        self, runner: Any, said: Sequence[Wire] = (), exchange: Any = None, trace: Trace | None = None
+    ) -> None:
         self.runner = runner
         self.inbox = MemoryChannel()
         for message in said:
@@ -69,7 +74,7 @@ class Worker:
         self.pulse = Pulse()
         hearers = Hearers(self.channels[""], lambda address: self.channels[address])
         hearers.put(READY)
-        arguments = [self.planner, runner, self.inbox, hearers, None, self.pulse, exchange]
+        arguments = [self.planner, runner, self.inbox, hearers, trace, self.pulse, exchange]
         self.thread = threading.Thread(target=lead, args=arguments, kwargs={"tells_cache": True, "record": False})
         self.thread.start()
 
@@ -91,10 +96,10 @@ def worker(said: Sequence[Wire] = (), exchange: Any = None) -> Iterator[Worker]:
 
 
 @contextmanager
-def held_worker(*said: Wire) -> Iterator[Worker]:
+def held_worker(*said: Wire, trace: Trace | None = None) -> Iterator[Worker]:
     """What is said in here is heard amid the answers of the jobs that are `said`; they go on behind it."""
     runner = Held()
-    with ended(Worker(runner, said)) as it:
+    with ended(Worker(runner, said, trace=trace)) as it:
         try:
             yield it
         finally:
@@ -166,6 +171,22 @@ def test_what_is_lost_of_one_replica_s_messages_costs_the_others_nothing() -> No
         assert it.of("b", Missed) == it.of("", Missed) == []
         assert not [delta for delta in it.of("a", Delta) if delta.finish]
         until(lambda: it.planner.idle)
+
+
+@pytest.mark.parametrize(
+    "end", [replicas("b"), Missed(messages=1, writer=b"a"), Missed(messages=1, writer=b"another")], ids=str
+)
+def test_the_trace_has_a_line_of_each_job_that_ends_without_a_word(tmp_path: Path, end: Wire) -> None:
+    trace = Trace(tmp_path / "trace")
+    with held_worker(replicas("a", "b"), job_of("a", "of a", 300), trace=trace) as it:
+        until(lambda: it.of("a", Delta))
+        it.inbox.put(end)
+        it.runner.go.set()
+        until(lambda: trace._stories == {})
+        until(lambda: it.planner.idle)
+        (line,) = (json.loads(line) for line in (tmp_path / "trace").read_text().splitlines())
+        assert (line["id"], line["finish"], line["prompt"]) == ("of a", "aborted", len(PROMPT))
+    trace.close()
 
 
 def test_where_it_is_another_worker_s_words_that_were_lost_all_are_told() -> None:
