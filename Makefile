@@ -1,6 +1,6 @@
 # Two commands: `make serve` and `make test`. Both make the environment (.venv) if it is missing or older than pyproject.toml.
 
-PYTHON ?= python3 python3.12 python3.11
+PYTHON ?= python3 python3.13 python3.12 python3.11
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?= models/kimi-nano
@@ -158,9 +158,9 @@ clean:
 
 .venv/bin/pip:
 	@for python in $(PYTHON); do \
-	  if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; then \
+	  if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12), (3, 13)))' 2> /dev/null; then \
 	    echo "making .venv with $$($$python --version)"; exec $$python -m venv --upgrade-deps .venv; \
 	  fi; \
 	done; \
-	echo "Redline needs Python 3.11 or 3.12, and found neither as: $(PYTHON). Name one: make PYTHON=/path/to/python3.12" >&2; \
+	echo "Redline needs Python 3.11, 3.12 or 3.13, and found none of them as: $(PYTHON). Name one: make PYTHON=/path/to/python3.13" >&2; \
 	exit 1

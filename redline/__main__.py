@@ -7,14 +7,28 @@ import os
 import signal
 import sys
 
+PYTHONS = (3, 11), (3, 12), (3, 13)
+
 
 def main() -> None:
     """Run the command line and end the process with its exit code, by SystemExit."""
     _fill_standard_streams()
+    if sys.version_info[:2] not in PYTHONS:
+        here = ".".join(map(str, sys.version_info[:3]))
+        sys.exit(f"error: Redline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {here}")
     catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where Ctrl-C is ignored, as by nohup
     if catches:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from redline.cli import main as run
+    from redline.errors import unimportable
+
+    try:
+        from redline.cli import main as run
+    except ImportError as error:
+        if (why := unimportable(error)) is None:
+            raise
+        sys.exit(f"error: {why}")
+    except MemoryError:
+        sys.exit("error: no memory is left: ulimit -v, or a container's limit, may bound it")
 
     try:
         if catches:

@@ -16,6 +16,9 @@ RedlineError
   x JobFailed             our fault, in one job alone (redline.api.gateway)
 """
 
+import sys
+from pathlib import Path
+
 
 class RedlineError(Exception):
     """Root of the tree. The message is one line that says what to do."""
@@ -88,3 +91,25 @@ class WorkerLost(RedlineError):
 
 class RankLost(WorkerLost):
     """Another rank of the model has ended, or has kept this one waiting too long; the message names it and the step."""
+
+
+def not_installed(package: str) -> str:
+    """One line for a package that this Python does not have: where it looked, and what installs it."""
+    tree, python = Path(__file__).resolve().parents[1], sys.executable
+    if (tree / "pyproject.toml").is_file():
+        how = f"run `make serve` in {tree}, which makes an environment, or {python} -m pip install -e {tree}"
+    else:
+        how = f"install Redline's wheel with {python} -m pip install, which brings what it needs"
+    return f"{package} is not installed for {python}: {how}"
+
+
+def unimportable(error: ImportError) -> str | None:
+    """One line for a package of others that cannot be imported; None: the module is our own."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "redline"):
+        return None
+    if package in sys.stdlib_module_names:
+        return f"{sys.executable} was built without a part of Python: {error}"
+    return (
+        not_installed(package) if isinstance(error, ModuleNotFoundError) else f"{package} cannot be imported: {error}"
+    )

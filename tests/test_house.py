@@ -25,8 +25,11 @@ import pytest
 import typer
 from setuptools import find_namespace_packages
 
+import redline
+from redline.__main__ import PYTHONS
 from redline.cli import app
 from redline.fleet.config import ServeConfig, Workers
+from redline.fleet.process import OF_A_WORKER
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -210,6 +213,26 @@ def test_make_serve_speculates_where_a_drafter_lies_beside_the_model(tmp_path: P
     assert "--draft suffix" in command(MODEL=model, DRAFT="suffix")
 
 
+def test_the_versions_of_python_are_the_same_everywhere(tmp_path: Path):
+    assert PROJECT["project"]["requires-python"] == f">={'.'.join(map(str, PYTHONS[0]))},<3.{PYTHONS[-1][1] + 1}"
+    assert tuple((3, minor) for minor in range(PYTHONS[0][1], PYTHONS[-1][1] + 1)) == PYTHONS
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"sys.version_info[:2] not in {PYTHONS})" in makefile
+    names = " ".join(f"python{major}.{minor}" for major, minor in reversed(PYTHONS))
+    assert f"PYTHON ?= python3 {names}\n" in makefile
+    for page in (ROOT / "README.md", ROOT / "docs" / "guides" / "quickstart.md"):
+        assert "Python 3.11, 3.12 or 3.13," in page.read_text()
+    (tmp_path / "pyproject.toml").touch()
+    make = ["make", "--silent", "-f", ROOT / "Makefile", "-C", tmp_path, "PYTHON=false", "serve"]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    done = subprocess.run(make, env=alone, capture_output=True, text=True, timeout=60)
+    ours = [line for line in done.stderr.splitlines() if not line.startswith("make: ***")]
+    assert ours == [
+        "Redline needs Python 3.11, 3.12 or 3.13, and found none of them as: false. "
+        "Name one: make PYTHON=/path/to/python3.13"
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------ docs
 
 
@@ -289,6 +312,10 @@ def test_every_flag_and_every_key_is_explained():
     assert not [key for key in KEYS.split() if f"{key.rpartition('.')[2]} = " not in deployment]
 
 
+def test_the_version_is_the_same_everywhere():
+    assert redline.__version__ == PROJECT["project"]["version"]
+
+
 def test_the_changelog_knows_this_version():
     assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -359,6 +386,10 @@ def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
     hidden = ["triton", *(module for module in RUN_TIME.values() if module not in allowed)]
     program = f"import sys\nfor name in {hidden}: sys.modules[name] = None\nimport {', '.join(core)}"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+def test_what_is_looked_for_before_a_worker_is_started_are_run_time_parts():
+    assert set(OF_A_WORKER) <= set(RUN_TIME)
 
 
 def test_the_emulator_is_the_tests_own():

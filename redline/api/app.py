@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from redline import clock
+from redline import __version__, clock
 from redline.api import metrics
 from redline.api.access import OPEN_PATHS, Headers, check_page, check_single, header
 from redline.api.answers import (
@@ -438,9 +437,7 @@ class _Api:
 
     async def version(self, request: Request) -> Response:
         """What this is, and its routes."""
-        return json_response(
-            {"name": "redline", "version": version("redline"), "models": self._names, "routes": self.routes}
-        )
+        return json_response({"name": "redline", "version": __version__, "models": self._names, "routes": self.routes})
 
     async def live(self, request: Request) -> Response:
         """200: this process answers. That says nothing of the model; `health` does."""

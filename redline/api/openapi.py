@@ -6,11 +6,11 @@ other than the server does. What a struct cannot say (fields that are read raw, 
 
 import re
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any, cast
 
 import msgspec
 
+from redline import __version__
 from redline.api.operation import OPENAI_ERROR, Operation, Schema
 
 _REF = "#/components/schemas/"
@@ -56,7 +56,7 @@ def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -
         "openapi": "3.1.0",
         "info": {
             "title": "Redline",
-            "version": version("redline"),
+            "version": __version__,
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "tags": [{"name": group} for group in dict.fromkeys(operation.group for operation in operations)],

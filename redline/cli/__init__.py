@@ -18,7 +18,7 @@ from redline.cli.options import Folder
 from redline.cli.quantize import audit, quantize
 from redline.cli.simulate import simulate
 from redline.cli.terminal import Terminal, one_line
-from redline.errors import RedlineError
+from redline.errors import RedlineError, unimportable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -218,6 +218,10 @@ def main() -> None:
     except Exception as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C as a class was made: Python 3.11 says RuntimeError
             raise error.__cause__ from None
+        if isinstance(error, ImportError) and (why := unimportable(error)) is not None:
+            sys.exit(_report(why))
+        if isinstance(error, MemoryError):
+            sys.exit(_report("no memory is left: ulimit -v, or a container's limit, may bound it"))
         code = _report(f"{type(error).__name__}: {one_line(str(error))}; this is a mistake of ours{_kept_traceback()}")
     else:
         code = 0

@@ -10,23 +10,26 @@ import sys
 import tempfile
 import threading
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, not_installed
 from redline.limits import open_files
 from redline.worker.config import AREA_BYTES, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"  # a worker's command
+OF_A_WORKER = "torch", "numpy", "safetensors", "llguidance"  # packages that the server itself does not import
 LEAST_FILES = 256  # sockets to workers, pipes, libraries, and some connections
 LEAST_ADDRESSES = 2 << 30  # bytes
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
 
 
 def check_process() -> None:
-    """ConfigError where this process is given less than a server or an agent needs, or works in no folder.
+    """ConfigError where this process is given less than a server or an agent needs, works in no folder, or could start
+    no worker for want of a package.
 
     Its bound on open files is raised to LEAST_FILES.
     """
@@ -34,6 +37,9 @@ def check_process() -> None:
         os.getcwd()
     except OSError:
         raise ConfigError("the working directory has been deleted: cd to one that exists") from None
+    for package in OF_A_WORKER:
+        if find_spec(package) is None:
+            raise ConfigError(not_installed(package))
     if (files := open_files(LEAST_FILES)) < LEAST_FILES:
         raise ConfigError(
             f"this process may open {files} files; expected {LEAST_FILES} at least: "

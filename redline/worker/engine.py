@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from hashlib import blake2b
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from filelock import FileLock
 
-from redline import clock, limits
+from redline import __version__, clock, limits
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
@@ -518,9 +517,7 @@ def tiers_of(
     if host_bytes > free:
         raise ConfigError(f"engine.host_memory is {human(host_bytes)}, and {human(free)} are free; ask for less")
     pages, disk = WholePages(kv), None
-    name = (
-        f"{version('redline')}; {loaded.fingerprint}; {pages.device.type}; {pages.format}; {_name_of(loaded.drafter)}"
-    )
+    name = f"{__version__}; {loaded.fingerprint}; {pages.device.type}; {pages.format}; {_name_of(loaded.drafter)}"
     if config.ranks > 1:
         name += f"; {config.ranks} ranks"  # whose sums are rounded otherwise
     if config.disk is not None and config.disk_size is not None:

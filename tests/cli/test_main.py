@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from redline import __main__ as entry
 from redline.cli import main
 from redline.errors import ConfigError
 from tests.cli.pty_session import session
 
 COMMAND = [sys.executable, "-m", "redline"]
-NANO = str(Path(__file__).parents[2] / "models" / "kimi-nano")
+ROOT = Path(__file__).parents[2]
+NANO = str(ROOT / "models" / "kimi-nano")
 SHOWN = ["config", NANO]  # a verb that prints a page, and needs no torch
 
 
@@ -84,6 +86,49 @@ def test_an_error_that_somebody_can_mend_keeps_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception, words: str
 ):
     assert re.fullmatch(f"error: {words}\n", main_raises(monkeypatch, capfd, error))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            ModuleNotFoundError("no", name="torch.nn"),
+            "torch is not installed for .*: run `make serve`",
+        ),
+        (ImportError("libx.so: too short", name="torch._C"), "torch cannot be imported: libx.so: too short"),
+        (
+            ModuleNotFoundError("no", name="_sqlite3"),
+            ".* was built without a part of Python: .*",
+        ),
+        (ModuleNotFoundError("no", name="redline.x"), "ModuleNotFoundError: no; this is a mistake of ours; .*"),
+        (MemoryError(), "no memory is left: ulimit -v, .*"),
+    ],
+)
+def test_what_cannot_be_imported_is_named_with_what_installs_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception, words: str
+):
+    assert re.match(f"error: {words}", main_raises(monkeypatch, capfd, error))
+
+
+@pytest.mark.parametrize("words", [[], ["serve", "--nano"]])
+def test_a_python_without_packages_is_told_what_installs_them(words: list[str]):
+    """From the source tree, without site-packages."""
+    command = [sys.executable, "-S", "-m", "redline", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 1
+    how = f"run `make serve` in {ROOT}, which makes an environment, or {sys.executable} -m pip install -e {ROOT}"
+    assert re.fullmatch(rf"error: \w+ is not installed for {re.escape(f'{sys.executable}: {how}')}\n", done.stderr)
+
+
+@pytest.mark.parametrize("version", [(3, 10, 13), (3, 14, 0)])
+def test_a_python_that_is_not_supported_is_told_which_are(
+    monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]
+):
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(SystemExit) as end:
+        entry.main()
+    here = ".".join(map(str, version))
+    assert end.value.code == f"error: Redline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {here}"
 
 
 # ------------------------------------------------------------------------------------------------ where it is printed

@@ -309,6 +309,12 @@ def test_a_process_that_is_given_too_little_says_what_and_how_to_give_more(monke
         process.check_process()
 
 
+def test_a_package_that_workers_want_is_looked_for_before_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "find_spec", lambda name: None if name == "torch" else name)
+    with pytest.raises(ConfigError, match=r"torch is not installed for .*: run `make serve` in "):
+        process.check_process()
+
+
 def test_a_folder_that_has_been_deleted_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
