@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -97,27 +97,9 @@ def serve(config: ServeConfig, console: Console) -> int:
 
 
 def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console) -> int:
-    speculation = config.engine.speculation
-    if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
-        console.print(
-            f"warning: {config.host} is reachable from other machines and no keys_file is set: "
-            "everyone who reaches the port is served",
-            style="yellow",
-            highlight=False,
-            soft_wrap=True,
-        )
-    if config.events is not None and not config.events.local:
-        warning = "warning: events: whoever reaches these addresses is told the tokens of all prompts, without a key"
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    if speculation is not None and speculation.trace is not None:
-        warning = f"warning: users' text is written to {speculation.trace} (engine.speculation.trace)"
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    if config.engine.synthetic_rates():
-        warning = "warning: synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
-        warning = "warning: standard error is closed: what the server logs is lost"
-        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    for warning in _warnings(config):
+        with suppress(OSError):  # as of a file on a full disk, which is logged once the server is ready
+            console.print(f"warning: {warning}", style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
         try:
@@ -126,6 +108,24 @@ def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console)
             # This thread has them blocked by now, but a thread that still ends beside it may be given one.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
+
+
+def _warnings(config: ServeConfig) -> Iterator[str]:
+    """What an operator should know of a deployment before it is served."""
+    speculation = config.engine.speculation
+    if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
+        yield (
+            f"{config.host} is reachable from other machines and no keys_file is set: "
+            "everyone who reaches the port is served"
+        )
+    if config.events is not None and not config.events.local:
+        yield "events: whoever reaches these addresses is told the tokens of all prompts, without a key"
+    if speculation is not None and speculation.trace is not None:
+        yield f"users' text is written to {speculation.trace} (engine.speculation.trace)"
+    if config.engine.synthetic_rates():
+        yield "synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison]
+        yield "standard error is closed: what the server logs is lost"
 
 
 def _check_tls(cert: str, key: str) -> None:

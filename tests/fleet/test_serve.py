@@ -337,6 +337,19 @@ def test_without_the_streams_that_it_prints_to_it_serves_and_says_so(start: Call
     assert "Traceback" not in full.said
 
 
+@pytest.mark.usefixtures("goes_on")
+def test_a_warning_that_cannot_be_printed_keeps_nobody_from_serving(monkeypatch: pytest.MonkeyPatch):
+    async def served(*_: object) -> int:
+        return 7
+
+    monkeypatch.setattr(fleet, "_serve", served)
+    with open("/dev/full", "w") as full:
+        console = Console(file=full)
+        assert fleet.serve(ServeConfig(weights=str(NANO), host="0.0.0.0", port=0), console) == 7
+        with open(os.devnull, "w") as nowhere:  # what is still to be written, as the file is closed
+            os.dup2(nowhere.fileno(), full.fileno())
+
+
 def test_each_request_is_a_line_unless_it_is_a_machines_question(nano: Server):
     nano.client.chat.completions.create(
         model="kimi-nano",
