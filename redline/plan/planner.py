@@ -805,7 +805,7 @@ class Planner:
             prompt=job.prompt,
             pages=tuple(matched),
             sampling=job.job.sampling,
-            limit=job.limit,
+            limit=job.limit + job.lends,  # the drafter's row of the first token goes to the other worker
             drafting=job.drafting,
         )
 
@@ -818,6 +818,7 @@ class Planner:
         job.sent = job.kept = len(matched)
         job.planned = job.computed = len(matched) * PAGE_TOKENS
         job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
+        job.read = job.computed if job.drafting else 0
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
         return True

@@ -153,7 +153,7 @@ class Slots:
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
         self.empty(number)
         slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
-        whole = begin.computed is None or begin.computed == len(begin.pages) * PAGE_TOKENS
+        whole = begin.computed is None or begin.computed % PAGE_TOKENS == 0
         slot.behind = begin.drafting and bool(begin.pages) and whole
         if least >= 0 and most < self._vocabulary:
             self.tokens[number, : slot.length] = staged(begin.tokens, self.tokens.device)

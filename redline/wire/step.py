@@ -16,11 +16,15 @@ class Begin(Record, frozen=True):
     slot: int
     tokens: tuple[int, ...]  # the prompt, then what was generated before a pre-emption
     prompt: int  # how many of them are the prompt
-    pages: tuple[PageId, ...]  # cached pages, computed already: they cover tokens [0, 64 * len)
+    pages: tuple[PageId, ...]  # cached pages, computed already: they cover tokens [0, 64 * len); but see `computed`
     sampling: Sampling
-    limit: int  # tokens, prompt and answer, that the job comes to at most
+    # Tokens, prompt and answer, that the job comes to at most. The drafter has no row of the last one: so where another
+    # worker goes on behind it, one more.
+    limit: int
     drafting: bool = False  # the learned drafter follows the job, and `pages` carry its rows
-    computed: int | None = None  # positions that they hold; None: all of theirs. Fewer: of a prompt computed elsewhere
+    # Positions that `pages` hold; None: all of theirs. Else the prompt was computed elsewhere: its last page may be
+    # partly filled, and another may follow for the answer.
+    computed: int | None = None
 
 
 class Row(Record, frozen=True):

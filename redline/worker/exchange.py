@@ -23,7 +23,7 @@ import msgspec
 
 from redline import clock
 from redline.errors import RedlineError, WorkerLost
-from redline.plan.planner import Planner
+from redline.plan.planner import Computed, Planner
 from redline.transport.base import Peer, TransferFailed
 from redline.transport.ledger import Parcel
 from redline.wire.channel import Outbox, SocketOutbox
@@ -60,6 +60,9 @@ class _Outgoing:
     way: str = ""  # by which it is read, once it is wanted
     filling: int = 0  # parcels that are not offered yet
     parcels: int = 0  # all of them
+    # Of all that was filled, as in `Computed`: a job may lose its pages after a part has left, and begin from others.
+    exact: bool = True
+    drafting: bool = True
     begun: bool = False  # the other side has been told that it is no longer queued
     said_at: float = 0.0  # when it was last told how far the prompt is
     handed: Handed | None = None  # once its first token is chosen
@@ -388,7 +391,7 @@ class Exchange:
             out.end, out.leaving = to, None
             return parcels.pieces(first, to, draft_end, (left, parcels.layers))
 
-        self._fill_pieces(out, computed.pages, more, lambda piece: piece.positions[1] <= positions)
+        self._fill_pieces(out, computed, more, lambda piece: piece.positions[1] <= positions)
 
     def _fill_layers(self, out: _Outgoing, first: int, row: tuple[int, int], layers: int) -> None:
         """Begins to fill parcels with the first layers of positions that a step computes now. first: where what has not
@@ -413,12 +416,12 @@ class Exchange:
             (_, last), (_, stop) = piece.layers, piece.positions
             return stop <= positions or (last <= layers and stop <= to and positions >= begin)
 
-        self._fill_pieces(out, computed.pages, more, is_computed)
+        self._fill_pieces(out, computed, more, is_computed)
 
     def _fill_pieces(
         self,
         out: _Outgoing,
-        pages: Sequence[int],
+        computed: Computed,
         more: Callable[[], Iterator[Piece] | None],
         is_computed: Callable[[Piece], bool],
     ) -> None:
@@ -433,8 +436,11 @@ class Exchange:
                 out.pieces = more()
                 if out.pieces is None:
                     return
-            elif is_computed(out.piece) and departures.fill(out, out.piece, pages, f"{out.to.worker}.{out.to.epoch}"):
+            elif is_computed(out.piece) and departures.fill(
+                out, out.piece, computed.pages, f"{out.to.worker}.{out.to.epoch}"
+            ):
                 out.piece, out.filling = None, out.filling + 1
+                out.exact, out.drafting = out.exact and computed.exact, out.drafting and computed.drafting
             else:
                 return
 
@@ -456,9 +462,8 @@ class Exchange:
         computed, left = self._planner.computed(out.job.id), out.pieces is not None or out.filling
         if computed is None or out.handed is None or out.end is None or out.end < len(out.job.tokens) or left:
             return
-        handed = msgspec.structs.replace(
-            out.handed, parcels=out.parcels, exact=computed.exact, drafting=computed.drafting
-        )
+        exact, drafting = computed.exact and out.exact, computed.drafting and out.drafting
+        handed = msgspec.structs.replace(out.handed, parcels=out.parcels, exact=exact, drafting=drafting)
         out.outbox.put(handed)
         self.counts["handed over"] += 1
         del self._out[out.job.id]

@@ -4,19 +4,36 @@ An answer that one worker has begun and another goes on with is the one that wou
 and seeded to the token, and on a CPU its log probabilities to the bit.
 """
 
+import functools
 import itertools
 from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
-from redline.wire.job import Job, JobId
+from redline.plan.planner import Computed
+from redline.run.runner import Runner
+from redline.wire.job import PAGE_TOKENS, Job, JobId
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
 from redline.worker.parcel_memory import HostParcels
+from tests import tiers
 from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS, plain
-from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.run.drafting.test_drafting import FEW, few_words
+from tests.tiny_model import (
+    BOTH,
+    LEARNED,
+    Answer,
+    drafter_rows,
+    job,
+    open_engine,
+    prompt,
+    run,
+    run_alone,
+    tiny_model,
+)
 
 
 def moved(asked: Job, whole: Answer, given: int) -> Job:
@@ -172,6 +189,133 @@ def test_the_drafter_accepts_as_much_behind_a_handoff_as_without() -> None:
 
 def drafted(engine: EngineCore) -> bool:
     return engine.planner._speculation.follows
+
+
+POISON = 7.0  # what a drafter's row holds that nobody has written
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, *, recorded: bool, **below: Any) -> EngineCore:
+    """An engine whose drafter is often right, and whose steps are recorded as a GPU's are, or not."""
+    monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=recorded))
+    model, drafter = few_words()
+    engine = open_engine(model, speculation=LEARNED, drafter=drafter, step_tokens=100, **below)
+    engine.runner.kv.draft.fill_(POISON)
+    engine.runner.kv.tails.fill_(POISON)
+    return engine
+
+
+def few(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(token % FEW for token in prompt(seed, length))
+
+
+def rows_of(engine: EngineCore, asked: Job, answer: Answer) -> Tensor:
+    """The drafter's rows in the whole pages of an answer that has ended, from place 1 on."""
+    text, slots = [*asked.tokens, *answer.tokens], engine.runner.slots
+    (number,) = [n for n in range(len(slots.at)) if slots.tokens[n, : len(text)].tolist() == text]
+    return drafter_rows(engine, number, (len(text) - 1) // PAGE_TOKENS * PAGE_TOKENS).float()
+
+
+def unwritten(engine: EngineCore) -> list[tuple[int, int]]:
+    """(page, place) of rows that nobody has written, in pages that the prefix cache holds as read by the drafter. The
+    first place of a job's first page holds nothing."""
+    cache = engine.planner._cache
+    drafted = [node for node in cache._nodes.values() if node.drafted]
+    assert drafted
+    missing = [
+        (node.page, place)
+        for node in drafted
+        for place in (engine.runner.kv.draft[node.page] == POISON).all(-1).nonzero().flatten().tolist()
+    ]
+    first = {node.page for node in drafted if node.previous is None}
+    return [(page, place) for page, place in missing if page not in first or place]
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["led", "recorded"])
+def test_the_drafter_misses_no_row_behind_a_handoff(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the prompt ends in its page. So answers that find its pages accept as many drafts as elsewhere."""
+    asked = [
+        job(f"{length}", few(length, length), max_tokens=70, logprobs=None)
+        for length in (100, 127, 128, 129, 191, 192, 193, 256, 320)
+    ]
+    both = Pair(*(opened(monkeypatch, recorded=recorded) for _ in range(2)))
+    alone = opened(monkeypatch, recorded=recorded)
+    try:
+        both.run(asked)
+        expected = run(alone, asked)
+        assert both.answers.exchange.counts == {"taken over": len(asked)}
+        here = both.answers.engine
+        for one in asked:
+            mine, theirs = (rows_of(engine, one, expected[one.id]) for engine in (here, alone))
+            differ = (mine - theirs).abs().amax(-1) > 0.02
+            assert not differ.any(), (one.id, 1 + differ.nonzero().flatten())
+        assert not unwritten(here)
+        again = [
+            job(f"again {one.id}", (*one.tokens, *expected[one.id].tokens), max_tokens=20, logprobs=None)
+            for one in asked
+        ]
+        hits, hits_alone = run(here, again), run(alone, again)
+    finally:
+        both.close()
+        alone.runner.close()
+    assert all(
+        hit.cached_tokens >= len(one.tokens) // PAGE_TOKENS * PAGE_TOKENS
+        for one, hit in zip(asked, hits.values(), strict=True)
+    )
+    accepted, accepted_alone = (sum(hit.accepted for hit in one.values()) for one in (hits, hits_alone))
+    assert accepted == accepted_alone > 0
+
+
+@pytest.mark.parametrize("lacks", ["drafting", "exact", None])
+def test_what_a_handoff_says_of_its_pages_holds_for_every_parcel(
+    lacks: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that was pre-empted goes on from other pages than those that have left."""
+    both = Pair(*(opened(monkeypatch, recorded=False) for _ in range(2)))
+    planner, left = both.computes.engine.planner, iter(range(4))
+    computed = planner.computed
+
+    def first_otherwise(id: JobId) -> Computed | None:
+        now = computed(id)
+        return now if now is None or lacks is None or next(left, None) is None else now._replace(**{lacks: False})
+
+    monkeypatch.setattr(planner, "computed", first_otherwise)
+    asked = job("asked", few(1, 320), max_tokens=20, logprobs=None)
+    try:
+        both.run([asked])
+        assert both.answers.exchange.counts == {"taken over": 1}
+        nodes = both.answers.engine.planner._cache._nodes.values()
+        assert len(nodes) == 5
+        for of in ("drafting", "exact"):
+            assert {node.drafted if of == "drafting" else node.exact for node in nodes} == {of != lacks}
+    finally:
+        both.close()
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["led", "recorded"])
+def test_the_drafter_misses_no_row_in_pages_that_come_back_from_host_memory(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [job(f"{length}", few(length, length), max_tokens=70, logprobs=None) for length in (127, 128, 129, 256)]
+    both = Pair(opened(monkeypatch, recorded=recorded), opened(monkeypatch, recorded=recorded, host_memory=64 << 20))
+    try:
+        answers, here = both.run(asked), both.answers.engine
+        below = tiers.tiers_of(here)
+        below.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # all is fetched
+        here.planner.forget_idle()
+        below.store.flush(tiers.WAIT_S)
+        here.runner.kv.draft.fill_(POISON)
+        here.runner.kv.tails.fill_(POISON)
+        again = [
+            job(f"again {one.id}", (*one.tokens, *answers[one.id].tokens), max_tokens=20, logprobs=None)
+            for one in asked
+        ]
+        tiers.run(here, again)
+        assert tiers.tier(here, "host").hit_tokens >= sum(len(one.tokens) // PAGE_TOKENS * PAGE_TOKENS for one in asked)
+        assert not unwritten(here)
+    finally:
+        both.close_exchanges()
+        both.computes.engine.runner.close()
+        tiers.close(both.answers.engine)
 
 
 def test_many_at_once_with_few_pages_on_both_sides() -> None:

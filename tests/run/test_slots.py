@@ -98,3 +98,24 @@ def test_a_drafter_is_a_row_behind_where_its_job_began_with_pages_that_were_ther
         )
     )
     assert slots.at[0].behind == (drafting and bool(pages))
+
+
+@pytest.mark.parametrize(("computed", "pages"), [(128, 2), (128, 3), (100, 2), (129, 3)])
+def test_behind_a_prompt_that_was_computed_elsewhere_a_row_is_missing_where_it_ends_at_a_pages_border(
+    computed: int, pages: int
+):
+    """Whether the page of its first token is there already or not. Else the row has come with the last page."""
+    slots = filled_slots()
+    slots.begin(
+        Begin(
+            slot=0,
+            tokens=tuple(prompt(seed=1, length=computed + 1)),
+            prompt=computed,
+            pages=tuple(map(PageId, range(pages))),
+            sampling=Sampling(max_tokens=9),
+            limit=computed + 9,
+            drafting=True,
+            computed=computed,
+        )
+    )
+    assert slots.at[0].behind == (computed == 128)
