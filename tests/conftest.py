@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from redline.limits import processors
-from tests import forked, real_time, seeds
+from tests import forked, pairwise, real_time, seeds
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,6 +58,12 @@ def pytest_collection() -> Iterator[None]:
     yield
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are marked `slow` are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """See tests/pairwise.py."""
+    pairwise.mark_others_slow([item for item in items if item.get_closest_marker("pairwise")])
 
 
 @pytest.fixture(autouse=True, scope="session")

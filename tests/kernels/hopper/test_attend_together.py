@@ -55,6 +55,7 @@ def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention, "WARPGROUP_ROWS", request.param)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize(
     ("rows", "heads", "together"), [(16, 10, 3), (32, 16, 2), (32, 24, 2), (64, 16, 3), (64, 24, 3), (64, 32, 3)]

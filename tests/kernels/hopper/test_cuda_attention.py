@@ -70,6 +70,7 @@ def test_attention_over_a_split_is_its_reference(case: Case):
     check_attend(case.make(generator()))
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("either_kernel")
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("splits", [1, 2, 4])
@@ -83,6 +84,7 @@ def test_blocks_of_64_rows_are_multiplied_by_warpgroups():
     assert [attention.has_warpgroups(rows, 512) for rows in (16, 32, 64)] == [False, False, True]
 
 
+@pytest.mark.pairwise
 @pytest.mark.usefixtures("either_kernel")
 @pytest.mark.parametrize("heads", [16, 20, 64, 80])
 @pytest.mark.parametrize("rows", [16, 32, 64])

@@ -82,6 +82,7 @@ def check(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> None:
             assert (error <= TOLERANCE[args[PLANE].dtype] * most).all(), "a row of the cache"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("kernel", "case"), CASES)
 def test_kernel_is_reference(kernel: Kernel[Any, Any, Any], case: Case):
     check(kernel, case.make(fresh_generator()))

@@ -69,6 +69,7 @@ def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
     assert error < tolerance, f"off by {error:.1e} of the largest"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", [case for case in experts_up.op.cases() if case.small], ids=lambda case: case.name)
 def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
     args = case.make(fresh_generator())
@@ -80,6 +81,7 @@ def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
     near(got, want, 8e-3 if kind == "BF16" else 3e-3)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", [case for case in experts_down.op.cases() if case.small], ids=lambda case: case.name)
 def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
     args = case.make(fresh_generator())

@@ -55,6 +55,7 @@ def test_pairs_are_sorted_as_the_reference_does(case: Case, g: torch.Generator):
     assert torch.equal(given.columns[:rows][real], wanted.columns[:rows][real])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("case", [*filter(small, grouped_experts.op.cases())], ids=lambda case: case.name)
 def test_experts_multiply_as_the_reference_does(case: Case, g: torch.Generator):
     args = case.make(g)

@@ -38,6 +38,7 @@ def check_others_are_as_they_were(pool: Tensor) -> None:
     assert pool[:, LAYER + 1 :].float().isnan().all()
 
 
+@pytest.mark.pairwise
 @needs_compiler
 @pytest.mark.parametrize("warpgroups", [set(), {16, 32, 64}], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("splits", [1, 3])
@@ -66,6 +67,7 @@ WRITES = [
 ]
 
 
+@pytest.mark.pairwise
 @needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
 @pytest.mark.parametrize("how", ["run", "reference"])

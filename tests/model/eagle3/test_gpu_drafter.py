@@ -214,6 +214,7 @@ CASES = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("drafters", "name"), CASES, indirect=["drafters"])
 def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
     work, rows = Work(drafters.ours.config.kv_width), PASSES[name]
@@ -267,6 +268,7 @@ def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytes
     assert DEVICE.type == "cuda" or set(asked) == {most + 1}
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sources", [None, [4], [2, 0, 5]], ids=repr)
 def test_a_gpus_fused_features_are_the_features(drafters: Pair, sources: list[int] | None):
     features = Work().bf16(6, 3 * HIDDEN) * torch.arange(1, 7)[:, None]
@@ -297,6 +299,7 @@ def test_a_gpus_head_in_8_bits_drafts_as_a_cpus_does(head: str, rows: int):
     assert known[of_nothing].all(), "rows that are no numbers still draft tokens"
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rows", [1, 8, 9])
 def test_a_gpus_logits_are_over_the_targets_vocabulary(drafters: Pair, rows: int):
     normed = Work().bf16(rows, 128)[:, :HIDDEN]

@@ -1,12 +1,11 @@
 """The free drafter: what it finds, what it does not claim, what it costs."""
 
 import random
-import sys
-from typing import Any
 
 import pytest
 
 from redline.run.drafting.suffix import CANDIDATES, DEPTH, SHORTEST, Suffix
+from tests.work import lines
 
 
 def of(*tokens: int, window: int = 1024) -> Suffix:
@@ -110,25 +109,17 @@ def test_what_has_left_the_window_is_forgotten_and_the_memory_does_not_grow():
 
 
 def test_a_token_costs_the_same_however_many_stand_before_it():
-    def lines(suffix: Suffix) -> int:
-        """That Python executes for 20 tokens of the worst text: every place is a candidate."""
-        count = 0
+    def spent(suffix: Suffix) -> int:
+        """For 20 tokens of the worst text: every place is a candidate."""
 
-        def traced(_: object, event: str, __: object) -> Any:
-            nonlocal count
-            count += event == "line"
-            return traced
-
-        sys.settrace(traced)
-        try:
+        def work() -> None:
             for _ in range(20):
                 suffix.extend([7])
                 suffix.propose(4)
-        finally:
-            sys.settrace(None)
-        return count
+
+        return lines(work)
 
     short, long = Suffix(), Suffix()
     short.extend([7] * 300)
     long.extend([7] * 30_000)
-    assert 0 < lines(long) <= lines(short)
+    assert 0 < spent(long) <= spent(short)
