@@ -254,7 +254,9 @@ def collected(number: int, arguments: Sequence[str]) -> None:
 def _import() -> None:
     """What the programs of Redline import."""
     gc.disable()  # nothing of what is imported goes
+    import redline.cli.chat
     import redline.cli.doctor
+    import redline.cli.prompt
     import redline.fleet.agent
     import redline.fleet.replica
     import redline.fleet.serve

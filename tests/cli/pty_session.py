@@ -9,14 +9,14 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from tests import forked
+from tests import forked, waiting
 
 PASTE, END_PASTE = "\x1b[200~", "\x1b[201~"
 BRACKETS_ON, BRACKETS_OFF = "\x1b[?2004h", "\x1b[?2004l"
+_END = b"\x00end\x00"
 _SEQUENCES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 
 
@@ -54,19 +54,21 @@ class Session:
         asked = self.raw.rfind(BRACKETS_ON) > self.raw.rfind(BRACKETS_OFF)
         self.type(f"{PASTE}{text}{END_PASTE}" if asked else text)
 
-    def until(self, condition: Callable[[], object], seconds: float = 20) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {seconds} s; shown so far: {self.shown}"
-            time.sleep(0.01)
+    def until(self, condition: Callable[[], object]) -> None:
+        try:
+            waiting.until(condition)
+        except AssertionError as late:
+            raise AssertionError(f"{late}; shown so far: {self.shown}") from None
 
     def until_prompt(self, number: int) -> None:
         """Until the prompt stands there for the `number`th time."""
         self.until(lambda: self.shown.count("\n>") >= number)
 
     def ends(self) -> int:
-        code = self.process.wait(30)
-        time.sleep(0.05)  # the reader takes what is left
+        code = self.process.wait(waiting.LIMIT_S)
+        os.write(self.slave, _END)  # behind all that it has written
+        self.until(lambda: self._raw.endswith(_END))
+        self._raw = self._raw.removesuffix(_END)
         return code
 
     def ended_within(self, seconds: float) -> bool:

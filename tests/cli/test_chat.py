@@ -2,19 +2,18 @@
 
 import io
 import json
-import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from redline.cli import main
 from redline.cli.chat import Client, converse, talk
 from redline.cli.terminal import Terminal
 from redline.errors import ConfigError
-from tests import forked
 from tests.cli.servers import CHUNKS, DONE, MODELS, Answer, Fake, says, server, stream, streams, text
 
 SSE = "text/event-stream"
@@ -41,6 +40,32 @@ def said(client: Client, *questions: str) -> str:
     client.connect(print)
     converse(client, read, console)
     return screen.getvalue()
+
+
+class Ended(NamedTuple):
+    """What a command has come to."""
+
+    code: int
+    out: str
+    err: str
+
+
+Typed = Callable[..., Ended]
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Typed:
+    """`redline chat WORDS`, with `piped` for its standard input."""
+
+    def run(*words: str, piped: str = "") -> Ended:
+        monkeypatch.setattr(sys, "argv", ["redline", "chat", *words])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert isinstance(end.value.code, int)
+        return Ended(end.value.code, *capfd.readouterr())
+
+    return run
 
 
 def contents(body: dict[str, Any]) -> list[tuple[str, str]]:
@@ -88,17 +113,12 @@ def test_a_conversation_remembers_what_was_said_but_not_the_thinking():
     assert asked[0]["chat_template_kwargs"] == {"thinking": False}
 
 
-def test_a_script_reads_the_answer_alone_and_the_rest_beside_it():
+def test_a_script_reads_the_answer_alone_and_the_rest_beside_it(typed: Typed):
     with server() as (url, asked):
-        ours = forked.run(
-            [sys.executable, "-m", "redline", "chat", "--url", url, "-"],
-            input=b"2 + 2?",
-            capture_output=True,
-            timeout=60,
-        )
-    assert (ours.returncode, ours.stdout) == (0, b"It is [4].\n")
-    assert b"Two and two." in ours.stderr
-    assert b"7 tokens" in ours.stderr
+        ours = typed("--url", url, "-", piped="2 + 2?")
+    assert (ours.code, ours.out) == (0, "It is [4].\n")
+    assert "Two and two." in ours.err
+    assert "7 tokens" in ours.err
     assert contents(asked[0]) == [("user", "2 + 2?")]
 
 
@@ -350,7 +370,7 @@ def test_a_flag_that_no_server_could_be_asked_with_is_said(changes: dict[str, An
         client("x", **changes)
 
 
-def test_without_a_key_none_is_sent():
+def test_without_a_key_none_is_sent(typed: Typed, monkeypatch: pytest.MonkeyPatch):
     headers: list[str | None] = []
 
     def models(fake: Fake) -> None:
@@ -360,52 +380,44 @@ def test_without_a_key_none_is_sent():
     with server(models=models) as (url, _):
         client(url, key=None).connect(print)
         client(url, key="secret").connect(print)
-        command = [sys.executable, "-m", "redline", "chat", "--url", url, "hi"]
-        environment = {**os.environ, "REDLINE_API_KEY": "from-the-environment"}
-        forked.run(command, check=True, capture_output=True, timeout=60, env=environment)
+        monkeypatch.setenv("REDLINE_API_KEY", "from-the-environment")
+        assert typed("--url", url, "hi").code == 0
     assert headers == [None, "Bearer secret", "Bearer from-the-environment"]
 
 
 # ------------------------------------------------------------------------------------------------- foreign text
 
 
-def test_no_control_character_of_a_server_reaches_the_terminal():
+def test_no_control_character_of_a_server_reaches_the_terminal(typed: Typed):
     evil = "\x1b]52;c;aGk=\x07\x1b[2J\x9b31m\x7f\x00[/bold][red]:smile:"
     chunk = {"choices": [{"delta": {"reasoning": evil}}, {}]}
     call = {"choices": [{"delta": {"tool_calls": [{"function": {"name": evil, "arguments": evil}}]}}]}
     answer = streams(chunk, call, {"choices": [{"delta": {"content": evil + "\nline\tend"}, "finish_reason": "stop"}]})
     with server(answer, says(json.dumps({"data": [{"id": evil}]}))) as (url, _):
-        ours = forked.run(
-            [sys.executable, "-m", "redline", "chat", "--url", url, "hi"], capture_output=True, timeout=60
-        )
-    shown = ours.stdout.decode() + ours.stderr.decode()
-    assert ours.returncode == 0, ours.stderr
+        ours = typed("--url", url, "hi")
+    shown = ours.out + ours.err
+    assert ours.code == 0, ours.err
     assert not [letter for letter in shown if (ord(letter) < 32 and letter != "\n") or 127 <= ord(letter) < 160]
     assert shown.count("[/bold][red]:smile:") == 4
     assert "\\x1b]52;c;aGk=" in shown
 
 
-def test_no_control_character_of_an_error_reaches_the_terminal():
+def test_no_control_character_of_an_error_reaches_the_terminal(typed: Typed):
     with server(says('{"error": {"message": "\\u001b[2Jno [/bold]"}}', 400)) as (url, _):
-        ours = forked.run(
-            [sys.executable, "-m", "redline", "chat", "--url", url, "hi"], capture_output=True, timeout=60
-        )
-    assert ours.returncode == 1
-    assert ours.stderr == b"error: 400: \\x1b[2Jno [/bold]\n"
+        ours = typed("--url", url, "hi")
+    assert (ours.code, ours.err) == (1, "error: 400: \\x1b[2Jno [/bold]\n")
 
 
 @pytest.mark.parametrize(("piped", "code"), [("a\n\nb\n", 0), ("", 1), ("\n\n", 1)])
-def test_what_is_piped_in_is_one_question(piped: str, code: int):
+def test_what_is_piped_in_is_one_question(typed: Typed, piped: str, code: int):
     with server() as (url, asked):
-        command = [sys.executable, "-m", "redline", "chat", "--url", url]
-        done = forked.run(command, input=piped, capture_output=True, text=True, timeout=60)
-    assert done.returncode == code, done.stderr
+        done = typed("--url", url, piped=piped)
+    assert done.code == code, done.err
     assert [body["messages"][-1]["content"] for body in asked] == [piped] * (not code)
-    assert ("standard input holds no question" in done.stderr) == bool(code)
+    assert ("standard input holds no question" in done.err) == bool(code)
 
 
-def test_a_question_of_bytes_that_are_no_text_is_asked_all_the_same():
+def test_a_question_of_bytes_that_are_no_text_is_asked_all_the_same(typed: Typed):
     with server() as (url, asked):
-        command = [sys.executable, "-m", "redline", "chat", "--url", url, b"caf\xe9?"]
-        forked.run(command, check=True, capture_output=True, timeout=60, env={**os.environ, "PYTHONUTF8": "1"})
+        assert typed("--url", url, b"caf\xe9?".decode(errors="surrogateescape")).code == 0
     assert asked[0]["messages"][0]["content"] == "caf??"

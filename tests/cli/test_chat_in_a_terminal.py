@@ -1,12 +1,15 @@
 """`redline chat` at a real pseudo-terminal: what is typed and pasted there, at every moment, and how it is left."""
 
 import os
+import pty
 import signal
+import sys
 import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ import pytest
 from redline.cli import prompt
 from tests.cli.pty_session import BRACKETS_OFF, BRACKETS_ON, Session, session
 from tests.cli.servers import DONE, Fake, server, stream, text
+from tests.waiting import LIMIT_S, until
 
 PASTED = "def f():\n\n    return 1\n\nrm -rf everything\n"
 
@@ -35,7 +39,7 @@ class Answers:
         fake.wfile.write(f"{begun}\n\n".encode())
         fake.wfile.flush()
         self.begun.set()
-        self.go_on.wait(60)
+        self.go_on.wait(LIMIT_S)
         with suppress(OSError):  # whoever asked has left
             fake.wfile.write((ended + DONE).encode())
 
@@ -94,7 +98,7 @@ def test_a_paste_while_an_answer_streams_waits_for_the_next_question():
     with chat(hold=True) as (one, asked, answers):
         one.until_prompt(1)
         one.type("first\r")
-        answers.begun.wait(30)
+        assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
         one.paste(PASTED)
         answers.go_on.set()
@@ -118,14 +122,14 @@ def test_a_long_paste_arrives_whole():
     with chat(hold=True) as (one, asked, answers):
         one.until_prompt(1)
         one.type("first\r")
-        answers.begun.wait(30)
+        assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
         typing = threading.Thread(target=one.paste, args=[lines])  # it waits where the terminal's buffer is full
         typing.start()
         answers.go_on.set()
         typing.join()
         one.type("\r")
-        one.until(lambda: len(asked) == 2, 60)
+        one.until(lambda: len(asked) == 2)
         assert questions(asked)[1] == lines
 
 
@@ -133,7 +137,7 @@ def test_while_an_answer_streams_each_key_is_kept_as_it_is_and_shown_nowhere():
     with chat(hold=True, least=9) as (one, _, answers):
         one.until_prompt(1)
         one.type("first\r")
-        answers.begun.wait(30)
+        assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
         given, _, _, local, _, _, characters = termios.tcgetattr(one.slave)
         assert not given & termios.ICRNL, "an Enter is none of a paste's line ends"
@@ -161,20 +165,44 @@ def test_empty_lines_do_not_leave_and_ctrl_d_does():
         assert one.raw.rfind(BRACKETS_OFF) > one.raw.rfind(BRACKETS_ON) > 0
 
 
-@pytest.mark.parametrize("times", [1, 1000])
-def test_what_was_not_read_is_not_left_to_the_shell(times: int):
+def test_what_was_not_read_is_not_left_to_the_shell():
     with chat(hold=True) as (one, _, answers):
         one.until_prompt(1)
         one.type("first\r")
-        answers.begun.wait(30)
+        assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
-        typing = threading.Thread(target=one.paste, args=[PASTED * times])  # it waits where the buffer is full
-        typing.start()
+        one.paste(PASTED)
         one.until(lambda: one.waiting() > len(PASTED))
         os.kill(one.process.pid, signal.SIGTERM)
         assert one.ends() == 128 + signal.SIGTERM
-        typing.join()
         assert one.unread() == b""
+
+
+def test_of_a_paste_that_the_terminal_cannot_hold_at_once_nothing_is_left_to_the_shell(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its buffer has 4 KiB; whoever pastes waits until there is room again."""
+    master, slave = pty.openpty()
+    one = Session.__new__(Session)
+    one.slave, one._master, one._raw = slave, master, b""
+    pasting = threading.Thread(target=one.paste, args=[PASTED * 1000])
+
+    def follows(read: list[int], *_: object) -> tuple[list[int], list[int], list[int]]:
+        """As select, where the rest of a paste comes before the time is over."""
+        until(lambda: one.waiting() > 1024 or not pasting.is_alive())
+        return read if one.waiting() else [], [], []
+
+    with os.fdopen(slave, closefd=False) as stdin, os.fdopen(slave, "w", closefd=False) as stdout:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with prompt.Prompt(None):
+            pasting.start()
+            monkeypatch.setattr(prompt, "select", SimpleNamespace(select=follows))
+            until(lambda: one.waiting() > len(PASTED))
+        pasting.join()
+        assert one.unread() == b""
+    os.close(slave)
+    os.close(master)
 
 
 def test_a_server_that_is_not_there_leaves_the_terminal_as_it_was():
@@ -192,7 +220,7 @@ def test_sigterm_leaves_the_terminal_as_it_was(where: str):
         one.until_prompt(1)
         if where == "answer":
             one.type("first\r")
-            answers.begun.wait(30)
+            assert answers.begun.wait(LIMIT_S)
         os.kill(one.process.pid, signal.SIGTERM)
         assert one.ends() == 128 + signal.SIGTERM
         assert termios.tcgetattr(one.slave) == before
@@ -207,7 +235,7 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_stays():
     with chat(hold=True) as (one, asked, answers):
         one.until_prompt(1)
         one.type("first\r")
-        answers.begun.wait(30)
+        assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
         one.type("\x03")
         one.until(lambda: "(stopped)" in one.shown)
@@ -223,7 +251,7 @@ def test_what_was_pasted_before_ctrl_c_stopped_an_answer_is_still_there():
     with chat(hold=True) as (one, asked, answers):
         one.until_prompt(1)
         one.type("first\r")
-        answers.begun.wait(30)
+        assert answers.begun.wait(LIMIT_S)
         one.until(lambda: "answer " in one.shown)
         one.paste(PASTED)
         one.type("\x03")

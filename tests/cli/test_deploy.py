@@ -125,12 +125,12 @@ class Hub(BaseHTTPRequestHandler):
 def hub() -> Iterator[ThreadingHTTPServer]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.asked = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=[0.05], daemon=True)
     thread.start()
     yield server
     server.shutdown()
     server.server_close()
-    thread.join(5)
+    thread.join()
 
 
 PROGRAM = """
@@ -156,7 +156,7 @@ def fetch(server: ThreadingHTTPServer | None, home: Path, *words: str) -> tuple[
         "HF_ENDPOINT": f"http://127.0.0.1:{port}",
         "HF_HOME": str(home),
         "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_ETAG_TIMEOUT": "2",
+        "HF_HUB_ETAG_TIMEOUT": "60",
         "NO_PROXY": "127.0.0.1",
     }
     done = subprocess.run(

@@ -1,18 +1,21 @@
 """The verbs of `redline bench` over HTTP, typed in against a scripted server."""
 
+import heapq
 import json
+import math
 from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from redline.bench.serving.records import Ask, Run
+from redline.bench.serving.records import Answer, Ask, Run
 from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Pace, Target
 from redline.cli.bench import app, kept
 
-QUICK: dict[str, Any] = {"first_s": 0.02, "gaps_s": [0.002], "tokens": 20, "thinking": 5}
+QUICK: dict[str, Any] = {"first_s": 0.0, "gaps_s": [0.0], "tokens": 20, "thinking": 5}
+FIRST_S = 0.02  # of a `timed` answer, until its first event
 BROKEN: dict[str, Any] = {"fault": "status", "status": 500}
 
 
@@ -24,6 +27,28 @@ def type_in(verb: str, server: Scripted, *words: object, script: dict[str, Any] 
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
     return done.exit_code, done.output
+
+
+def timed(gaps_s: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of loads come in the same time on every machine: their first event FIRST_S after they are asked for, and
+    then one every gaps_s of their server, by its address. Without a schedule each is asked for once a place is free."""
+    real = kept.run_load
+
+    def load(target: Target, asks: list[Ask], pace: Pace, watch: Any) -> Run:
+        run, answers = real(target, asks, pace, watch), list[Answer]()
+        free = [0.0] * (pace.max_concurrency or len(asks))
+        for answer in run.answers:
+            sent = heapq.heappop(free) if math.isinf(pace.rate) else answer.planned
+            ats = [sent + FIRST_S + place * gaps_s[target.base_url] for place in range(len(answer.chunks))]
+            chunks = [msgspec.structs.replace(chunk, at=at) for chunk, at in zip(answer.chunks, ats, strict=True)]
+            end = ats[-1] if ats else sent + FIRST_S
+            heapq.heappush(free, end)
+            begun = dict.fromkeys(("planned", "taken", "connected", "sent"), sent)
+            answers.append(msgspec.structs.replace(answer, **begun, head=sent, chunks=tuple(chunks), end=end))
+        seconds = max(answer.end for answer in answers) - min(answer.planned for answer in answers)
+        return msgspec.structs.replace(run, seconds=seconds, answers=tuple(answers))
+
+    monkeypatch.setattr(kept, "run_load", load)
 
 
 def stopped_after(loads: int, monkeypatch: pytest.MonkeyPatch) -> None:

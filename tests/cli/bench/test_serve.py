@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +15,13 @@ from redline.bench.serving import saved
 from redline.bench.serving.script import Play, Script
 from redline.bench.serving.scripted import Scripted
 from redline.cli import app
+from tests.waiting import LIMIT_S, until
 
 NAMED = {
     "fast": Script(tokens=8, first_s=0.02, gaps_s=(0.005,), thinking=4),
     "drops": Script(tokens=8, fault="drop", after=3),
     "lies": Script(tokens=8, usage_off=9, token_ids=True),
-    "slow": Script(tokens=200, gaps_s=(0.1,)),
+    "slow": Script(tokens=200, gaps_s=(60.0,)),
 }
 
 
@@ -56,7 +56,9 @@ def test_a_run_is_shown_and_saved_with_what_went_wrong_by_row(server: Scripted, 
     names = ["fast"] * 6 + ["drops", "lies"]
     path, page = tmp_path / "result.json", tmp_path / "page.html"
     done = typed(
-        *words(server, prompts(tmp_path, *names), 8, "--max_concurrency", "4", "--goodput", "ttft:1000", "e2el:5000"),
+        *words(
+            server, prompts(tmp_path, *names), 8, "--max_concurrency", "4", "--goodput", "ttft:1000000", "e2el:5000000"
+        ),
         *("--save-result", "--result-filename", str(path), "--html", str(page), "--metadata", "gpu=none", "run=2"),
     )
     assert done.exit_code == 0, done.output
@@ -69,8 +71,9 @@ def test_a_run_is_shown_and_saved_with_what_went_wrong_by_row(server: Scripted, 
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     result = saved.read(path)
     fast = [answer for answer in result.answers if answer.index < 6]
-    firsts = sorted(answer.chunks[0].at - (answer.sent or 0.0) for answer in fast)
-    assert 0.02 <= firsts[0] < 0.06
+    for answer in fast:
+        assert answer.sent is not None
+        assert answer.sent < answer.chunks[0].at <= answer.chunks[-1].at <= answer.end
     assert [chunk.kind for chunk in fast[0].chunks] == ["thinking"] * 4 + ["answer"] * 8
     assert result.answers[6].failure == "dropped"
     assert [mismatch["index"] for mismatch in result.details["mismatches"]] == [7]
@@ -111,11 +114,9 @@ def test_ctrl_c_shows_and_saves_what_was_measured(server: Scripted, tmp_path: Pa
     server.forget()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
     try:
-        until = time.monotonic() + 20
-        while len(server.log().requests) < 4 and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: len(server.log().requests) >= 4)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 130, output
