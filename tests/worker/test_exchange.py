@@ -22,6 +22,7 @@ from redline.worker.parcel_memory import HostParcels
 from redline.worker.ways import Carrier
 from tests.handoff import Box, Pair, Side
 from tests.tiny_model import BOTH, Answer, job, joined, open_engine, prompt, run_alone, tiny_model
+from tests.waiting import LIMIT_S
 
 LENGTH = 300
 
@@ -534,13 +535,25 @@ def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_conn
     monkeypatch.setattr(HostParcels, "sizes", HostParcels.sizes._replace(landing=256 << 10))
     both = pair(lambda *_: Disturbance(polls=10), clock=clock)
     computes, answers = both.computes, both.answers
-    answers.exchange._outbox_of = lambda name: SocketOutbox(ipc_address(tmp_path / "run", name))
+    sent = received = 0
+
+    class Counted(SocketOutbox):
+        def put(self, message: Wire) -> None:
+            nonlocal sent
+            super().put(message)
+            sent += 1
+
+    answers.exchange._outbox_of = lambda name: Counted(ipc_address(tmp_path / "run", name))
     try:
         with SocketInbox(ipc_address(tmp_path / "run", "prefill")) as inbox, torch.inference_mode():
             both.send([asked(), asked("other", seed=2)])
             for _ in range(12):
-                for message in inbox.drain(wait=True, timeout=0.05):
-                    computes.box.put(message)
+                while received < sent:
+                    came = inbox.drain(wait=True, timeout=LIMIT_S)
+                    assert came, "what was sent does not come"
+                    received += len(came)
+                    for message in came:
+                        computes.box.put(message)
                 both.turn()
                 if answers.exchange._offers:
                     break
