@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
+FILES = 8192  # that each process of a deployment asks to open: 4,096 connections, and as many files and sockets beside
 
 
 def processors(root: Path = ROOT) -> int:
@@ -29,7 +30,7 @@ def free_memory(root: Path = ROOT) -> int:
     return max(0, min([_available(root), *_headrooms(root)]))
 
 
-def open_files(wanted: int) -> int:
+def open_files(wanted: int = FILES) -> int:
     """How many files this process may open, once its soft limit is raised to `wanted` as far as the hard one allows.
 
     It is more than `wanted` where the soft limit was higher before.

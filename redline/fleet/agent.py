@@ -24,6 +24,7 @@ from redline.errors import ConfigError
 from redline.fleet.cluster import address_towards, check_address, check_join, read_key
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS, LocalProcess, check_process, folder_for_parcels, start_worker
+from redline.limits import open_files
 from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.machines import SAY_S, Machine, Order, Orders, Refused, Running
@@ -54,7 +55,11 @@ def run_agent(config: AgentConfig) -> int:
 
 
 def agent_of(config: AgentConfig) -> "Agent":
-    """An agent that has not joined yet. Raises ConfigError for what it is told wrongly."""
+    """An agent that has not joined yet. Raises ConfigError for what it is told wrongly.
+
+    The bound on open files is raised, of this process and of the workers that it starts.
+    """
+    open_files()
     host, port = check_join(config.join, "--join")
     key = read_key(config.key_file, "--key-file")
     listen = config.listen or address_towards(host, port)

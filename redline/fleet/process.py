@@ -31,7 +31,7 @@ def check_process() -> None:
     """ConfigError where this process is given less than a server or an agent needs, works in no folder, or could start
     no worker for want of a package.
 
-    Its bound on open files is raised to LEAST_FILES.
+    Its bound on open files is raised to `limits.FILES` as far as the hard one allows; what it starts inherits that.
     """
     try:
         os.getcwd()
@@ -40,7 +40,7 @@ def check_process() -> None:
     for package in OF_A_WORKER:
         if find_spec(package) is None:
             raise ConfigError(not_installed(package))
-    if (files := open_files(LEAST_FILES)) < LEAST_FILES:
+    if (files := open_files()) < LEAST_FILES:
         raise ConfigError(
             f"this process may open {files} files; expected {LEAST_FILES} at least: "
             f"ulimit -n {LEAST_FILES}, or LimitNOFILE={LEAST_FILES} of its service"

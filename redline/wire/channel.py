@@ -30,6 +30,7 @@ from zmq.utils import z85
 
 from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
+from redline.wire.handshakes import Handshakes
 from redline.wire.news import Missed
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message between processes, as encoded
@@ -38,9 +39,6 @@ IPC = "ipc://"  # of a local socket's address, before its path
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
 WRITER_BYTES = 8  # of a writer's name
-# Of a socket's monitor: what a reader, and what a writer, is told of a handshake that has failed.
-_FAILED = {zmq.PULL: zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.PUSH: zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL}
-_OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")  # before each message: its writer, and how many it has sent before
 
 
@@ -146,7 +144,8 @@ class _Socket:
     def __init__(self, kind: int, address: str, key: bytes | None, most: int = 0) -> None:
         context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         self._socket = socket = context.socket(kind)
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitor: zmq.Socket[bytes] | None = None  # of a writer
+        self._handshakes: Handshakes | None = None  # of a reader, over TCP
         socket.linger = _LINGER_MS
         try:
             if address.startswith("tcp://"):
@@ -156,39 +155,48 @@ class _Socket:
             if kind == zmq.PULL:
                 socket.rcvhwm = 0  # never drop or block: what may wait is bounded where requests are admitted
                 socket.setsockopt(zmq.MAXMSGSIZE, _HEAD.size + MAX_MESSAGE_BYTES)
+                if not address.startswith(IPC):
+                    self._handshakes = Handshakes(socket)
                 socket.bind(address)
             else:
                 socket.sndhwm = most
                 socket.connect(address)
         except zmq.ZMQError as error:
-            socket.close(linger=0)
+            self._close(linger=0)
             raise ConfigError(f"{address}: {error}") from error
         except ConfigError:
-            socket.close(linger=0)
+            self._close(linger=0)
             raise
 
     def close(self) -> None:
         """Close the socket; what was written is sent in the background for a second at most. Safe to call twice."""
+        self._close()
+
+    def _close(self, linger: int | None = None) -> None:
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._monitor = None
-        self._socket.close()
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._handshakes = None
+        self._socket.close(linger)
 
     def failed_handshakes(self) -> int:
-        """How many connections have failed since the last call because the two ends have different keys; 0 at the
-        first call, which begins to count. A writer sees only that the reader has closed the connection."""
-        reads = self._socket.socket_type == zmq.PULL
+        """How many connections have failed since the last call because the two ends have different keys; 0 at a
+        writer's first call, which begins to count. It sees only that the reader has closed the connection."""
+        if self._handshakes is not None:
+            return self._handshakes.take_failed()
         if (monitor := self._monitor) is None:
             address = f"inproc://monitor-{os.urandom(8).hex()}"
-            self._socket.monitor(address, _FAILED[zmq.SocketType(self._socket.socket_type)])
+            self._socket.monitor(address, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
             monitor = self._monitor = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance()).socket(zmq.PAIR)
             monitor.rcvhwm = 0  # with a bound, whoever counts late would hold up the thread that receives
             monitor.connect(address)
         failed = 0
         while monitor.poll(0):
-            event = monitor.recv_multipart()[0]
-            failed += not reads or int.from_bytes(event[2:6], "little") == _OTHER_KEY
+            monitor.recv_multipart()
+            failed += 1
         return failed
 
     def __enter__(self) -> Self:

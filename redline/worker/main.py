@@ -26,6 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from redline import clock
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
+from redline.limits import open_files
 from redline.wire.channel import IPC, SocketInbox, SocketOutbox
 from redline.wire.kv_sockets import Publisher
 from redline.wire.machines import Listening
@@ -54,6 +55,7 @@ def main() -> int:
     logging.basicConfig(
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
     )
+    open_files()  # who started it may have been given fewer (Ray)
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     if config.cores:  # before any thread of a kernel is there
         os.sched_setaffinity(0, config.cores)

@@ -16,6 +16,7 @@ from redline.fleet import machines as server
 from redline.fleet.agent import Agent, AgentConfig, agent_of, check_name
 from redline.fleet.cluster import LEAST_KEY
 from redline.fleet.machines import GONE, QUIET, Machines, RemoteProcess
+from redline.limits import FILES
 from redline.wire.channel import SocketOutbox
 from redline.wire.machines import Order
 from redline.worker.config import EngineConfig, WorkerConfig
@@ -332,6 +333,15 @@ def config(folder: Path, **other: Any) -> AgentConfig:
         key_file.write_text(KEY)
         key_file.chmod(0o640)
     return AgentConfig(**{"join": "tcp://127.0.0.1:7600", "key_file": key_file, "name": "gpu-1", **other})
+
+
+def test_an_agent_raises_the_bound_on_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers inherit it."""
+    bounds = [(1024, 1 << 20)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: bounds[-1])
+    monkeypatch.setattr("resource.setrlimit", lambda _, pair: bounds.append(pair))
+    agent_of(config(tmp_path))
+    assert bounds[-1] == (FILES, 1 << 20)
 
 
 def test_its_own_address_is_the_one_towards_the_server(tmp_path: Path) -> None:
