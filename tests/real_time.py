@@ -23,16 +23,7 @@ ALLOWED = frozenset(
         "bench/serving/test_scripted_client.py",
         "bench/test_program.py",
         "bench/test_soak.py",
-        "fleet/test_faults.py",
-        "fleet/test_machines.py",
-        "fleet/test_pools.py",
-        "fleet/test_replicas.py",
-        "fleet/test_roles.py",
-        "fleet/test_serve.py",
-        "fleet/test_several.py",
-        "fleet/test_spares.py",
         "nano/test_draft_store.py",
-        "route/test_index.py",
         "waiting.py",
     ]
 )

@@ -15,11 +15,16 @@ POLL_INTERVAL_S = 0.005
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], what: str = "", limit_s: float = LIMIT_S) -> T:
-    """Poll `condition` until it is true, and return what it gave. Raises AssertionError at the limit."""
+def until(condition: Callable[[], T], what: str | Callable[[], str] = "", limit_s: float = LIMIT_S) -> T:
+    """Poll `condition` until it is true, and return what it gave. Raises AssertionError at the limit.
+
+    what: is said then, or gives what is said.
+    """
     deadline = time.monotonic() + limit_s
     while not (given := condition()):
-        assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what or condition}"
+        if time.monotonic() >= deadline:
+            said = what() if callable(what) else what
+            raise AssertionError(f"not within {limit_s:.0f} s: {said or condition}")
         time.sleep(POLL_INTERVAL_S)
     return given
 

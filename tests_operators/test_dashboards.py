@@ -23,7 +23,7 @@ import pytest
 from openai import APIError, OpenAI
 
 from redline.bench.runs.trees import free_port
-from tests.fleet.test_serve import NANO, START_S, Server, wait_for
+from tests.fleet.test_serve import NANO, Server, wait_for
 from tests.operators.queries import EXAMPLES, panels
 
 WINDOW = "15s"  # in the place of Grafana's $__rate_interval, which follows from the scrapes' interval
@@ -99,7 +99,7 @@ def watched(folder: Path, workers: str) -> Iterator[World]:
         server.until_ready()
         prometheus = Prometheus(":".join(map(str, server.address)), folder)
         try:
-            wait_for(prometheus.has_read, START_S, server)
+            wait_for(prometheus.has_read, server)
             with under_load(server):
                 yield World(server, prometheus)
         finally:
@@ -229,7 +229,7 @@ def test_prometheus_takes_every_alert_and_none_fires_while_all_is_well(one: Worl
         (group,) = one.prometheus.asked("rules")["groups"]
         return {rule["health"] for rule in group["rules"]}
 
-    wait_for(lambda: "unknown" not in found(), 10, one.server)  # each has been evaluated
+    wait_for(lambda: "unknown" not in found(), one.server)  # each has been evaluated
     assert found() == {"ok"}
     assert not [name for name, alert in one.prometheus.alerts().items() if alert["state"] == "firing"]
 
@@ -242,12 +242,12 @@ def test_a_worker_that_is_killed_raises_two_alerts_and_the_one_is_over_once_it_i
         seen.update(one.prometheus.alerts())
         return {"RedlineNotReady", "RedlineWorkerRestarted"} <= seen.keys()
 
-    wait_for(told, 60, one.server)
+    wait_for(told, one.server)
     assert seen["RedlineNotReady"]["state"] == "pending", "it loads again within five minutes"
     assert seen["RedlineWorkerRestarted"]["state"] == "firing"
     instance = ":".join(map(str, one.server.address))
     assert seen["RedlineWorkerRestarted"]["annotations"]["summary"] == f"Worker 0 of {instance} was started again"
-    wait_for(lambda: "RedlineNotReady" not in one.prometheus.alerts(), 60, one.server)
+    wait_for(lambda: "RedlineNotReady" not in one.prometheus.alerts(), one.server)
 
 
 def resident_pages(process: int) -> int:

@@ -62,8 +62,8 @@ def cluster() -> Iterator[Cluster]:
 def machines(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ByRay]:
     both = ByRay(tmp_path_factory.mktemp("ray"), cluster.address)
     try:
-        wait_for(lambda: "flush=True)" in both.server.said or both.server.process.poll() is not None, 120, both.server)
-        wait_for(both.all_ready, 60, both)
+        wait_for(lambda: "flush=True)" in both.server.said or both.server.process.poll() is not None, both.server)
+        wait_for(both.all_ready, both)
         yield both
     finally:
         both.close()
@@ -130,27 +130,27 @@ def test_the_api_has_none_of_ray_and_the_key_is_nowhere_in_it(cluster: Cluster, 
 def test_an_agent_that_is_killed_is_started_again_by_ray_and_its_streams_go_on(
     cluster: Cluster, machines: ByRay
 ) -> None:
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     epochs = {name: worker["epoch"] for name, worker in machines.workers().items()}
     ((worker, agent),) = workers_below(cluster.list_all_nodes()[1]).items()
     answers = tokens_while(machines, range(10, 14), lambda: os.kill(agent, signal.SIGKILL))
-    wait_for(lambda: worker not in parents(), 60, machines)
-    wait_for(lambda: any(again(machines, name, epoch) for name, epoch in epochs.items()), 120, machines)
+    wait_for(lambda: worker not in parents(), machines)
+    wait_for(lambda: any(again(machines, name, epoch) for name, epoch in epochs.items()), machines)
     assert the_same(machines, answers)
 
 
 def test_a_node_that_is_lost_loses_no_stream_and_another_takes_its_worker(cluster: Cluster, machines: ByRay) -> None:
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     epochs = {name: worker["epoch"] for name, worker in machines.workers().items()}
     lost = cluster.list_all_nodes()[1]
     ((worker, _),) = workers_below(lost).items()
     answers = tokens_while(machines, range(20, 24), lambda: os.kill(raylet(lost), signal.SIGKILL))
-    wait_for(lambda: worker not in parents(), 60, machines)
+    wait_for(lambda: worker not in parents(), machines)
     assert the_same(machines, answers), "by the other"
     cluster.remove_node(lost)
     new = cluster.add_node(**{key: value for key, value in NODE.items() if key != "include_dashboard"})
-    wait_for(lambda: any(again(machines, name, epoch) for name, epoch in epochs.items()), 120, machines)
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(lambda: any(again(machines, name, epoch) for name, epoch in epochs.items()), machines)
+    wait_for(machines.all_ready, machines)
     assert len(workers_below(new)) == 1
 
 
@@ -158,7 +158,7 @@ def test_it_ends_cleanly_and_leaves_the_cluster(cluster: Cluster, machines: ByRa
     machines.server.process.terminate()
     assert machines.server.ends() == 0
     nodes = cluster.list_all_nodes()
-    wait_for(lambda: not any(workers_below(node) for node in nodes), 60, machines)
+    wait_for(lambda: not any(workers_below(node) for node in nodes), machines)
     assert all(raylet(node) in parents() for node in nodes)
     assert "Traceback" not in machines.server.said
     own = re.compile(r"(\S*\(AgentActor pid=\d+\)\S* )?\d{4}-\d\d-\d\d \S+ [A-Z]+ (?!POST|GET)")

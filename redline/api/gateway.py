@@ -251,7 +251,7 @@ class Gateway:
                         self._deliver(lane, message)
             case Load():
                 self.links.loaded(link, message)
-                self.metrics.load(message, link.name)
+                self.metrics.load(message, link.name, link.epoch)
                 self.loads(link.name, message)
             case Beat():
                 link.heard(message, self._clock())

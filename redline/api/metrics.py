@@ -250,7 +250,7 @@ class Metrics:
             family.labels(*own)  # a series from the start
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
-        self._last: dict[str, Load] = {}  # what the counters already hold, by the worker's name
+        self._last: dict[str, tuple[int, Load]] = {}  # by worker: its start, and what the counters hold of that
 
     def asked(self, n: int, max_tokens: int) -> None:
         """Count a request that was admitted."""
@@ -351,15 +351,17 @@ class Metrics:
         elif isinstance(error, Overloaded):
             self._rejections.labels(*self._own, error.reason).inc()
 
-    def load(self, load: Load, worker: str) -> None:
-        """Take in a worker's news. It counts from its own start: fewer steps than before mean that it is a new one."""
+    def load(self, load: Load, worker: str, epoch: int = 1) -> None:
+        """Take in a worker's news. epoch: which start of the worker it is of; counters of each begin at 0. News of an
+        earlier start than the newest is left out."""
+        of, before = self._last.get(worker, (epoch, None))
+        if epoch < of:
+            return
+        last = before if of == epoch else None
         own = self._labels(worker)
         self._running.labels(*own).set(load.running)
         self._waiting.labels(*own).set(load.waiting)
         self._kv_usage.labels(*own).set(load.pages_used / load.pages_total if load.pages_total else 0.0)
-        last = self._last.get(worker)
-        if last is not None and load.steps < last.steps:
-            last = None
         self._prefix_queries.labels(*own).inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
         self._prefix_hits.labels(*own).inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
         self._steps.labels(*own, "replay").inc(load.replayed - (last.replayed if last else 0))
@@ -371,8 +373,8 @@ class Metrics:
         for (by, tokens, accepted), (_, tokens_then, accepted_then) in zip(_drafts(load), _drafts(last), strict=True):
             self._tokens_by.labels(*own, by).inc(tokens - tokens_then)
             self._accepted_by.labels(*own, by).inc(accepted - accepted_then)
-        before = last.accepted_per_pos if last else ()
-        for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
+        then_per_pos = last.accepted_per_pos if last else ()
+        for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, then_per_pos, fillvalue=0)):
             self._accepted_per_pos.labels(*own, str(place)).inc(now - then)
         self._kv_chunks.labels(*own).set(load.kv_chunks)
         handed = dict(last.handoffs) if last else {}
@@ -382,7 +384,7 @@ class Metrics:
         self._step_times.add(own, load.step_times, last.step_times if last else ())
         self._step_times.bounded(own, load.bounded, last.bounded if last else 0)
         self._step_sizes.add(load, last)
-        self._last[worker] = load
+        self._last[worker] = epoch, load
 
     def expose(self) -> bytes:
         """The text format that Prometheus scrapes (CONTENT_TYPE), at most EXPOSED_S seconds old.

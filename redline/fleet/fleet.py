@@ -131,7 +131,7 @@ class Fleet:
                     link.heard(message, self._clock())
                 case Load():
                     link.load = message if link.lost is None else None
-                    self.metrics.load(message, link.name)
+                    self.metrics.load(message, link.name, link.epoch)
                 case Failed():
                     self.lose(link, message.reason)
                 case Missed():

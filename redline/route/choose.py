@@ -35,6 +35,7 @@ NO_TARGETS = Targets()
 BROUGHT_SHARE = 0.05  # of the time that computing a prompt takes: to bring its pages from another worker
 HELD_UP = 0.5  # where not both are promised, what a second of an answer counts beside one of a first token: it has time
 # to spare, where who waits for a first token has none
+CLOSE = 0.01  # costs that differ by no more than this share of the least count as equal: times are not measured better
 MOST_BUSY = 0.9  # of a worker's time, that prompts are taken to leave a tenth of to answers; of what answers add to
 # their own steps likewise
 
@@ -143,15 +144,26 @@ def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, i
     """(who of `here` answers, who of `there` computes the prompt; None: whoever answers)."""
     if not there:
         return cheapest(here), None
-    alone = min(range(len(here)), key=lambda place: (here[place].beside_cost_s, here[place].answers))
-    joined = min(range(len(here)), key=lambda place: (here[place].brought_cost_s, here[place].answers))
-    computes = min(range(len(there)), key=lambda place: there[place].computing_cost_s)
+    alone = _least(here, [each.beside_cost_s for each in here])
+    joined = _least(here, [each.brought_cost_s for each in here])
+    computes = _least(there, [each.computing_cost_s for each in there])
     if here[alone].beside_cost_s < there[computes].computing_cost_s + here[joined].brought_cost_s:
         return alone, None
     return joined, computes
 
 
 def cheapest(predicted: Sequence[Predicted]) -> int:
-    """The place of the one with the least cost; of several the one with fewest answers, and of those the first. Raises
-    ValueError where there is none."""
-    return min(range(len(predicted)), key=lambda place: (predicted[place].cost_s, predicted[place].answers))
+    """The place of the one with the least cost (`_least`). Raises ValueError where there is none."""
+    return _least(predicted, [each.cost_s for each in predicted])
+
+
+def _least(predicted: Sequence[Predicted], costs: Sequence[float]) -> int:
+    """The place of the least cost. Of costs that are close to it, the one of the worker that has the fewest tokens of
+    the prompt to compute; of those the least, then the one with the fewest answers, then the first.
+
+    A fit to few steps, or to prompts that are all alike, may find that a token of a prompt costs nothing. Pages in a
+    cache still save work.
+    """
+    limit = min(costs) * (1 + CLOSE)
+    close = (place for place, cost in enumerate(costs) if cost <= limit)
+    return min(close, key=lambda place: (predicted[place].uncached_tokens, costs[place], predicted[place].answers))

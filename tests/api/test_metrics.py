@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 
 from redline.api.config import ApiConfig
@@ -12,7 +13,7 @@ from redline.api.metrics import Metrics
 from redline.api.scrape import create_metrics_app
 from redline.wire.delta import Delta
 from redline.wire.job import Job
-from redline.wire.news import STEP_SIZES, Load
+from redline.wire.news import STEP_SIZES, Load, StepTimes
 from tests.api.test_chat import ask
 from tests.api.world import END, MODEL, World, answer, ids
 from tests.clocks import FakeClock
@@ -127,13 +128,26 @@ def test_step_sizes_add_up_over_workers() -> None:
     none = [0] * (len(STEP_SIZES) + 1)
     metrics.load(load(2, (1, 1, *none[2:]), 9), "worker")
     metrics.load(load(4, (1, 2, *none[3:], 1), 9 + 8 + 20_000), "worker")
-    metrics.load(load(1, (1, *none[1:]), 1), "worker")  # of another worker
+    metrics.load(load(1, (1, *none[1:]), 1), "worker", epoch=2)
     found = values(metrics.expose())
     assert found["iteration_tokens_total_bucket,1.0"] == 2
     assert found["iteration_tokens_total_bucket,8.0"] == 4
     assert found["iteration_tokens_total_bucket,16384.0"] == 4
     assert found["iteration_tokens_total_bucket,+Inf"] == found["iteration_tokens_total_count"] == 5
     assert found["iteration_tokens_total_sum"] == 9 + 8 + 20_000 + 1
+
+
+def test_a_worker_that_is_started_again_counts_anew_however_many_steps_its_first_news_has() -> None:
+    """Its last start had ended early: what it counted may be less now, or more, than what was told then."""
+    metrics = Metrics(MODEL)
+    told = (1, 0.75), (2, 0.5)
+    sums = [StepTimes(kind="decode", steps=steps, seconds=1.0, floor_s=floor_s) for steps, floor_s in told]
+    for epoch, one in enumerate(sums, 1):
+        metrics.load(msgspec.structs.replace(load(10 * epoch), step_times=(one,)), "worker", epoch)
+    metrics.load(msgspec.structs.replace(load(11), step_times=sums[:1]), "worker", 1)  # it comes late
+    text = metrics.expose().decode()
+    assert re.search(r"^redline:timed_steps_total\{.*\} 3.0$", text, re.MULTILINE), text
+    assert re.search(r"^redline:step_floor_seconds_total\{.*\} 1.25$", text, re.MULTILINE), text
 
 
 async def test_metrics_have_a_port_without_keys(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from redline.fleet import by_ray
 from redline.fleet.by_ray import Bundle, Told, bundle_of, check_ray
 from redline.fleet.config import Place
 from redline.worker.config import EngineConfig
+from tests.waiting import eventually
 
 TOLD = Told(join="tcp://127.0.0.1:9", key_file="key", bundles=())
 
@@ -47,9 +48,7 @@ def test_a_driver_that_ends_is_followed_by_another_which_ends_with_its_pipe(
 
     async def live() -> None:
         keeping = asyncio.create_task(by_ray._keep(TOLD))
-        async with asyncio.timeout(60):
-            while len(made) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(made) == 2)
         keeping.cancel()
         await asyncio.wait({keeping})
 

@@ -20,6 +20,7 @@ from redline.fleet.replicas import SupervisedReplica
 from redline.wire.channel import MemoryChannel
 from redline.wire.news import Beat, Ready
 from redline.wire.replicas import Drain, Replicas, Roster, Use
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -188,13 +189,11 @@ async def test_connections_are_shared_out_evenly_and_wait_until_somebody_serves(
         doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
         doorman.look()
         clients = [socket.create_connection(listener.getsockname()) for _ in range(10)]
-        await asyncio.sleep(0.05)
+        await turns(20)
         assert [take(theirs) for theirs in ends.theirs] == [[], []]
         ends.serve()
         doorman.look()
-        async with asyncio.timeout(10):
-            while sum(taker.open for taker in ends.takers) < 10:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: sum(taker.open for taker in ends.takers) == 10)
         taken = [take(theirs) for theirs in ends.theirs]
         assert [len(connections) for connections in taken] == [5, 5]
         taken[0][0].sendall(b"x")
@@ -246,10 +245,12 @@ async def test_a_connection_that_a_replica_cannot_take_goes_to_the_next(ends: En
         doorman.look()
         clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]
         found: list[socket.socket] = []
-        async with asyncio.timeout(10):
-            while len(found) < 3:
-                await asyncio.sleep(0.01)
-                found += take(ends.theirs[1])
+
+        def all_taken() -> bool:
+            found.extend(take(ends.theirs[1]))
+            return len(found) == 3
+
+        await eventually(all_taken)
         doorman.close()
         for each in (*clients, *found):
             each.close()

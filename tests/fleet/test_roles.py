@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -13,13 +12,13 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from openai import OpenAI
 
-from redline.route.roles import STAY_S
 from tests.fleet.test_pools import KEY, address, all_ready, free, served, workers
 from tests.fleet.test_serve import Server, wait_for
+from tests.waiting import LIMIT_S
 
-FLIP_S = 5.0
-LONG = 4000  # tokens, which take longer than an answer may stay
+LONG = 30_000  # tokens, which take longer than an answer may stay
 PROMPT = "the functions of a page " * 25
 THIRD = '[[workers]]\nrole = "decode"\nname = "other"\n'
 
@@ -27,7 +26,7 @@ THIRD = '[[workers]]\nrole = "decode"\nname = "other"\n'
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with served(tmp_path_factory.mktemp("three"), THIRD) as server:
-        wait_for(lambda: all_ready(server), 60, server)
+        wait_for(lambda: all_ready(server), server)
         yield server
 
 
@@ -40,28 +39,46 @@ def turn(server: Server, name: str, body: object) -> tuple[int, dict[str, Any]]:
         method="POST",
     )
     try:
-        with urlopen(request, timeout=10) as answer:
+        with urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
     except HTTPError as error:
         return error.code, json.load(error)
 
 
-def flipped(server: Server, name: str, role: str) -> float:
-    """Seconds from the request until the worker is wholly in its new role."""
-    began = time.monotonic()
-    assert turn(server, name, {"role": role}) == (200, {"worker": name, "role": role})
-    wait_for(lambda: workers(server)[name]["turning_s"] is None, 30, server)
+def taken(server: Server, name: str, role: str) -> None:
+    """Ask for another role until it is taken: while those that would have to answer are not heard of it is refused."""
+    wait_for(lambda: turn(server, name, {"role": role}) == (200, {"worker": name, "role": role}), server)
+
+
+def flipped(server: Server, name: str, role: str) -> None:
+    """A worker has another role, wholly."""
+    taken(server, name, role)
+    wait_for(lambda: workers(server)[name]["turning_s"] is None, server)
     assert workers(server)[name]["role"] == role
-    return time.monotonic() - began
+
+
+def streamed(client: OpenAI, number: int, length: int) -> Any:
+    """A greedy answer to a prompt of some 300 tokens, to be closed."""
+    return client.completions.create(
+        model="tiny", prompt=f"{number} {PROMPT}", max_tokens=length, stream=True, temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+
+
+def first_tokens(stream: Any, number: int) -> list[int]:
+    """So many that come next, or some more; fewer where it ends before."""
+    tokens: list[int] = []
+    for chunk in stream:
+        tokens += chunk.choices[0].model_dump().get("token_ids") or ()
+        if len(tokens) >= number:
+            break
+    return tokens
 
 
 def tokens_of(server: Server, number: int, length: int = 300) -> list[int]:
     """A streamed greedy answer to a prompt of some 300 tokens."""
-    stream = server.client.completions.create(
-        model="tiny", prompt=f"{number} {PROMPT}", max_tokens=length, stream=True, temperature=0,
-        extra_body={"ignore_eos": True, "return_token_ids": True},
-    )  # fmt: skip
-    return [token for chunk in stream for token in chunk.choices[0].model_dump().get("token_ids") or ()]
+    with server.client as client, streamed(client, number, length) as stream:
+        return first_tokens(stream, length)
 
 
 def writing(server: Server) -> list[str]:
@@ -102,25 +119,23 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(LIMIT_S)
 
 
 def check(server: Server, load: Load) -> None:
     """Every answer is whole, and the one that comes undisturbed."""
     assert not load.failures
     assert load.answers
-    wait_for(lambda: free(server), 30, server)
+    wait_for(lambda: free(server), server)
     assert load.answers == {number: tokens_of(server, number) for number in load.answers}
-    wait_for(lambda: free(server), 30, server)
+    wait_for(lambda: free(server), server)
 
 
-def test_a_worker_that_answers_computes_prompts_within_5_s_and_back_and_no_answer_is_another(three: Server) -> None:
-    took: list[float] = []
+def test_a_worker_that_answers_computes_prompts_and_back_and_no_answer_is_another(three: Server) -> None:
     with Load(three, 100) as load:
         for name, role in (("decode", "prefill"), ("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill")):
-            wait_for(lambda: any(worker["jobs"] for worker in workers(three).values()), 30, three)
-            took.append(flipped(three, name, role))
-    assert max(took) <= FLIP_S, took
+            wait_for(lambda: any(worker["jobs"] for worker in workers(three).values()), three)
+            flipped(three, name, role)
     told = workers(three)
     assert {name: worker["role"] for name, worker in told.items()} == {
         "prefill": "prefill", "decode": "decode", "other": "decode"
@@ -130,34 +145,31 @@ def test_a_worker_that_answers_computes_prompts_within_5_s_and_back_and_no_answe
 
 
 def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
-    """Whoever writes it when it has begun is asked to compute prompts. It goes on elsewhere if it outlives its stay."""
-    answers: list[list[int]] = []
-    ended: list[float] = []
-
-    def answer() -> None:
-        answers.append(tokens_of(three, 7, LONG))
-        ended.append(time.monotonic())
-
-    thread = threading.Thread(target=answer)
-    thread.start()
-    wait_for(lambda: writing(three), 60, three)
-    name = writing(three)[0]
-    asked = time.monotonic()
-    took = flipped(three, name, "prefill")
-    thread.join(120)
+    """Whoever writes it is asked to compute prompts: it goes on elsewhere since it outlives its stay. It is read until
+    it is well behind the place where it moved."""
+    with three.client as client, streamed(client, 7, LONG) as stream:
+        tokens = first_tokens(stream, 50)
+        wait_for(lambda: writing(three), three)
+        name = writing(three)[0]
+        taken(three, name, "prefill")
+        moves = re.compile(rf"job \S+ moves after (\d+) tokens: {name} is prefill from now on")
+        wait_for(lambda: moves.search(three.said), three)
+        found = moves.search(three.said)
+        assert found is not None
+        tokens += first_tokens(stream, int(found[1]) + 500 - len(tokens))
+    wait_for(lambda: workers(three)[name]["turning_s"] is None, three)
     flipped(three, name, "decode")
-    assert took <= FLIP_S
-    assert len(answers[0]) == LONG
-    moved = re.search(rf"job \S+ moves after \d+ tokens: {name} is prefill from now on", three.said)
-    assert moved or ended[0] - asked < STAY_S + 1.0, "it has gone on where it was"
-    wait_for(lambda: free(three), 30, three)
-    assert answers[0] == tokens_of(three, 7, LONG)
-    wait_for(lambda: free(three), 30, three)
+    wait_for(lambda: free(three), three)
+    with three.client as client, streamed(client, 7, LONG) as stream:
+        undisturbed = first_tokens(stream, len(tokens))
+    assert len(tokens) >= int(found[1]) + 500
+    assert undisturbed[: len(tokens)] == tokens
+    wait_for(lambda: free(three), three)
 
 
 def test_a_prompt_that_is_computed_for_another_is_handed_over_by_a_worker_that_answers_by_then(three: Server) -> None:
     with Load(three, 200, clients=4) as load:
-        wait_for(lambda: workers(three)["prefill"]["jobs"], 30, three)
+        wait_for(lambda: workers(three)["prefill"]["jobs"], three)
         flipped(three, "prefill", "decode")
         flipped(three, "prefill", "prefill")
     check(three, load)
@@ -166,12 +178,12 @@ def test_a_prompt_that_is_computed_for_another_is_handed_over_by_a_worker_that_a
 def test_a_worker_that_is_killed_while_it_changes_its_role_is_started_again_in_the_new_one(three: Server) -> None:
     before = workers(three)["other"]
     with Load(three, 300) as load:
-        wait_for(lambda: workers(three)["other"]["jobs"], 30, three)
-        assert turn(three, "other", {"role": "prefill"})[0] == 200
+        wait_for(lambda: workers(three)["other"]["jobs"], three)
+        taken(three, "other", "prefill")
         os.kill(before["pid"], signal.SIGKILL)
-        wait_for(lambda: workers(three)["other"]["epoch"] == before["epoch"] + 1, 60, three)
+        wait_for(lambda: workers(three)["other"]["epoch"] == before["epoch"] + 1, three)
         assert workers(three)["other"]["role"] == "prefill"
-        wait_for(lambda: all_ready(three), 60, three)
+        wait_for(lambda: all_ready(three), three)
         flipped(three, "other", "decode")
     check(three, load)
 

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -19,11 +18,11 @@ from redline.model.k2.write import random_checkpoint
 from tests.fleet.test_pools import KEY, admin, workers
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
 SHORT, LONG = 150, 3000  # tokens of an answer
-EVERY_S = 0.02  # between two requests of the wave: far more than one worker answers, two at once, on any machine
 FILE = """
 weights = "tiny"
 port = 0
@@ -83,23 +82,25 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
     assert [answer(server, SHORT) for _ in range(3)] == [SHORT] * 3  # by which later ones are judged
     answers: list[Future[int]] = []
     with ThreadPoolExecutor(200) as clients:
-        until = time.monotonic() + 60
-        while not changes(server, "starts"):  # each look at the status takes its own milliseconds
+
+        def one_more() -> list[dict[str, Any]]:
+            """Of a wave: far more than one worker answers, two at once, on any machine."""
             answers.append(clients.submit(answer, server, SHORT))
-            time.sleep(EVERY_S)
-            assert time.monotonic() < until, steer(server)
+            return changes(server, "starts")
+
+        until(one_more, lambda: str(steer(server)))
         (start,) = changes(server, "starts")
         assert (start["worker"], start["role"]) == ("worker-1", "both")
         assert start["why"].startswith("to keep what is promised ")
         assert "worker-1 is started" in server.said
-        wait_for(lambda: workers(server).get("worker-1", {}).get("ready"), 60, server)
+        wait_for(lambda: workers(server).get("worker-1", {}).get("ready"), server)
         # Long answers begin where nothing waits, and most often go on elsewhere when that worker ends.
         answers += [clients.submit(answer, server, LONG) for _ in range(2)]
-        wait_for(lambda: changes(server, "ends"), 60, server)
+        wait_for(lambda: changes(server, "ends"), server)
         assert changes(server, "ends")[0]["worker"] == "worker-1"
         assert changes(server, "ends")[0]["why"].startswith("2 workers run, and no more than 1 were wanted for")
-        wait_for(lambda: steer(server)["workers"]["states"] == {"ready": 1, "idle": 1}, 60, server)
-        lengths = [each.result(120) for each in answers]
+        wait_for(lambda: steer(server)["workers"]["states"] == {"ready": 1, "idle": 1}, server)
+        lengths = [each.result(LIMIT_S) for each in answers]
     assert sorted(set(lengths)) == [SHORT, LONG]
     told = workers(server)["worker-1"]
     assert (told["ready"], told["lost"]) == (False, "it is not wanted for now")
@@ -108,7 +109,7 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         "worker-1 is to run no more",
         "worker-1 has ended, and is idle until it is",
     ):
-        wait_for(lambda line=line: line in server.said, 10, server)
+        wait_for(lambda line=line: line in server.said, server)
     assert told["load"] is None, "it has no pages any more"
     assert steer(server)["workers"]["wanted"] == 1
     text = urlopen(f"{server.url}/metrics").read().decode()

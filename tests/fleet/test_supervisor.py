@@ -21,7 +21,7 @@ from redline.fleet.supervisor import Supervisor
 from redline.wire.news import Ready
 from redline.worker.config import WorkerConfig
 from tests.api.world import World, answer
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, eventually, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -224,7 +224,7 @@ async def given_up(all_: Supervisor) -> str:
     """What `given_up` returns of workers that have been ready once."""
     all_._proven.set()
     all_._lives = [asyncio.create_task(worker.live()) for worker in all_.workers]
-    return await asyncio.wait_for(all_.given_up(), 10)
+    return await asyncio.wait_for(all_.given_up(), LIMIT_S)
 
 
 async def test_a_worker_that_cannot_be_started_is_tried_again_and_given_up_in_the_end(
@@ -255,11 +255,9 @@ async def test_a_worker_that_could_not_be_started_once_is_started_again(
         all_._proven.set()
         one = all_.workers[0]
         life = asyncio.create_task(one.live())
-        async with asyncio.timeout(10):
-            while len(start.epochs) < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: len(start.epochs) >= 2)
         one.stop()
-        await asyncio.wait_for(life, 10)
+        await asyncio.wait_for(life, LIMIT_S)
         assert one.given_up is None
 
 
@@ -274,7 +272,7 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
         all_ = Supervisor(config, world.gateway, tmp_path / "sockets")
         one = all_.workers[1]
         life = asyncio.create_task(one.live())
-        await asyncio.sleep(0.05)
+        await turns(20)
         assert start.epochs == []
         assert [seat.state for seat in all_.seats] == ["starting", "idle"]
         assert all_.spare("worker-1") == "worker-1 is idle"
@@ -282,14 +280,12 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
         for epoch in (1, 2):
             assert all_.want("worker-1", "decode") is None
             assert all_.want("worker-1", "decode") == "worker-1 is starting"
-            async with asyncio.timeout(10):
-                while one.seat.state != "idle":
-                    await asyncio.sleep(0.01)
+            await eventually(lambda: one.seat.state == "idle")
             assert start.epochs == [*range(1, epoch + 1)], "once, and not five times in a row"
             assert "Resource temporarily unavailable" in (one.seat.failed or "")
             assert one.role == "decode"
         one.stop()
-        await asyncio.wait_for(life, 10)
+        await asyncio.wait_for(life, LIMIT_S)
         assert one.given_up is None
         with pytest.raises(KeyError):
             all_.want("cook", "both")

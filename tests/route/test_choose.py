@@ -1,7 +1,5 @@
 """Who gets a job: pure functions over what is known of the workers."""
 
-import time
-
 import pytest
 
 from redline.route.choose import Candidate, Predicted, apart, beside, cheapest, predict
@@ -34,8 +32,8 @@ def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_ar
     # What is computed counts twice, and half once more for an answer that it holds up.
     beside = 0.5 * (3 * 80 - 2000)
     worth = 2 * 1920 - beside
-    assert goes(int(worth) - 1) == "pages"
-    assert goes(int(worth) + 1) == "empty"
+    assert goes(int(0.99 * worth)) == "pages"
+    assert goes(int(1.02 * worth)) == "empty"
 
 
 def test_a_conversation_leaves_its_pages_where_answers_are_slow() -> None:
@@ -56,6 +54,21 @@ def test_among_workers_alike_the_one_with_fewest_answers_and_of_those_the_first(
     for pace in (Pace(), measured()):
         assert chosen(10, a, b, pace=pace) == "b"
         assert chosen(10, b, a._replace(answers=1), pace=pace) == "b"
+
+
+def test_where_costs_are_as_good_as_equal_a_conversation_returns_to_its_pages() -> None:
+    """As where few steps were measured, and the fit finds that tokens of prompts cost nothing."""
+    flat = Pace(StepModel(base=190.0))
+    pages, empty = Candidate("pages", 384, 0, 0, 9999, 0.0025), Candidate("empty", 0, 0, 0, 9999, 0.0020)
+    for pair in ((pages, empty), (empty, pages)):
+        assert chosen(430, *pair, pace=flat) == "pages"
+        both = predict(430, pair, flat, "", TARGETS)
+        (queued,) = predict(430, [Candidate("queued", 0, 10**6, 0, 9999)], measured(), "", TARGETS)
+        answers, computes = apart(both, [queued])
+        assert (pair[answers].worker, computes) == ("pages", None)
+        _, computes = apart([queued], both)
+        assert computes is not None
+        assert pair[computes].worker == "pages"
 
 
 def test_a_worker_with_free_pages_is_preferred_to_one_that_would_forget_others_for_it() -> None:
@@ -98,19 +111,6 @@ def test_a_first_token_that_is_late_anyway_is_not_bought_with_the_answers_of_oth
     promised = Targets(ttft_s=1.5, itl_s=0.05)
     here = expected("d", 0, answers=30, tokens=20_000, targets=promised)
     assert apart([here], [expected("p", 0, queue=100_000, tokens=20_000, targets=promised)]) == (0, 0)
-
-
-def test_64_workers_are_weighed_in_milliseconds() -> None:
-    pace = measured()
-    here = [Candidate(str(number), 640 * number, 100 * number, number, 50_000, 0.3) for number in range(48)]
-    there = [Candidate(str(number), 640 * number, 100 * number, 0, 50_000, 0.3) for number in range(16)]
-    seconds: list[float] = []
-    for _ in range(30):
-        began = time.process_time()
-        found = predict(100_000, [*here, *there], pace, "", TARGETS)
-        apart(found[:48], found[48:])
-        seconds.append(time.process_time() - began)
-    assert min(seconds) < 0.005
 
 
 def test_costs_are_seconds_where_nothing_is_promised() -> None:
