@@ -50,6 +50,7 @@ def run_all(
     running: dict[str, Job] = {}
 
     def work(slot: Slot) -> None:
+        os.sched_setaffinity(0, slot)  # of this thread, which its jobs inherit
         while time.monotonic() < until:
             try:
                 job = waiting.popleft()
@@ -57,7 +58,7 @@ def run_all(
                 return
             running[job.name] = job
             began = time.monotonic()
-            status = _run(job, slot, until, folder)
+            status = _run(job, until, folder)
             del running[job.name]
             if status == 0:
                 (folder / f"{job.name}.done").touch()
@@ -104,10 +105,9 @@ def _last(path: Path) -> str:
     return next((line for line in reversed(lines) if line.strip()), "")[:SAID]
 
 
-def _run(job: Job, slot: Slot, until: float, folder: Path) -> int:
+def _run(job: Job, until: float, folder: Path) -> int:
     with (folder / f"{job.name}.log").open("ab") as log:
         process = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
-        os.sched_setaffinity(process.pid, slot)  # long before it counts its cores
         try:
             return process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -23,7 +23,6 @@ ALLOWED = frozenset(
         "bench/serving/test_scripted_client.py",
         "bench/test_program.py",
         "bench/test_soak.py",
-        "nano/test_draft_store.py",
         "waiting.py",
     ]
 )

@@ -25,6 +25,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import random_checkpoint
 from redline.ops.op import Machine
+from redline.progress import Working
 from redline.run.fit import Sizes
 from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
@@ -116,6 +117,12 @@ def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_
 # ---------------------------------------------------------------------------------------------------------- doctor
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring one takes seconds."""
+    monkeypatch.setattr("redline.cli.doctor.measure", lambda *_, **__: Machine("any", 1e10, 1e11))
+
+
 def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
     said = typed("doctor", tiny)
     for words in (
@@ -133,6 +140,7 @@ def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
     assert "64 tokens x 576 bytes = 36,864 bytes" in said
 
 
+@pytest.mark.usefixtures("machine")
 def test_doctor_answers_from_config_json_alone_and_says_so(tiny: Path, tmp_path: Path):
     folder = tmp_path / "k2 [bold]"
     folder.mkdir()
@@ -150,6 +158,7 @@ def test_doctor_answers_from_config_json_alone_and_says_so(tiny: Path, tmp_path:
     assert "whole" not in said
 
 
+@pytest.mark.usefixtures("machine")
 def test_doctor_says_what_is_wrong_with_the_files_and_answers_all_the_same(tiny: Path, tmp_path: Path):
     broken = tmp_path / "broken"
     shutil.copytree(tiny, broken)
@@ -191,6 +200,7 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
     assert f"at most {1e12 / read:,.0f} tokens/s" in said
 
 
+@pytest.mark.usefixtures("machine")
 def test_doctor_without_a_folder_speaks_of_the_machine_alone():
     said = typed("doctor")
     assert "reads memory at" in said
@@ -291,8 +301,23 @@ def test_draft_export_says_what_latent_may_be_and_what_cannot_be_written(tiny: P
 
 
 def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a folder whose name markup would eat; heard of while they work."""
-    monkeypatch.setattr("redline.progress.EVERY_S", 0.001)
+    """In a folder whose name markup would eat; heard of while they work, at each step and not every ten seconds."""
+    enter, show = Working.__enter__, Working.show
+
+    def tell(working: Working) -> None:
+        print(working.line(), file=working._stream, flush=True)
+
+    def entered(working: Working) -> Working:
+        tell(working)
+        return enter(working)
+
+    def shown(working: Working, *done: Any, **more: Any) -> None:
+        show(working, *done, **more)
+        tell(working)
+
+    monkeypatch.setattr(Working, "__enter__", entered)
+    monkeypatch.setattr(Working, "show", shown)
+    monkeypatch.setattr("redline.progress._minutes", lambda _: "0:00")
     tmp_path = tmp_path / "[bold] [/] :x:"
     tmp_path.mkdir(parents=True)
     corpus, states, drafter, mined = (tmp_path / name for name in ("corpus.jsonl", "states", "drafter", "mined"))

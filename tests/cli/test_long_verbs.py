@@ -153,11 +153,33 @@ def test_ctrl_c_is_one_line_and_code_130(tiny: Path, monkeypatch: pytest.MonkeyP
         assert done.output.splitlines()[-1] == "stopped: nothing was saved"
 
 
+HEARD = """
+import threading
+from redline import progress
+from redline.bench.quality.answering import Greedy
+from redline.cli import main
+
+answer, line, heard = Greedy.answer, progress.Working.line, threading.Event()
+
+def waits(*given):
+    assert heard.wait(120)
+    return answer(*given)
+
+def told(working):
+    said = line(working)
+    if said.startswith("answers: "):
+        heard.set()
+    return said
+
+progress.EVERY_S, Greedy.answer, progress.Working.line = 0.02, waits, told
+main()
+"""
+
+
 def test_a_long_verb_is_heard_of_while_it_works(tiny: Path):
-    """The real command, without a terminal; only the ten seconds are shorter."""
-    program = "import redline.progress as p; p.EVERY_S = 0.02; from redline.cli import main; main()"
+    """The real command, without a terminal; only the ten seconds are shorter, and the work waits for a word of it."""
     done = forked.run(
-        [sys.executable, "-c", program, "eval", str(tiny)],
+        [sys.executable, "-c", HEARD, "eval", str(tiny)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nano import draft_jobs
 from nano.draft_jobs import Job, run_all, slots
 from nano.draft_prompts import main
 from nano.draft_store import pack, unpack
@@ -17,6 +20,8 @@ from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus.corpus import Example
 from redline.draft.corpus.prompts import read_prompts
+from tests.clocks import FakeClock
+from tests.waiting import LIMIT_S, until
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
 
@@ -61,33 +66,53 @@ def python(text: str) -> tuple[str, ...]:
 
 def test_jobs_run_in_their_slots_and_a_second_time_only_those_that_failed(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
-    told = "import os, time; time.sleep(0.2); print(sorted(os.sched_getaffinity(0)))"
+    told = "import os; print(sorted(os.sched_getaffinity(0)))"
     jobs = [Job("well", python(told)), Job("badly", python("print('why'); raise SystemExit(1)"))]
-    assert run_all(jobs, [(core,)], 30, tmp_path) == ["badly"]
+    assert run_all(jobs, [(core,)], 600, tmp_path) == ["badly"]
     assert json.loads((tmp_path / "well.log").read_text()) == [core]
-    assert run_all(jobs, [(core,)], 30, tmp_path) == ["badly"]
+    assert run_all(jobs, [(core,)], 600, tmp_path) == ["badly"]
     assert (tmp_path / "well.log").read_text().count("\n") == 1
     assert (tmp_path / "badly.log").read_text() == "why\nwhy\n"
 
 
 @pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.default_int_handler], ids=["in background", "here"])
 def test_a_job_is_told_when_time_is_up_and_those_behind_it_wait_for_the_next_run(
-    tmp_path: Path, disposition: Any
+    tmp_path: Path, disposition: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where SIGINT is ignored, as in a job that a script starts in the background."""
     before = signal.signal(signal.SIGINT, disposition)
     try:
-        _check_that_a_job_is_told(tmp_path)
+        _check_that_a_job_is_told(tmp_path, monkeypatch)
         assert signal.getsignal(signal.SIGINT) is disposition
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _check_that_a_job_is_told(tmp_path: Path) -> None:
-    patient = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('kept')"
+def _check_that_a_job_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patient = """
+import signal
+try:
+    print("begun", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    print("kept")
+"""
     jobs = [Job("long", python(patient)), Job("next", python("print(1)"))]
+    log, clock = tmp_path / "long.log", FakeClock()
+
+    class Process(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            """The time until the end is over once the job has begun."""
+            if timeout == 3:
+                until(lambda: "begun" in log.read_text())
+                clock.advance(3)
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            return super().wait(LIMIT_S)
+
+    monkeypatch.setattr(draft_jobs.subprocess, "Popen", Process)
+    monkeypatch.setattr(draft_jobs, "time", SimpleNamespace(monotonic=clock))
     assert run_all(jobs, [tuple(os.sched_getaffinity(0))], 3, tmp_path) == ["next"]
-    assert (tmp_path / "long.log").read_text() == "kept\n"
+    assert log.read_text() == "begun\nkept\n"
     assert not (tmp_path / "next.log").exists()
 
 
