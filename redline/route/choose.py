@@ -21,7 +21,8 @@ computed anew elsewhere.
 Which of several workers takes prompt and answer together is one question: there an answer that is late anyway is not
 cared for, so that the others are not late too. Whether a prompt is computed beside answers or by who computes prompts
 is another: answers that are late may yet be in time if nothing holds them up, and each that is held up holds up those
-that come. There they weigh as much as one that is nearly late. Pure functions over what is known of the workers.
+that come. There they weigh as much as one that is nearly late. A KV transfer takes a prompt's pages twice, so it is not
+chosen where both workers have none free. Pure functions over what is known of the workers.
 """
 
 import math
@@ -49,6 +50,7 @@ class Candidate(NamedTuple):
     answers: int  # that it is writing, and those that are about to come (`beside`)
     free: int  # tokens for which nothing cached has to be forgotten
     busy: float = 0.0  # share of its time that it computes prompts
+    room: float = math.inf  # tokens whose pages it can have now, beside those of the jobs that it has been sent
 
 
 class Predicted(NamedTuple):
@@ -75,6 +77,7 @@ class Predicted(NamedTuple):
     held_up_cost_s: float
     care_cost_s: float
     bringing_s: float
+    fits: bool  # it has room for the prompt's pages now
 
     @property
     def cost_s(self) -> float:
@@ -102,7 +105,7 @@ def predict(
     both = ttft_s < math.inf and itl_s < math.inf
     all = output * (ttft_s / (output * itl_s) if both else HELD_UP)  # tokens, by what a second of the answer counts
     found: list[Predicted] = []
-    for worker, cached, queue, answers, free, busy in candidates:
+    for worker, cached, queue, answers, free, busy, room in candidates:
         uncached = tokens - cached
         step_ms = model.decode_ms(answers, context) if answers else 0.0
         beside_ms = model.prompt_ms(cached, uncached, chunk, answers, context)
@@ -124,7 +127,7 @@ def predict(
         found.append(
             Predicted(
                 worker, cached, uncached, queue, forgotten, answers, busy, own_s, first_s, between_s,
-                computing, answer, held_up, care, own_s * BROUGHT_SHARE,
+                computing, answer, held_up, care, own_s * BROUGHT_SHARE, uncached <= room,
             )
         )  # fmt: skip
     return found
@@ -141,12 +144,21 @@ def beside(writing: int, awaited: int, answer_s: float, waits_s: float) -> int:
 
 
 def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
-    """(who of `here` answers, who of `there` computes the prompt; None: whoever answers)."""
+    """(who of `here` answers, who of `there` computes the prompt; None: whoever answers).
+
+    A prompt whose pages fit neither here nor there is computed where it is answered. There it would wait for pages, be
+    computed, and hold its pages until some are free here; they are given up when others need them, and the prompt is
+    computed here after all.
+    """
     if not there:
         return cheapest(here), None
     alone = _least(here, [each.beside_cost_s for each in here])
-    joined = _least(here, [each.brought_cost_s for each in here])
-    computes = _least(there, [each.computing_cost_s for each in there])
+    some_fit = any(each.fits for each in here)
+    if not some_fit and not any(each.fits for each in there):
+        return alone, None
+    computes = _least(there, [each.computing_cost_s if each.fits or some_fit else math.inf for each in there])
+    fits = there[computes].fits
+    joined = _least(here, [each.brought_cost_s if each.fits or fits else math.inf for each in here])
     if here[alone].beside_cost_s < there[computes].computing_cost_s + here[joined].brought_cost_s:
         return alone, None
     return joined, computes

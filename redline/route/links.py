@@ -5,6 +5,7 @@ through an inbox of their own, so what an earlier start still says reaches nobod
 is a function of what they have said (`choose.py`).
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -55,7 +56,7 @@ class Link:
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
-        self.awaited = 0  # of these, whose prompts others compute
+        self.awaiting: dict[JobId, int] = {}  # of these, whose prompts others compute: tokens of the prompt
         self.given = 0  # which of all jobs it has been sent last; 0: none
         self.jobs_of_others = 0  # `jobs` of other replicas of the API
         self.tokens_of_others = 0  # of the prompts in their `coming`
@@ -120,6 +121,20 @@ class Link:
     def coming_tokens(self) -> int:
         """Of the prompts that it computes, or will, for jobs that it has been sent."""
         return sum(each.tokens for each in self.coming.values())
+
+    @property
+    def room(self) -> float:
+        """Tokens whose pages it can have now, beside those of all jobs that it has been sent. Pages that a job has
+        while its prompt is on the way count twice: it has room for at least so many."""
+        if self.load is None:
+            return math.inf
+        free = (self.load.pages_total - self.load.pages_used) * PAGE_TOKENS
+        return free - self.coming_tokens - self.tokens_of_others - sum(self.awaiting.values())
+
+    @property
+    def awaited(self) -> int:
+        """Its jobs whose prompts others compute."""
+        return len(self.awaiting)
 
     @property
     def as_other(self) -> PagesFrom:
@@ -295,7 +310,7 @@ class Links:
         route.link.given = self._given
         if route.prefill is not None:
             route.prefill.jobs += 1
-            route.link.awaited += 1
+            route.link.awaiting[job.id] = len(job.tokens)
         computes = route.prefill or route.link
         tokens = len(job.tokens) - route.expected.cached_tokens
         computes.coming[job.id] = Coming(tokens, job.pages)
@@ -305,7 +320,7 @@ class Links:
         """The prompt of a job is computed, or will not be."""
         if route.prefill is not None:
             route.prefill.jobs -= 1
-            route.link.awaited -= 1
+            del route.link.awaiting[id]
         (route.prefill or route.link).coming.pop(id, None)
 
     @property
@@ -325,7 +340,7 @@ class Links:
         room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
         free = max(0, room * PAGE_TOKENS - queue)
         busy = link.computing.share(self._clock())
-        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy)
+        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy, link.room)
 
     def _beside(self, link: Link, of: str, waits_s: float) -> int:
         """Answers at a worker, as of when a job of a class is answered there."""

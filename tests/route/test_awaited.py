@@ -7,7 +7,7 @@ from redline.route.links import Link, Links, Route
 from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import Job, JobId, Sampling
-from redline.wire.news import Ready
+from redline.wire.news import Load, Ready
 
 READY = Ready(max_model_len=1 << 20, pages=4096, fingerprint="f", summary="", area=b"area", format="f")
 
@@ -30,6 +30,13 @@ def links() -> Links:
         found.pace.stepped(Work(rows=1), 0.01, 1)
         found.pace.answered("", 20)
     return found
+
+
+def load(used: int, total: int) -> Load:
+    return Load(
+        running=0, waiting=0, pages_used=used, pages_cached=0, pages_total=total, steps=0, replayed=0, led=0,
+        preemptions=0, prompt_tokens=0, prompt_tokens_cached=0, generation_tokens=0,
+    )  # fmt: skip
 
 
 def sent(links: Links, number: int) -> tuple[Route, Job]:
@@ -62,3 +69,28 @@ def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> 
         links.sent(route, job(number))
     assert (d.jobs, d.awaited, p.jobs) == (40, 40, 40)
     assert links.candidate(d, job(50), {}, waits_s=links.prompts_wait_s).answers <= 1, "one comes each second"
+
+
+def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(links: Links) -> None:
+    """A prompt of 2,000 tokens has 32 pages."""
+    p, d = links
+
+    def computed_by(p_used: int, d_used: int) -> Link | None:
+        for link, used in ((p, p_used), (d, d_used)):
+            links.loaded(link, load(used, 48))
+        route = links.route(job(9))
+        assert route is not None
+        assert route.link is d
+        return route.prefill
+
+    assert computed_by(0, 0) is p
+    assert computed_by(40, 0) is p
+    assert computed_by(0, 40) is p
+    assert computed_by(40, 40) is None
+    computed_by(0, 0)
+    route, one = sent(links, 1)
+    assert route.prefill is p
+    assert computed_by(0, 0) is None, "the first takes the pages of both, though they have not said so yet"
+    links.computed(route, one.id)
+    assert computed_by(0, 32) is p
+    assert computed_by(32, 32) is None

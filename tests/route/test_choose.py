@@ -84,6 +84,25 @@ def expected(
     return found
 
 
+def test_a_prompt_whose_pages_fit_nowhere_now_is_computed_where_it_is_answered() -> None:
+    """A transfer takes its pages twice. Without room on either side it is computed, given up and computed again."""
+
+    def one(worker: str, room: int, queue: int = 0) -> Predicted:
+        (found,) = predict(4000, [Candidate(worker, 0, queue, 0, 9999, room=room)], measured(), "", TARGETS)
+        return found
+
+    roomy, full, busy = one("d", 4000), one("e", 3999), one("f", 4000, queue=10)
+    for here, there, goes in (
+        ([roomy, full], [full], (0, 0)),
+        ([full, roomy], [full], (1, 0)),
+        ([full, full], [roomy], (0, 0)),
+        ([full, full], [full, busy], (0, 1)),  # there it may wait until some are free here
+        ([full, full], [full], (0, None)),
+        ([full, full], [full, full], (0, None)),
+    ):
+        assert apart(here, there) == goes
+
+
 def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left_where_the_answer_is() -> None:
     nothing, most = expected("d", 0), expected("e", 3900)
     assert apart([nothing, nothing], [expected("p", 0)]) == (0, 0)
