@@ -41,12 +41,15 @@ from redline.tune.costs import StepCosts
 from redline.tune.floor import StepFloor
 from redline.wire.delta import Brought, Delta, Fault, Finish, Preempted
 from redline.wire.handoff import Handed
-from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
+from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId
 from redline.wire.news import STEP_SIZES, Cached, Load
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
+
+Compiled = Callable[[Grammar], bool]
+"""Whether a grammar is compiled, so that no step waits for it; the first call starts that."""
 
 
 WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
@@ -146,6 +149,8 @@ class Planner:
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting = Queue()
+        self._compiled: Compiled = lambda _: True
+        self._compiling: dict[JobId, ActiveJob] = {}  # that would wait, and whose grammar is not compiled
         self._running: list[ActiveJob] = []  # in the order in which they first began
         self._arriving: dict[JobId, ActiveJob] = {}  # whose prompt is computed elsewhere
         self._landed: deque[ActiveJob] = deque()  # of those, which are whole and have no slot yet
@@ -179,6 +184,15 @@ class Planner:
         tells. It is told of steps that are timed."""
         self._beside.forecast = forecast
         self._timed.hears = forecast.took
+
+    def compile_with(self, compiled: Compiled) -> None:
+        """From now on a job takes part in steps once its grammar is compiled."""
+        self._compiled = compiled
+
+    @property
+    def compiling(self) -> bool:
+        """Whether jobs may wait for their grammars."""
+        return bool(self._compiling or self._landed)
 
     @property
     def idle(self) -> bool:
@@ -347,7 +361,7 @@ class Planner:
         reason = refusal(job, max_model_len=self._max_model_len, total_pages=self._pool.total)
         if reason is not None:
             return _error(job.id, reason, "refused")
-        waiting = len(self._waiting) + len(self._arriving) + len(self._landed)
+        waiting = len(self._waiting) + len(self._compiling) + len(self._arriving) + len(self._landed)
         if waiting >= self._config.max_waiting + len(self._free_slots):
             return _error(job.id, f"the queue is full: {waiting} jobs wait; try again later", "overloaded")
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
@@ -356,6 +370,7 @@ class Planner:
         if self._clock is not None:
             active.came = self._clock()
         self._jobs[job.id] = active
+        self._is_compiled(active)  # begins now, while its prompt may still be on its way
         return active
 
     def _lack(self, job: ActiveJob) -> Lack:
@@ -364,7 +379,32 @@ class Planner:
 
     def _wait(self, job: ActiveJob) -> None:
         job.work = job.known - PAGE_TOKENS * len(self._cache.match(job.hashes[: job.usable]))
-        self._waiting.add(job)
+        if self._is_compiled(job):
+            self._waiting.add(job)
+        else:
+            self._compiling[job.job.id] = job
+
+    def _is_compiled(self, job: ActiveJob) -> bool:
+        grammar = job.job.sampling.grammar
+        return grammar is None or not grammar.text or self._compiled(grammar)
+
+    def _take_compiled(self) -> None:
+        """Jobs whose grammar is compiled by now wait for a slot as all others do."""
+        for job in [job for job in self._compiling.values() if self._is_compiled(job)]:
+            del self._compiling[job.job.id]
+            if job.entry is None:
+                self._waiting.add(job)
+            else:
+                self._waiting.put_back(job)
+
+    def _must_compile(self, job: ActiveJob) -> bool:
+        """Whether the grammar of a waiting job is not kept any more: then the job is taken out of the queue, and nobody
+        behind it waits."""
+        if self._is_compiled(job):
+            return False
+        self._waiting.remove(job)
+        self._compiling[job.job.id] = job
+        return True
 
     def _unopen(self, job: ActiveJob) -> None:
         """Gives back the pages of a job that has no slot."""
@@ -408,6 +448,7 @@ class Planner:
         """
         if len(self._flights) > self._config.ahead:
             return None
+        self._take_compiled()
         decoding, prompts = self._ready()
         begins = self._begin_landed(decoding)
         budget = self._config.step_tokens - len(decoding)
@@ -437,6 +478,8 @@ class Planner:
         self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
         while self._admitting and budget and self._waiting and self._free_slots:
             due = self._waiting.due()
+            if self._must_compile(due):
+                continue
             if begins and self._config.admit_together > 1 and due.known > budget:
                 break  # in two parts it would cost two steps
             begin = self._admit(due)
@@ -449,7 +492,8 @@ class Planner:
         self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         self._beside.left(budget)
         if not parts:
-            elsewhere = self._arriving or self._lent or self._fetches  # they may have the pages that are missing
+            # They may have the pages that are missing, or wait for their grammars.
+            elsewhere = self._arriving or self._lent or self._fetches or self._compiling or self._landed
             assert self._flights or elsewhere or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
         self._steps += 1
@@ -464,12 +508,14 @@ class Planner:
         come first, unless it is the landed ones that have them."""
         begins: list[Begin] = []
         while self._landed and self._free_slots and not (self._waiting and self._waiting.again and self._running):
-            job = self._landed[0]
+            job = next((job for job in self._landed if self._is_compiled(job)), None)
+            if job is None:
+                break
             if min(job.planned + 1 + job.drafting, job.target) > len(job.pages) * PAGE_TOKENS:
                 if not self._pool.free + self._pool.idle:
                     break
                 job.pages += self._take(1)
-            self._landed.popleft()
+            self._landed.remove(job)
             decoding.append(job)
             job.slot = self._free_slots.pop()
             job.sent = len(job.pages)
@@ -520,6 +566,8 @@ class Planner:
         while share:
             least = short[0][0] if short else oldest
             waiting = self._waiting.quick(min(least, oldest)) if self._waiting and self._free_slots else None
+            if waiting is not None and self._must_compile(waiting):
+                continue
             if waiting is not None:
                 begin = self._admit(waiting)
                 if begin is None:
@@ -629,7 +677,7 @@ class Planner:
         """Counters and gauges. Used, cached (held by the cache alone) and free pages make up the total."""
         return Load(
             running=len(self._running),
-            waiting=len(self._waiting),
+            waiting=len(self._waiting) + len(self._compiling),
             pages_used=self._pool.used,
             pages_cached=self._pool.idle,
             pages_total=self._pool.total,
@@ -683,9 +731,10 @@ class Planner:
             self._check_lengths(job)
         assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
         assert all(job.passed <= job.work for job in self._jobs.values()), "too much has begun before a job"
-        assert not any(job.pages or job.slot is not None for job in self._waiting), "a waiting job holds pages"
+        queued = [*self._waiting, *self._compiling.values()]
+        assert not any(job.pages or job.slot is not None for job in queued), "a waiting job holds pages"
         assert not any(job.slot is not None or job.flights for job in expected), "a job that is expected runs already"
-        alive = [*self._running, *self._waiting, *expected]
+        alive = [*self._running, *queued, *expected]
         assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting nor expected"
         for those in (self._running, self._waiting.again):
             entries = [job.entry or 0 for job in those]
@@ -1001,7 +1050,7 @@ class Planner:
             elif job in self._landed:
                 self._landed.remove(job)
                 self._unopen(job)
-            else:
+            elif self._compiling.pop(job.job.id, None) is None:
                 self._waiting.remove(job)
             return
         self._running.remove(job)

@@ -36,8 +36,10 @@ class Queue:
         return list(self._again)
 
     def add(self, job: ActiveJob) -> None:
-        """A job has come."""
-        self._lines.setdefault(job.job.tenant, deque()).append(job)
+        """A job has come, or waits again for its turn: it stands where it came."""
+        line = self._lines.setdefault(job.job.tenant, deque())
+        later = (at for at in range(len(line), 0, -1) if line[at - 1].arrival < job.arrival)
+        line.insert(next(later, 0), job)
         self._count += 1
 
     def put_back(self, job: ActiveJob) -> None:

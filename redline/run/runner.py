@@ -41,7 +41,7 @@ from redline.run.kv import KvPool
 from redline.run.layer_marks import LayerMarks, Meanwhile
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slot, Slots, Span
-from redline.wire.job import Sampling
+from redline.wire.job import Grammar, Sampling
 from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -234,6 +234,17 @@ class Runner:
             return False
         meet(group, self.model.device, START_S, STEP_S)
         return True
+
+    def compiled(self, grammar: Grammar) -> bool:
+        """Whether a grammar is compiled on every rank, so that no step waits for it; the first call starts that."""
+        return self._matchers is None or not grammar.text or self._matchers.compiled(grammar.text)
+
+    def compile(self, text: str, done: Callable[[], object]) -> None:
+        """Has a grammar compiled, as rank 0 does; a thread calls `done` once it is, in the order of these calls."""
+        if self._matchers is None:
+            done()
+        else:
+            self._matchers.compile(text, done)
 
     def hurry(self) -> None:
         """Waits until every rank is ready for steps; from now on one is waited for a short time only.

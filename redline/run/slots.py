@@ -91,6 +91,7 @@ class Slot:
     coming: list[int] = field(default_factory=list)  # what its grammar forces where its next row begins (captured.py)
     suffix: Suffix | None = None
     matcher: Matcher | None = None  # where its job has a grammar
+    again: tuple[int, ...] = ()  # tokens of its answer that the matcher follows as rows compute them again
     behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
     unmasked: Sampling | None = None  # its job's without the grammar, where it has one
     error: str | None = None  # why its job cannot go on: its rows must not run
@@ -171,8 +172,10 @@ class Slots:
                 if grammar.text:  # once it has begun it says where the answer ends, so the matcher keeps to the least
                     least = begin.sampling.min_tokens
                     slot.sampling = msgspec.structs.replace(begin.sampling, min_tokens=0)
-                generated, stop_ids = begin.tokens[begin.prompt :], begin.sampling.stop_ids
-                slot.matcher = self._matchers.begin(grammar, generated, least=least, stop_ids=stop_ids)
+                # An answer that was interrupted may be long. Its rows compute it again, a step's tokens at a time.
+                answer, rows_follow = begin.tokens[begin.prompt :], begin.computed is None
+                slot.again, followed = (answer, ()) if rows_follow else ((), answer)
+                slot.matcher = self._matchers.begin(grammar, followed, least=least, stop_ids=begin.sampling.stop_ids)
                 slot.unmasked = msgspec.structs.replace(slot.sampling, grammar=None)
         self.add_pages(number, begin.pages)
         slot.pages = len(begin.pages)
@@ -190,9 +193,14 @@ class Slots:
 
         A decode row that finds its job at its limit has no positions.
         """
+        slot = self.at[row.slot]
+        if slot.again and slot.matcher is not None:
+            end = slot.length if row.start is None else row.start + row.count
+            count = max(0, end - (slot.length - len(slot.again)))
+            slot.matcher.follow(slot.again[:count])
+            slot.again = slot.again[count:]
         if row.start is not None:
             return Span(row, row.slot, row.start, row.count)
-        slot = self.at[row.slot]
         length, room = slot.length, slot.limit - slot.length
         if room <= 0:
             return Span(row, row.slot, length, 0)

@@ -136,5 +136,11 @@ class RecordMore(Message, frozen=True):
     """Every rank records the next of the shapes that the start has left."""
 
 
+class Compile(Message, frozen=True):
+    """Every rank compiles this grammar now, and counts it in the memory that all share: a job waits for it."""
+
+    text: str
+
+
 class Hurry(Message, frozen=True):
     """The start is over: once all ranks have heard this, they wait for one another for a short time only."""

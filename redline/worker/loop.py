@@ -37,6 +37,7 @@ from redline.worker.tiers import Tiers
 from redline.worker.trace import Trace
 
 LOAD_INTERVAL_S = 0.2  # between two Loads, at least
+COMPILES_S = 0.002  # between two looks at a grammar that is being compiled, where nothing else is to be done
 WATCH_S = 0.001  # between two looks at a step whose prompts leave while they are computed
 MOST_FAILURES = 3  # steps that fail one after another, without one between them that succeeds
 
@@ -180,9 +181,10 @@ def lead(
         messages, held = [*held, *messages] or inbox.drain(wait=False), []
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=_sooner(loads.due_in(), profiling))
-        elif others and last is None and not messages and before == _done(planner, others):
-            pulse.waits = True  # for another worker, or for pages: there is nothing to plan
-            messages = inbox.drain(wait=True, timeout=_sooner(_due_in(others), profiling))
+        elif (others or planner.compiling) and last is None and not messages and before == _done(planner, others):
+            pulse.waits = True  # for another worker, for pages, or for a grammar: there is nothing to plan
+            due_in = COMPILES_S if planner.compiling else _due_in(others)
+            messages = inbox.drain(wait=True, timeout=_sooner(due_in, profiling))
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:
             match message:

@@ -28,7 +28,8 @@ from redline.wire.job import PageId
 from redline.wire.ranks import Export, Grow, Scatter
 from redline.worker.parcel_memory import STAGED_BYTES, pin, stage
 
-_APART = 8  # words of 8 bytes between two counts, which ranks write
+_APART = 8  # words of 8 bytes between two ranks' counts, which they write
+_COMPILED = 1  # place of the count of grammars among a rank's; that of parcels is the first
 _ROOM = mmap.ALLOCATIONGRANULARITY  # bytes of all counts, and what each part begins at a whole number of
 
 
@@ -99,6 +100,10 @@ class RankMemory:
         """Whether no rank needs the bytes of the first so many parcels any more."""
         return all(self.taken(rank) >= number for rank in range(1, self._ranks))
 
+    def compiled(self, number: int) -> bool:
+        """Whether every other rank has compiled the first so many grammars that it was told of."""
+        return all(self._counts[rank * _APART + _COMPILED] >= number for rank in range(1, self._ranks))
+
     def close(self) -> None:
         """Nobody else comes to have it. Who has it mapped keeps it."""
         with contextlib.suppress(OSError):
@@ -128,6 +133,10 @@ class FollowedMemory:
         self._staged: deque[tuple[int, torch.cuda.Event]] = deque()  # bytes that wait for the stream of steps
         self._bytes = _ROOM
         self._parts: list[tuple[int, Tensor]] = []
+
+    def has_compiled(self) -> None:
+        """Counts a grammar of those that rank 0 has told of. One thread calls this."""
+        self._counts[self._rank * _APART + _COMPILED] += 1
 
     def grow(self, told: Grow) -> None:
         """Maps what has come, and pins it where a GPU reads it. Raises RuntimeError where that is refused."""

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
+from redline.run.grammar.matcher import KEPT
 from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, Runner
 from redline.transport.base import Memory
@@ -40,9 +42,9 @@ from redline.transport.peer import Chip
 from redline.wire.channel import SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.handoff import Piece
-from redline.wire.job import PageId
+from redline.wire.job import Grammar, PageId
 from redline.wire.news import Stop
-from redline.wire.step import Hurry, Place, RecordMore, Step, StepResult
+from redline.wire.step import Compile, Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
 from redline.worker.parcel_memory import Ended
@@ -331,6 +333,8 @@ class LeadingRunner(Runner):
         """given, options: a Runner's."""
         self._ranks = ranks
         self._account = Account()
+        self._compiles: OrderedDict[str, int] = OrderedDict()  # the newest grammars that the others compile, in order
+        self._told = 0  # grammars, all together
         super().__init__(*given, **options)
 
     def launch(self, step: Step) -> Awaited:
@@ -350,6 +354,19 @@ class LeadingRunner(Runner):
         if self.overlaps:
             self._ranks.tell(RecordMore())
         return super().record_more()
+
+    def compiled(self, grammar: Grammar) -> bool:
+        """As `Runner.compiled`, on every rank."""
+        text, matchers = grammar.text, self._matchers
+        if matchers is None or not text:
+            return True
+        if not matchers.keeps(text) or text not in self._compiles:
+            self._told += 1
+            self._compiles[text] = self._told
+            if len(self._compiles) > KEPT:
+                self._compiles.popitem(last=False)
+            self._ranks.tell(Compile(text=text))
+        return super().compiled(grammar) and self._ranks.memory.compiled(self._compiles[text])
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
         """As `Runner.place`, on every rank."""

@@ -22,12 +22,12 @@ from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Gone, Taken, Want
-from redline.wire.job import Abort, Job, JobId
+from redline.wire.job import Abort, Grammar, Job, JobId
 from redline.wire.news import Knock, Load, Missed, Stop
 from redline.wire.step import Shape, Step, StepResult
 from redline.worker import loop
 from redline.worker.exchange import Exchange
-from redline.worker.loop import StepInFlight, lead, turn
+from redline.worker.loop import COMPILES_S, StepInFlight, lead, turn
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 from tests.clocks import FakeClock
@@ -87,6 +87,36 @@ def test_a_job_is_answered():
     with worker() as it:
         it.inbox.put(job)
         assert it.answer("a") == whole_answer(job, MAX_MODEL_LEN)
+
+
+def test_a_loop_that_has_nothing_but_grammars_to_wait_for_rests_and_goes_on_once_one_is_compiled():
+    compiled, asked = threading.Event(), []
+    job = make_job("a", PROMPT, max_tokens=20, grammar=Grammar(text="slow"))
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    planner.compile_with(lambda grammar: asked.append(grammar.text) or compiled.is_set())
+    rests: list[float | None] = []
+
+    class Inbox(MemoryChannel):
+        def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+            if wait and asked:
+                rests.append(timeout)
+                if len(rests) == 5:
+                    compiled.set()
+                return []
+            return super().drain(wait=wait, timeout=timeout)
+
+    inbox, outbox = Inbox(), MemoryChannel()
+    inbox.put(job)
+    thread = threading.Thread(target=lead, args=[planner, FakeRunner(32, CONFIG), inbox, outbox])
+    thread.start()
+    found: list[Delta] = []
+    while not (found and found[-1].finish):
+        found += [message for message in outbox.drain(wait=True, timeout=LIMIT_S) if isinstance(message, Delta)]
+    inbox.put(Stop())
+    thread.join(LIMIT_S)
+    assert tuple(token for delta in found for token in delta.tokens) == whole_answer(job, MAX_MODEL_LEN)
+    assert rests[:5] == [COMPILES_S] * 5
+    assert len(asked) < 20, "it is asked for once a look"
 
 
 def test_the_next_step_is_launched_before_the_last_is_settled():

@@ -105,6 +105,19 @@ def test_a_gpu_that_does_not_copy_ends_its_rank(monkeypatch: pytest.MonkeyPatch)
     memory.close()
 
 
+def test_a_grammar_is_compiled_once_every_rank_has_counted_it() -> None:
+    memory = RankMemory(3)
+    others = [FollowedMemory(os.dup(memory.file), rank, kv(1)) for rank in (1, 2)]
+    assert (memory.compiled(0), memory.compiled(1)) == (True, False)
+    others[0].has_compiled()
+    others[0].has_compiled()
+    assert not memory.compiled(1)
+    others[1].has_compiled()
+    assert (memory.compiled(1), memory.compiled(2)) == (True, False)
+    assert memory.taken(1) == memory.taken(2) == 0
+    memory.close()
+
+
 def test_more_than_is_free_is_one_line_and_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = RankMemory(2)
     monkeypatch.setattr(limits, "free_memory", lambda: 99_999)

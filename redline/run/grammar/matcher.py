@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,26 +49,46 @@ class Matchers:
         self._tokens: Future[LLTokenizer] = self._threads.submit(tokens)  # while the model's memory is made ready
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._chars = 0  # of their texts
+        self._lock = threading.Lock()  # around these two
 
     def begin(
         self, grammar: Grammar, generated: Sequence[int], *, least: int = 0, stop_ids: Sequence[int] = ()
     ) -> Matcher:
-        """A matcher of an answer that has these tokens so far. Does not wait for the compilation.
+        """A matcher of an answer that has these tokens so far. Nothing waits for the compilation before the matcher is
+        used, or where it has tokens to follow; `compiled` says when nothing has to.
 
         least: tokens of the answer before which none of `stop_ids` comes, unless the grammar has begun.
         """
         owed = least if stop_ids else 0
         if not grammar.text:
             return Matcher(self, grammar, None, generated, owed, stop_ids)
-        compiled = self._compiled.get(grammar.text)
-        if compiled is None:
-            compiled = self._compiled[grammar.text] = self._threads.submit(self._compile, grammar.text)
-            self._chars += len(grammar.text)
-            while len(self._compiled) > KEPT or (self._chars > KEPT_CHARS and len(self._compiled) > 1):
-                oldest, _ = self._compiled.popitem(last=False)
-                self._chars -= len(oldest)
-        self._compiled.move_to_end(grammar.text)
-        return Matcher(self, grammar, compiled, generated, owed, stop_ids)
+        return Matcher(self, grammar, self._of(grammar.text), generated, owed, stop_ids)
+
+    def compiled(self, text: str) -> bool:
+        """Whether a grammar is compiled, or turned out not to be; the first call starts that. Any thread may ask."""
+        return self._of(text).done()
+
+    def keeps(self, text: str) -> bool:
+        """Whether a grammar is compiled or on its way. Any thread may ask."""
+        with self._lock:
+            return text in self._compiled
+
+    def compile(self, text: str, done: Callable[[], object]) -> None:
+        """Has a grammar compiled; the thread that does it calls `done` once it is, in the order of these calls."""
+        self._of(text)
+        self._threads.submit(done)
+
+    def _of(self, text: str) -> Future[LLMatcher]:
+        with self._lock:
+            compiled = self._compiled.get(text)
+            if compiled is None:
+                compiled = self._compiled[text] = self._threads.submit(self._compile, text)
+                self._chars += len(text)
+                while len(self._compiled) > KEPT or (self._chars > KEPT_CHARS and len(self._compiled) > 1):
+                    oldest, _ = self._compiled.popitem(last=False)
+                    self._chars -= len(oldest)
+            self._compiled.move_to_end(text)
+            return compiled
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -114,7 +135,7 @@ class Matcher:
         self._stop_ids = stop_ids
         self._ended = False  # the answer has: what follows is nobody's
         self._forced: list[int] | None = None  # what comes next in any case; None: it has not been worked out
-        self._follow(generated)
+        self.follow(generated)
 
     @property
     def idle(self) -> bool:
@@ -134,8 +155,14 @@ class Matcher:
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
         began = clock.thread_time()
-        self._follow(tokens)
+        self.follow(tokens)
         self._spend(began, steps=0)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """As `advance`, for tokens that were followed before: they take nothing of what the answer may cost."""
+        for token in tokens:
+            if self._ended or not self._take(token):
+                return
 
     def masks(self, drafts: Sequence[int]) -> Tensor:
         """The allowed tokens behind the last token and behind each draft, int32 [rows, W]: a bit for each token.
@@ -203,7 +230,7 @@ class Matcher:
         return forced[held + 1 :]
 
     def _matcher(self) -> LLMatcher | None:
-        """This answer's own; waits for the compilation. None where that has failed."""
+        """This answer's own; waits for the compilation, which the planner has waited for. None where it has failed."""
         if self._own is None and not self._lost and self._compiled is not None:
             try:
                 self._own = self._compiled.result().deep_copy()
@@ -211,11 +238,6 @@ class Matcher:
                 self._lost = True
                 _log.warning("a grammar cannot be compiled: %s", told(f"{type(error).__name__}: {error}"))
         return self._own
-
-    def _follow(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            if self._ended or not self._take(token):
-                return
 
     def _spend(self, began: float, steps: int = 1) -> float:
         """Takes in what has been done since `began`, in seconds of this thread: now, in the same."""

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import threading
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -15,6 +16,7 @@ from redline.chat.vocabulary import grammar_tokens
 from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
 from redline.wire.job import Grammar, Thinking
 from tests.clocks import FakeClock
+from tests.waiting import LIMIT_S, until
 
 TOKENIZER = tokenizer()
 END = TOKENIZER.special("<|im_end|>")
@@ -200,6 +202,28 @@ def test_texts_of_compiled_grammars_are_bounded_together(matchers: Matchers, mon
     assert list(matchers._compiled) == texts[-3:]
     matchers.begin(Grammar(text=f'start: "{"f" * 2000}"'), ())
     assert len(matchers._compiled) == 1, "the newest is used now"
+
+
+def test_who_asks_whether_a_grammar_is_compiled_has_it_compiled_and_waits_for_nothing():
+    go = threading.Event()
+
+    def vocabulary() -> object:
+        assert go.wait(LIMIT_S)
+        return grammar_tokens(TOKENIZER)
+
+    made, done = Matchers(vocabulary, TINY_VOCAB), list[str]()  # type: ignore[arg-type]
+    assert not made.keeps(COLOURS.text)
+    assert not made.compiled(COLOURS.text)
+    assert made.keeps(COLOURS.text)
+    for text in (COLOURS.text, "start: nobody", COLOURS.text):
+        made.compile(text, functools.partial(done.append, text))
+    assert done == []
+    go.set()
+    until(lambda: len(done) == 3)
+    assert done == [COLOURS.text, "start: nobody", COLOURS.text]
+    assert made.compiled(COLOURS.text)
+    assert made.compiled("start: nobody"), "nothing is to be waited for"
+    made.close()
 
 
 def test_the_last_grammars_are_kept_and_no_more(matchers: Matchers):

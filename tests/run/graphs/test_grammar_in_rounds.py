@@ -3,6 +3,7 @@
 import functools
 import json
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -59,9 +60,11 @@ def drafter() -> Eagle3:
     return made
 
 
-def opened(speculation: DraftConfig | None = None, *, captured: bool = False, pages: int = 128) -> EngineCore:
+def opened(
+    speculation: DraftConfig | None = None, *, captured: bool = False, pages: int = 128, step_tokens: int = 512
+) -> EngineCore:
     layout = Layout(pages, 1024, model().dtype, model().config.kv_bytes_per_token(model().dtype) * PAGE_TOKENS)
-    config = EngineConfig(max_running=16, step_tokens=512, speculation=speculation)
+    config = EngineConfig(max_running=16, step_tokens=step_tokens, speculation=speculation)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=captured))
         own = drafter() if isinstance(speculation, Learned) else None
@@ -216,6 +219,32 @@ def test_a_job_that_is_thrown_out_goes_on_in_its_grammar(captured: bool):
     engine = opened(captured=captured, pages=5)
     assert answers(engine, JOBS) == {one.id: led()[one.id] for one in JOBS}
     assert engine.planner.load().preemptions > 0
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+def test_an_interrupted_answer_is_followed_a_steps_tokens_at_a_time(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on behind 400 tokens of its answer; no step follows more of them than it computes."""
+    text = "ab" * 200
+    form = Grammar(text=f'start: "{text}" "cd"')
+    answer = tuple(TOKENIZER.encode(text)[:-1])
+    goes_on = job("goes on", range(30), grammar=form, max_tokens=len(answer) + 20, stop_ids=TOKENIZER.stop_ids)
+    engine = opened(captured=captured, step_tokens=16)
+    followed: list[int] = []
+    follow = Matcher.follow
+
+    def follows(matcher: Matcher, tokens: Sequence[int]) -> None:
+        followed.append(len(tokens))
+        follow(matcher, tokens)
+
+    monkeypatch.setattr(Matcher, "follow", follows)
+    given = answers(engine, [msgspec.structs.replace(goes_on, answer=answer)])["goes on"]
+    assert (given.error, given.finish) == (None, "stop")
+    assert TOKENIZER.decode_bytes([*answer, *given.tokens[:-1]]) == (text + "cd").encode()
+    assert len(answer) > 64
+    assert max(followed) <= 16
+    assert sum(followed) >= len(answer) + len(given.tokens)
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
