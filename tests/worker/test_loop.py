@@ -177,6 +177,7 @@ class Departing:
     meanwhile is put into the inbox with the third layer."""
 
     counts: ClassVar[dict[str, int]] = {}
+    chunks = 0
     idle, changes = True, 0
 
     def __init__(self, planner: Planner, inbox: MemoryChannel, job: JobId, said: Sequence[Wire]) -> None:
@@ -646,6 +647,7 @@ def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_me
         idle=True,
         changes=0,
         counts={},
+        chunks=0,
         leaves=False,
         due_in=lambda: None,
         work=list,
