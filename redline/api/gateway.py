@@ -68,6 +68,7 @@ from redline.wire.step import Proposer, TokenLogprobs
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
+AHEAD_TOKENS = 64  # of a job that wait for a client which lags, before it gives its pages to others
 MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
 
 NO_TARGETS: Mapping[str, Sla] = MappingProxyType({})
@@ -323,6 +324,8 @@ class Gateway:
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
+        elif delta.tokens:
+            self._computed(lane)  # by another worker, or again, where the job has moved or was paused
         lane.story.comes(delta, now)
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
@@ -479,19 +482,39 @@ class Gateway:
             return  # its answer has ended meanwhile
         self._leave(lane)
         lane.moved_because = reason
-        lane.moves += 1
         lane.blamed += blamed
         if lane.blamed > MOST_MOVES:
             self._fail(lane)
             return
-        # Under another name: what a worker still says or asks of the job as it was is about nobody's.
-        del self._lanes[lane.job.id]
-        lane.job = msgspec.structs.replace(lane.job, id=JobId(f"{lane.id}.{lane.moves}"))
-        self._lanes[lane.job.id] = lane
+        self._rename(lane)
         if self._resume_s:
             log.info("job %s moves after %d tokens: %s", lane.job.id, lane.tokens, reason)
             self.metrics.moved()
         self._strand(lane)
+
+    def pause(self, lane: "_Lane") -> bool:
+        """Take a job from its worker, whose client takes nothing of its answer: others have its slot and pages until
+        `go_on`. False where it has ended, has no token yet, or could not go on."""
+        if lane.link is None or not lane.tokens or not self._resume_s or lane.job.id not in self._lanes:
+            return False
+        lane.link.outbox.put(Abort(job=lane.job.id))
+        self._leave(lane)
+        lane.moved_because = "its client took nothing, and takes again"
+        self._rename(lane)
+        log.info("job %s pauses after %d tokens: its client takes nothing of them", lane.job.id, lane.tokens)
+        return True
+
+    def go_on(self, lane: "_Lane") -> None:
+        """Send a paused job to a worker again, with what has come of its answer, unless the answer has ended."""
+        if lane.job.id in self._lanes:
+            self._strand(lane)
+
+    def _rename(self, lane: "_Lane") -> None:
+        """A job leaves its worker: what that still says or asks of the job as it was is about nobody's."""
+        lane.moves += 1
+        del self._lanes[lane.job.id]
+        lane.job = msgspec.structs.replace(lane.job, id=JobId(f"{lane.id}.{lane.moves}"))
+        self._lanes[lane.job.id] = lane
 
     def _strand(self, lane: "_Lane") -> None:
         """Nobody has a job: it waits for a worker, if it may."""
@@ -1028,6 +1051,8 @@ class Generation:
         self._scores = ask.sampling.max_tokens == 0
         self._reasoning, self._token_ids, self._proposers = ask.reasoning, ask.token_ids, ask.proposers
         self._arrived: list[tuple[_Lane, Delta]] = []
+        self._ahead = 0  # tokens that have arrived
+        self._paused: list[_Lane] = []
         self._wake: asyncio.Future[None] | None = None
         self._pour: Callable[[list[Batch]], bytes] | None = None
         self._left = b""  # poured, and not written
@@ -1056,6 +1081,18 @@ class Generation:
         elif not self._arrived:
             self._pours.add(self)
         self._arrived += [(lane, part) for part in delta.by_proposer()] if self._proposers else [(lane, delta)]
+        self._ahead += len(delta.tokens)
+        if self._ahead > AHEAD_TOKENS * len(self.lanes) and self.direct is not None and self.direct.lags:
+            self._paused += [each for each in self.lanes if self._gateway.pause(each)]
+
+    def _take(self) -> list[tuple[_Lane, Delta]]:
+        """What has arrived; where that is nothing, the client takes what it is sent, and paused jobs go on."""
+        arrived, self._arrived, self._ahead = self._arrived, [], 0
+        if not arrived and self._paused:
+            paused, self._paused = self._paused, []
+            for lane in paused:
+                self._gateway.go_on(lane)
+        return arrived
 
     async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
         """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
@@ -1065,6 +1102,7 @@ class Generation:
         """
         if self.direct is None or self._arrived or self._open == 0 or self._failure is not None:
             return b""
+        self._take()
         self._pour = write
         self._wake = asyncio.get_running_loop().create_future()
         try:
@@ -1079,10 +1117,9 @@ class Generation:
         if (write := self._pour) is None or (wake := self._wake) is None or wake.done():
             return  # whoever iterates takes it
         assert self.direct is not None
-        arrived, self._arrived = self._arrived, []
         batches: list[Batch] = []
         try:
-            for lane, delta in arrived:
+            for lane, delta in self._take():
                 if (batch := self._read(lane, delta)) is not None:
                     batches.append(batch)
             body = write(batches)
@@ -1144,8 +1181,7 @@ class Generation:
 
     async def __anext__(self) -> list[Batch]:
         while True:
-            if self._arrived:
-                arrived, self._arrived = self._arrived, []
+            if arrived := self._take():
                 if batches := [batch for lane, delta in arrived if (batch := self._read(lane, delta))]:
                     return batches
             elif self._open == 0:

@@ -47,6 +47,11 @@ class Pours:
 class Direct(Protocol):
     """A connection on which a streamed answer has begun: `scope["extensions"][DIRECT]`."""
 
+    @property
+    def lags(self) -> bool:
+        """Whether the client has not taken what was written before."""
+        ...
+
     def write_part(self, body: bytes) -> bool:
         """Write a part of the body, which is not empty, as `http.response.body` with more to come does.
 

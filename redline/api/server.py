@@ -43,7 +43,7 @@ from redline.api.pour import DIRECT
 from redline.api.tls import Tls, server_context
 from redline.errors import Overloaded, RedlineError
 
-UNSENT_BYTES = 128 << 10  # that the kernel takes of a connection before its client has room for them
+UNSENT_BYTES = 32 << 10  # that the kernel takes of a connection before its client has room for them
 LINGER_S = 1.0  # for a client that was refused, to read that it was
 PROBE_S = 5.0  # between two looks whether a client that sends nothing more has left
 ALIVE_S = 15  # likewise, between two probes of its system, which need no answer to be under way
@@ -291,6 +291,11 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     # -- writing
+
+    @property
+    def lags(self) -> bool:
+        """Whether the client has not taken what was written before (`pour.Direct`)."""
+        return self.flow.write_paused
 
     def write_part(self, body: bytes) -> bool:
         """Write a part of a streamed body, in the chunk that uvicorn would make of it (`pour.Direct`)."""

@@ -78,8 +78,12 @@ async def serving(
 class Client:
     """A connection over which a test sends and gets bytes; with `context`, by TLS, once `shake` has returned."""
 
-    def __init__(self, port: int, context: ssl.SSLContext | None = None) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port))
+    def __init__(self, port: int, context: ssl.SSLContext | None = None, receive_bytes: int | None = None) -> None:
+        """receive_bytes: that its system takes before the test does; None: as many as the system likes."""
+        self.socket = socket.socket()
+        if receive_bytes is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self.socket.connect(("127.0.0.1", port))
         self.socket.setblocking(False)
         self.got = b""
         self.ended = False  # the server has closed, or reset, the connection
@@ -149,7 +153,14 @@ class Client:
 
     async def until(self, text: bytes) -> bytes:
         """All that has come, once `text` is in it."""
-        await eventually(lambda: text in self.look() or self.ended)
+        searched = 0
+
+        def found() -> bool:
+            nonlocal searched
+            start, searched = max(0, searched - len(text)), len(self.look())
+            return self.got.find(text, start) >= 0
+
+        await eventually(lambda: found() or self.ended)
         assert text in self.got, self.got
         return self.got
 
