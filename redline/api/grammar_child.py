@@ -17,7 +17,7 @@ import msgspec
 from redline import clock
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
-from redline.tune.grammar import Budget, parser_limits
+from redline.tune.grammar import NOT_TOLD, Budget, parser_limits
 from redline.wire.base import Record
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
             return Verdict(error=f"it cannot be read as GBNF: {error}")
     matcher = LLMatcher(tokens, trial.text, log_level=0, limits=parser_limits())
     if matcher.is_error():
-        return Verdict(error=matcher.get_error())
+        return Verdict(error=_error(matcher))
     draw = random.Random(trial.text)
     for number in range(WALKS):
         if (error := _walk(matcher.deep_copy(), draw, inward if number else ())) is not None:
@@ -102,7 +102,7 @@ def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> s
         forced = matcher.compute_ff_tokens()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error() or not mask:
-            return matcher.get_error() or "it leaves no token to choose"
+            return _error(matcher) or "it leaves no token to choose"
         those = [token for token in rather if mask >> token & 1] if draw.random() < 0.5 else []
         token = forced[0] if forced else draw.choice(those) if those else _drawn(mask, draw)
         followed = matcher.consume_token(token)
@@ -110,10 +110,14 @@ def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> s
         if (why := budget.spend(took)) is not None:
             return f"it takes too long: {why}"
         if matcher.is_error():
-            return matcher.get_error()
+            return _error(matcher)
         if not followed or matcher.is_stopped():
             return None
     return None
+
+
+def _error(matcher: "LLMatcher") -> str:
+    return matcher.get_error().replace(NOT_TOLD, "").strip()
 
 
 def _drawn(mask: int, draw: random.Random) -> int:

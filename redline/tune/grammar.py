@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
+NOT_TOLD = "<non-verbose/>"  # stands in an error for the parser's state, which has the client's text
 STEP_ITEMS = 15_000  # Earley items of a mask, 60 ms at most; schemas take 200 to 5,000, 400 optional properties 12,000
 LEXER_STATES = 20_000  # of one matcher, 1 to 2 kB each; JSON schemas take up to 2,000
 LONGEST_S = 0.1  # of one step
@@ -45,5 +46,5 @@ class Budget:
 
 def told(error: str, most: int = 300) -> str:
     """An error of llguidance as one line of at most `most` characters, without control characters."""
-    line = " ".join(error.split())
+    line = " ".join(error.replace(NOT_TOLD, "").split())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line[:most])

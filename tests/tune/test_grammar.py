@@ -35,5 +35,6 @@ def test_what_is_no_step_earns_nothing():
 
 
 def test_an_error_becomes_one_bounded_line():
+    assert told("too many items <non-verbose/>") == "too many items"
     assert told("a\n  b\x1b[0m\ud800\u2028c\x00") == "a b\\x1b[0m\\ud800 c\\x00"
     assert len(told("x" * 10_000)) == 300

@@ -201,6 +201,7 @@ class Matcher:
                 return free
             return min(free, self._left - 1)
         before = self._free, self._left, self._owed, self._ended, self._forced
+        began = clock.thread_time()
         taken = count = 0
         for draft in drafts:
             if self._ended or not self._allows(draft) or self._ends(draft):
@@ -209,10 +210,17 @@ class Matcher:
             count += 1
             self._take(draft)
         self._back(taken, *before)
+        self._spend(began, steps=0)
         return count
 
     def forced(self) -> list[int]:
         """The tokens that come next whatever the model says."""
+        began = clock.thread_time()
+        forced = self._ahead()
+        self._spend(began, steps=0)
+        return forced
+
+    def _ahead(self) -> list[int]:
         if self._ended:
             return []
         if self._free:
@@ -261,8 +269,8 @@ class Matcher:
 
     def _allows(self, token: int) -> bool:
         if self._free:
-            return token not in self._banned if self._left != 0 else [token] == self.forced()
-        if forced := self.forced():
+            return token not in self._banned if self._left != 0 else [token] == self._ahead()
+        if forced := self._ahead():
             return token == forced[0]
         matcher = self._matcher()
         return matcher is not None and matcher.validate_tokens([token]) == 1
@@ -298,7 +306,7 @@ class Matcher:
             for token in self._banned if self._free else ():
                 _clear(words, token)
             return
-        forced, matcher = self.forced(), None if self._free else self._matcher()
+        forced, matcher = self._ahead(), None if self._free else self._matcher()
         if forced or matcher is None:
             words.fill(0)
             for token in forced[:1]:

@@ -14,6 +14,7 @@ from redline.bench.runs.constrained import tokenizer
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
 from redline.chat.vocabulary import grammar_tokens
 from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
+from redline.tune.grammar import AHEAD_S
 from redline.wire.job import Grammar, Thinking
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S, until
@@ -162,6 +163,31 @@ def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers
         "its grammar takes too long: one token took 110 ms to follow; at most 100 ms are allowed",
         "its grammar takes too long: its tokens take more than 2 ms each to follow",
     ]
+
+
+@pytest.mark.parametrize("asked", ["forced", "advance", "allowed", "masks"])
+def test_whatever_follows_a_grammar_is_counted_once(matchers: Matchers, asked: str):
+    """A first look at what is forced takes 60 ms here, and is part of a mask too."""
+    clock, matcher = FakeClock(), matchers.begin(COLOURS, ())
+    matcher.forced()  # compiled
+    matcher = matchers.begin(COLOURS, ())
+    ahead = Matcher._ahead
+
+    def slow(matcher: Matcher) -> list[int]:
+        clock.advance(0.06 if matcher._forced is None else 0.0)
+        return ahead(matcher)
+
+    calls = {
+        "forced": lambda: matcher.forced(),
+        "advance": lambda: matcher.advance(letters("r")),
+        "allowed": lambda: matcher.allowed(letters("r")),
+        "masks": lambda: matcher.masks(()),
+    }
+    with clock.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Matcher, "_ahead", slow)
+        calls[asked]()
+        left = matcher._budget._left_s
+    assert left == pytest.approx(AHEAD_S - (0.0 if asked == "advance" else 0.06))
 
 
 def test_what_an_error_quotes_is_one_line_without_control_characters(
