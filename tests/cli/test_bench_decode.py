@@ -16,7 +16,7 @@ from redline.cli.bench.round_tables import RoundsConfig, round_cases
 from redline.cli.bench.step_tables import DepthConfig
 from redline.errors import ConfigError
 
-SMALL = ["bench", "decode", "--shape", "kimi-nano", "--layers", "4", "--context", "70", "--repeats", "3"]
+SMALL = ["bench", "decode", "--shape", "kimi-nano", "--layers", "4", "--context", "70", "--repeats", "1"]
 KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row context kv_dtype routing ms p10_ms p90_ms
     floor_ms expert_bytes bytes_per_s flops_per_s ops commit date versions machine cores"""
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import tomllib
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from redline.cli import app
 from redline.cli.deploy import SHIPPED
 from redline.errors import ConfigError
+from tests import forked
 
 REVISION = "0" * 40
 
@@ -159,7 +159,7 @@ def fetch(server: ThreadingHTTPServer | None, home: Path, *words: str) -> tuple[
         "HF_HUB_ETAG_TIMEOUT": "60",
         "NO_PROXY": "127.0.0.1",
     }
-    done = subprocess.run(
+    done = forked.run(
         [sys.executable, "-c", PROGRAM, *words], env=environment, cwd=home, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
