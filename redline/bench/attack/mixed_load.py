@@ -235,6 +235,7 @@ class Load:
         self.kinds: Counter[str] = Counter()  # outcome or status -> requests
         self.options: Counter[str] = Counter()
         self.given: Given = {}
+        self.refused: set[int] = set()  # cases that were answered with a status of 400 to 499
         self.failures: list[str] = []
         self._port, self._cases, self._rng = port, asked, rng
 
@@ -253,12 +254,14 @@ class Load:
                 for index, one in enumerate((streamed if streams else answers)(reply.body)):
                     first, times = self.given.get((number, index, one.tokens), (one, 0))
                     self.given[number, index, one.tokens] = first, times + 1
+            elif 400 <= reply.status < 500:
+                self.refused.add(number)
             elif reply.outcome != "left":
                 self.failures.append(f"case {number}: {reply.kind} {reply.body[:300]!r}")
 
 
 class Memory(NamedTuple):
-    """MiB: resident of each process of the server, and of the GPU in use by all processes."""
+    """MiB: resident of each process of the server, and what its processes have of the GPU."""
 
     processes: dict[str, float]
     gpu: float
@@ -266,17 +269,27 @@ class Memory(NamedTuple):
 
 def memory(pid: int) -> Memory:
     """What the server and its children have now."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    pids = {"api": str(pid)} | {f"worker {number}": each for number, each in enumerate(children)}
-    statm = {name: Path(f"/proc/{each}/statm").read_text().split()[1] for name, each in pids.items()}
+    pids, resident = [str(pid)], dict[str, float]()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        pids += (task / "children").read_text().split()
+    for each in pids:
+        try:
+            words = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
+            pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
+        except OSError:
+            continue  # it has ended
+        module = next((word.decode() for word in words if word.startswith(b"redline.")), "api")
+        resident[f"{module} {each}"] = pages * 4096 / 2**20
     try:
         told = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"],
+            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=30, check=True,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
-        told = "0"
-    return Memory({name: int(pages) * 4096 / 2**20 for name, pages in statm.items()}, float(told.strip() or 0))
+        told = ""
+    used = [line.split(", ") for line in told.splitlines()]
+    gpu = sum(float(each[1]) for each in used if each[0] in pids and each[1].isdigit())
+    return Memory(resident, gpu)
 
 
 async def figures(port: int) -> dict[str, float]:
@@ -315,7 +328,7 @@ async def loaded(server: Server, asked: Sequence[Case], minutes: float, at_once:
         print(f"{minute:5.1f} min: {sum(load.kinds.values())} requests {dict(load.kinds)}", flush=True)
     await asyncio.gather(*clients)
     half = samples[len(samples) // 2 :]
-    names = half[0][1].processes
+    names = set[str].intersection(*(set(one.processes) for _, one in half))  # those that were there all the time
     grows = {name: slope([(at, one.processes[name]) for at, one in half]) for name in names}
     grows["gpu"] = slope([(at, one.gpu) for at, one in half])
     return {
@@ -326,18 +339,21 @@ async def loaded(server: Server, asked: Sequence[Case], minutes: float, at_once:
         "mib_per_minute": {name: round(mib, 2) for name, mib in grows.items()},
         "mib_at_the_end": {**{k: round(v) for k, v in samples[-1][1].processes.items()}, "gpu": samples[-1][1].gpu},
         "at_rest": await at_rest(server.port),
+        "refused": sorted(load.refused),
         "given": load.given,
     }
 
 
-async def references(port: int, asked: Sequence[Case], at_once: int) -> list[list[Answer]]:
-    """Each case's answer, with log probabilities. Raises RedlineError if one is not answered."""
+async def references(port: int, asked: Sequence[Case], at_once: int) -> list[list[Answer] | None]:
+    """Each case's answer, with log probabilities; None if it is refused. Raises RedlineError if one is not answered."""
     room = asyncio.Semaphore(at_once)
 
-    async def one(case: Case) -> list[Answer]:
+    async def one(case: Case) -> list[Answer] | None:
         more = {"logprobs": True, "top_logprobs": TOP} if "messages" in case.body else {"logprobs": TOP}
         async with room:
             reply = await ask(port, case.request(**more), limit_s=ANSWER_S)
+        if 400 <= reply.status < 500:
+            return None
         if reply.status != 200:
             raise RedlineError(f"the CPU's server answered {reply.kind}: {reply.body[:300]!r}")
         return answers(reply.body)
@@ -364,6 +380,8 @@ def wrong(record: dict[str, Any]) -> list[str]:
         for name, mib in record["mib_per_minute"].items()
         if mib > FLAT_MIB
     ]
+    if record["refused_by_one"]:
+        found.append(f"cases that one of both servers refused: {record['refused_by_one']}")
     if record["not_ties"]:
         found.append(f"{len(record['not_ties'])} answers differ from the CPU's at places that are no near tie")
     if record["apart"] and not record["at_rest"].get("transfers taken_over"):
@@ -410,17 +428,24 @@ def main(words: Sequence[str] | None = None) -> int:
         server = serve(asked.device, TOGETHER if asked.together else APART)
         record = asyncio.run(loaded(server, drawn, asked.minutes, asked.at_once, asked.seed))
         end = server.stop()
+        asked.save.write_text(json.dumps({**record, "given": None}, indent=1) + "\n")  # if the CPU's server fails
         cpu = serve("cpu", TOGETHER)
         expected = asyncio.run(references(cpu.port, drawn, asked.at_once))
         cpu.stop()
     given: Given = record.pop("given")
-    differences = [
-        found
-        for (number, choice, _), (one, _) in given.items()
-        if (found := difference(drawn[number], number, choice, one, expected[number][choice], tokenizer.token_bytes))
-    ]
-    compared = sum(times for _, times in given.values())
-    equal = sum(times for (n, choice, tokens), (_, times) in given.items() if tokens == expected[n][choice].tokens)
+    differences: list[Difference] = []
+    compared = equal = 0
+    for (number, choice, tokens), (one, times) in given.items():
+        answered = expected[number]
+        if answered is None:
+            continue
+        compared += times
+        equal += times * (tokens == answered[choice].tokens)
+        found = difference(drawn[number], number, choice, one, answered[choice], tokenizer.token_bytes)
+        differences += [] if found is None else [found]
+    refused_there = {number for number, answered in enumerate(expected) if answered is None}
+    refused_here = set(record["refused"])
+    answered_here = {number for number, _, _ in given}
     not_ties = [one for one in differences if not one.tie]
     gaps = sorted(one.gap for one in differences if one.gap is not None)
     shifts = sorted(one.shift for one in differences if one.shift is not None)
@@ -435,6 +460,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "seed": asked.seed,
         **record,
         "end": end._asdict(),
+        "refused_by_one": sorted((refused_here - refused_there) | (answered_here & refused_there)),
         "answers": {"compared": compared, "equal": equal, "different": len(differences)},
         "largest_gap": gaps[-1] if gaps else None,
         "largest_shift": shifts[-1] if shifts else None,
