@@ -53,6 +53,26 @@ class FakeClock:
         with mock.patch.object(loop, "time", self):
             yield self
 
+    @contextmanager
+    def jumps(self, loop: asyncio.AbstractEventLoop, idle_s: float = 0.0) -> Iterator["FakeClock"]:
+        """As `drives`; and where nothing else is left to do, this clock goes on to the loop's next timer at once.
+
+        idle_s: seconds without an event in which nothing is left to do, where the loop has sockets: what is sent to
+        another of its own takes the system a moment.
+        """
+        selector = loop._selector  # type: ignore[attr-defined]
+        select = selector.select
+
+        def soon(timeout: float | None = None) -> Any:
+            self.advance(1e-9)  # a turn takes some time, so whoever waits for what rounding left over gets there
+            events = select(timeout if timeout is None else min(timeout, idle_s))
+            if timeout and timeout > 0 and not events:
+                self.advance(timeout)
+            return events
+
+        with self.drives(loop), mock.patch.object(selector, "select", soon):
+            yield self
+
 
 class Timers:
     """An event loop, uvloop's too, for what takes one as a parameter: its timers run in `advance` and at no other time.

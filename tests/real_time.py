@@ -13,19 +13,7 @@ from unittest import mock
 TESTS = Path(__file__).parent
 CLOCKS = "sleep", "monotonic", "perf_counter"
 # Files of tests that may: they start real processes, or are how others wait for them.
-ALLOWED = frozenset(
-    [
-        "bench/quality/test_run_code.py",
-        "bench/runs/fake_tree.py",
-        "bench/serving/test_agentic.py",
-        "bench/serving/test_client.py",
-        "bench/serving/test_scripted.py",
-        "bench/serving/test_scripted_client.py",
-        "bench/test_program.py",
-        "bench/test_soak.py",
-        "waiting.py",
-    ]
-)
+ALLOWED = frozenset(["waiting.py"])
 
 
 def refusals() -> Any:

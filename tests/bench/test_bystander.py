@@ -149,6 +149,7 @@ def test_large_bodies_reach_the_parser_in_all_attacks_but_one(name: str):
         assert most / 2 < max(listener.sizes) <= most
 
 
+@pytest.mark.slow
 def test_a_small_run_against_a_real_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,9 @@ import pytest
 
 from redline.bench.attack import soak
 from redline.bench.attack.bystander import Sample
-from redline.bench.runs.trees import END_S
 from tests import forked
+from tests.waiting import LIMIT_S, until
 
-START_S = 120.0  # seconds, on a busy machine
 ROOT = Path(__file__).parents[2]
 
 
@@ -71,6 +69,7 @@ def test_requests_of_a_soak_are_of_every_dialect_and_some_clients_leave():
     assert sum("leave_s" in one.how for one in some) > 15
 
 
+@pytest.mark.slow
 def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saved = tmp_path / "soak.json"
     sizes = {
@@ -101,6 +100,7 @@ def runs(pid: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_soak_that_is_ended_leaves_no_process_behind(tmp_path: Path):
     """Its server is in a session of its own: no signal to the soak reaches it."""
     sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "known-bytes": 1, "save": tmp_path / "soak.json"}
@@ -109,16 +109,11 @@ def test_a_soak_that_is_ended_leaves_no_process_behind(tmp_path: Path):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
         try:
             children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
-            deadline = time.monotonic() + START_S
-            while len(started := children.read_text().split()) < 2:  # the server, and then the bystander
-                assert running.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            # The server, and then the bystander.
+            until(lambda: len(children.read_text().split()) >= 2 or running.poll() is not None)
+            started = children.read_text().split()
             running.terminate()
-            assert running.wait(END_S) == 128 + signal.SIGTERM
-            deadline = time.monotonic() + END_S
-            while left := [pid for pid in started if runs(pid)]:
-                assert time.monotonic() < deadline, left
-                time.sleep(0.05)
+            assert running.wait(LIMIT_S) == 128 + signal.SIGTERM
+            until(lambda: not any(runs(pid) for pid in started), lambda: str([pid for pid in started if runs(pid)]))
         finally:
             running.kill()

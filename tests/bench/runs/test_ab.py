@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,16 +142,28 @@ def measured(tmp_path: Path, words: list[str], **after: Any) -> tuple[int, dict[
     return code, json.loads(saved.read_text())
 
 
+async def _at_their_times(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[ab.Arrivals]:
+    """What comes from a fake tree, at the times that its events name."""
+    streams = [b"".join(part for _, part in stream) for stream in await STREAMS(port, prompts, new)]
+    named = re.compile(rb'data: .*"at": ([0-9.]+)}\n\n(?:data: \[DONE\]\n\n)?')
+    return [[(float(event[1]), event[0]) for event in named.finditer(stream)] for stream in streams]
+
+
+STREAMS = ab._streams
+
+
 def test_a_tree_that_is_twice_as_slow_on_a_cpu_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     cases = (Case(Figure("decode, batch 2", 0.25), 2, 20, 8), Case(Figure("prefill", 0.25), 1, 50, 1))
     monkeypatch.setattr(ab, "CASES", cases)
+    monkeypatch.setattr(ab, "_streams", _at_their_times)
+    monkeypatch.setattr(ab, "clock", SimpleNamespace(perf_counter=lambda: 0.0))
     code, record = measured(tmp_path, ["--rounds=2"], pace_s=0.02)
     assert code == 1
     decode = record["figures"][0]
-    assert decode["after"]["median"] == pytest.approx(0.5, abs=0.15)
-    assert decode["control"]["median"] == pytest.approx(1.0, abs=0.2)
+    assert decode["after"]["median"] == pytest.approx(0.5)
+    assert decode["control"]["median"] == pytest.approx(1.0)
     assert len(record["tokens_per_s"]) == 2
     assert set(record["tokens_per_s"][0]["prefill"]) == {"A", "B", "C"}
     assert "SLOWER by" in capsys.readouterr().out

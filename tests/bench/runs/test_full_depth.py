@@ -32,6 +32,7 @@ def test_a_folder_without_weights_is_the_shape(tmp_path: Path):
     assert K2Config.from_folder(tmp_path) == shape("kimi-nano")
 
 
+@pytest.mark.slow
 def test_all_streams_are_answered_by_three_layers_in_memory(tmp_path: Path):
     saved = tmp_path / "depth.json"
     words = (

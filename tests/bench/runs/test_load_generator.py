@@ -39,6 +39,7 @@ def test_a_generator_without_processor_time_left_calls_itself_the_limit():
         assert seen["generator"]["cpu_share"] == share
 
 
+@pytest.mark.slow
 def test_the_program_measures_every_case_and_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -1,5 +1,7 @@
 """What a page costs the server: figures from rounds, and one small measurement."""
 
+import pytest
+
 from redline.bench.runs.frontend import Server
 from redline.bench.runs.page_cost import event_us, measure, result_of, watched
 
@@ -16,6 +18,7 @@ def test_a_pages_share_is_its_events_time_and_ratios_are_of_neighbours():
     assert not result_of([run(10)], [run(10)], [10_001.0])["within_the_goal"]
 
 
+@pytest.mark.slow
 def test_pages_hear_events_while_tokens_stream():
     server = Server(watched)
     try:

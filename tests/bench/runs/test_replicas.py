@@ -26,6 +26,7 @@ def test_ratios_are_of_neighbours() -> None:
     assert told["2"]["api_us_ratio"] == 1.1
 
 
+@pytest.mark.slow
 def test_it_serves_loads_and_keeps_what_it_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

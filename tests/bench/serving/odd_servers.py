@@ -11,10 +11,13 @@ import msgspec
 from redline.bench.serving.client import Client
 from redline.bench.serving.records import Answer, Ask
 from redline.bench.serving.target import Patience, Target
+from tests.clocks import FakeClock
+from tests.waiting import turns
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
+IDLE_S = 0.02  # a loop with sockets that has had no event for so long has nothing left to do
 HI = Ask(max_tokens=4, text="hi")
 
 Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
@@ -74,19 +77,20 @@ async def serving(reply: Reply, context: ssl.SSLContext | None = None) -> AsyncG
         server.close()
         for writer in writers:
             writer.close()
-        await asyncio.sleep(0.01)
+        await turns(3)
 
 
 def target(port: int, **fields: Any) -> Target:
-    """A chat target whose waits are short."""
+    """A chat target."""
     usual = Target(
-        base_url=f"http://127.0.0.1:{port}", model="m", patience=Patience(connect=2, first=2, silence=2, whole=5)
+        base_url=f"http://127.0.0.1:{port}", model="m", patience=Patience(connect=60, first=60, silence=60, whole=120)
     )
     return msgspec.structs.replace(usual, **fields)
 
 
 async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fields: Any) -> Answer:
-    """What the client makes of these bytes, each written on its own. close: the connection ends after them."""
+    """What the client makes of these bytes, each written on its own, by a clock that goes on where nothing else is left
+    to do. close: the connection ends after them. pause: seconds behind each."""
 
     async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
         for part in parts:
@@ -95,5 +99,7 @@ async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fi
         if close:
             writer.close()
 
-    async with serving(reply) as (port, _), Client(target(port, **fields)) as client:
-        return await asyncio.wait_for(client.ask(HI), 10)
+    clock = FakeClock()
+    with clock.installed(), clock.jumps(asyncio.get_running_loop(), IDLE_S):
+        async with serving(reply) as (port, _), Client(target(port, **fields)) as client:
+            return await client.ask(HI)

@@ -1,7 +1,6 @@
 """Sessions replayed against a client that answers by a formula."""
 
 import asyncio
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +14,7 @@ from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Plot, Table, Words
 from redline.bench.serving.traces import Session, Turn
 from tests.bench.serving.answers import answer
+from tests.clocks import FakeClock
 
 
 class Fake:
@@ -24,10 +24,7 @@ class Fake:
         self.asked: list[Ask] = []
         self.running = self.most = 0
         self._takes, self._fails, self._fields = takes, fails, fields
-        self._origin = time.perf_counter()
-
-    def clock(self) -> float:
-        return time.perf_counter() - self._origin
+        self.clock = FakeClock(0.0)
 
     async def ask(self, ask: Ask, index: int, planned: float) -> Answer:
         self.asked.append(ask)
@@ -61,8 +58,13 @@ def session(name: str, turns: int = 3, wait_s: float = 0.0) -> Session:
     )
 
 
+async def played(fake: Fake, sessions: list[Session], plan: Plan) -> Replay:
+    with fake.clock.jumps(asyncio.get_running_loop()):
+        return await replay(fake, sessions, plan)
+
+
 def run(fake: Fake, sessions: list[Session], **plan: Any) -> Replay:
-    return asyncio.run(replay(fake, sessions, Plan(**plan)))
+    return asyncio.run(played(fake, sessions, Plan(**plan)))
 
 
 def contents(ask: Ask) -> list[str]:
@@ -128,10 +130,12 @@ def test_what_was_measured_is_kept_when_time_is_over_or_when_it_is_stopped():
     assert late.cut == 1
 
     async def stopped() -> Replay:
-        task = asyncio.create_task(replay(Fake(takes=0.02), sessions, Plan()))
-        await asyncio.sleep(0.1)
-        task.cancel()
-        return await task
+        fake = Fake(takes=0.02)
+        with fake.clock.jumps(asyncio.get_running_loop()):
+            task = asyncio.create_task(replay(fake, sessions, Plan()))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            return await task
 
     found = asyncio.run(stopped())
     assert found.stopped

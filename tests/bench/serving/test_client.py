@@ -4,7 +4,6 @@ import asyncio
 import re
 import ssl
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from tests.bench.serving.odd_servers import (
     target,
     whole,
 )
+from tests.waiting import eventually, turns
 
 
 def _asked(*parts: bytes, **fields: Any) -> Answer:
@@ -161,18 +161,16 @@ def test_what_goes_wrong_is_named_and_what_had_come_is_kept(name: str):
     ],
 )
 def test_a_server_that_stalls_holds_up_nobody_for_long(parts: tuple[bytes, ...], patience: Patience, error: str):
-    began = time.monotonic()
     answer = _asked(*parts, patience=patience)
-    assert time.monotonic() - began < 3
     assert answer.failure == "stalled"
     assert error in (answer.error or "")
     assert answer.text == "a" * len(parts)
 
 
 def test_a_body_that_never_ends_after_done_is_whole():
-    began = time.monotonic()
-    _right(_asked(CHUNKED + chunk(said("a"))), "a")
-    assert time.monotonic() - began < 3
+    answer = _asked(CHUNKED + chunk(said("a")))
+    _right(answer, "a")
+    assert answer.end < 1, "by a clock that would go on to the end of all patience"
 
 
 def test_nobody_listens():
@@ -198,7 +196,7 @@ def test_a_connection_is_kept_for_the_next_request():
     async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
         connections.add(id(writer))
         writer.write(CHUNKED + chunk(said("a")))
-        await asyncio.sleep(0.01)
+        await turns(3)
         writer.write(b"0\r\n\r\n")
 
     async def ask() -> None:
@@ -239,16 +237,16 @@ def test_a_kept_connection_that_the_server_closed_is_replaced_once():
 def test_connections_are_opened_ahead_and_idle_ones_that_end_are_forgotten():
     async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(whole(said("a"), kind="text/event-stream"))
-        await asyncio.sleep(0.01)
+        await turns(3)
         writer.close()
 
     async def ask() -> None:
         async with serving(reply) as (port, _), Client(target(port)) as client:
             await client.ready(2)
-            for _ in range(4):
+            for left in (1, 0, 0, 0):
                 answer = await client.ask(HI)
                 _right(answer, "a")
-                await asyncio.sleep(0.05)
+                await eventually(lambda left=left: len(client._idle) == left)
 
     asyncio.run(ask())
 
@@ -258,7 +256,7 @@ def test_sixty_four_streams_at_once():
         writer.write(CHUNKED)
         for place in range(20):
             writer.write(chunk(event({"content": f"{place} "})))
-            await asyncio.sleep(0.001)
+            await turns()
         writer.write(chunk(event(finish="stop") + DONE) + b"0\r\n\r\n")
 
     async def ask() -> list[Answer]:
@@ -275,12 +273,11 @@ def test_what_is_cut_off_keeps_what_had_come():
     async def ask() -> list[Answer]:
         async def reply(_: bytes, writer: asyncio.StreamWriter) -> None:
             writer.write(CHUNKED + chunk(event({"content": "a"})))
-            await asyncio.sleep(3)
+            await asyncio.Event().wait()
 
         async with serving(reply) as (port, _), Client(target(port)) as client:
             asking = [asyncio.create_task(client.ask(HI)) for _ in range(2)]
-            while client.chunks < 2:
-                await asyncio.sleep(0.01)
+            await eventually(lambda: client.chunks == 2)
             client.cut("time is up")
             return await asyncio.gather(*asking)
 
@@ -292,7 +289,7 @@ def test_tls(tmp_path: Path):
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
-    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=20)
+    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 

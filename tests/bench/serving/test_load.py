@@ -12,7 +12,9 @@ from redline.bench.serving.load import Live, load, run_load
 from redline.bench.serving.records import Ask, Run
 from redline.bench.serving.target import Pace
 from redline.errors import ConfigError
-from tests.bench.serving.odd_servers import CHUNKED, DONE, chunk, event, serving, target
+from tests.bench.serving.odd_servers import CHUNKED, DONE, IDLE_S, chunk, event, serving, target
+from tests.clocks import FakeClock
+from tests.waiting import LIMIT_S
 
 ASKS = tuple(Ask(max_tokens=1, text=f"question {place}") for place in range(12))
 
@@ -34,11 +36,12 @@ class _Slow:
 
 
 async def _loaded(server: _Slow, pace: Pace, watched: list[Live] | None = None) -> tuple[Run, list[bytes]]:
-    async with serving(server.reply) as (port, requests):
-        run = await asyncio.wait_for(
-            load(target(port), ASKS, pace, watched.append if watched is not None else None), 10
-        )
-        return run, list(requests)
+    """At times of a clock that goes on where nothing else is left to do."""
+    clock = FakeClock()
+    with clock.installed(), clock.jumps(asyncio.get_running_loop(), IDLE_S):
+        async with serving(server.reply) as (port, requests):
+            run = await load(target(port), ASKS, pace, watched.append if watched is not None else None)
+            return run, list(requests)
 
 
 def test_places_are_filled_as_they_come_free():
@@ -102,7 +105,7 @@ def test_ctrl_c_gives_what_there_is():
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    assert ready.wait(5)
+    assert ready.wait(LIMIT_S)
     port, loop, ended = started[0]
 
     def interrupt(live: Live) -> None:
@@ -116,7 +119,7 @@ def test_ctrl_c_gives_what_there_is():
         run = run_load(target(port), ASKS, Pace(max_concurrency=2), interrupt)
     finally:
         loop.call_soon_threadsafe(ended.set)
-        thread.join(5)
+        thread.join(LIMIT_S)
     assert run.stopped
     kinds = [answer.failure for answer in run.answers]
     assert kinds[:2] == [None, None]

