@@ -221,8 +221,8 @@ def test_prompts_that_are_computed_for_the_jobs_of_a_replica_that_has_ended_are_
     given_up: list[str] = []
     out = {JobId("out"): job_of("a", "out")}
     exchange = SimpleNamespace(
-        idle=True, changes=0, counts={}, leaves=False, due_in=lambda: None, work=list, keep=lambda deltas: deltas,
-        abort=given_up.append, prefill=lambda message: asked.append(message.job.id) or [],
+        idle=True, changes=0, counts={}, chunks=0, leaves=False, due_in=lambda: None, work=list,
+        keep=lambda deltas: deltas, abort=given_up.append, prefill=lambda message: asked.append(message.job.id) or [],
         computes_for=lambda replica: [id for id, job in out.items() if job.replica == replica],
     )  # fmt: skip
     other = PagesFrom(worker="decode", epoch=1, inbox="")
