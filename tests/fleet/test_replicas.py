@@ -436,7 +436,7 @@ def test_https_over_a_socket_in_the_file_system_and_no_process_is_left_of_a_serv
         body = ["-H", "content-type: application/json", "-d", '{"prompt": "the", "min_tokens": 3, "max_tokens": 3}']
         for _ in range(2):
             told = subprocess.run(
-                [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=20
+                [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=60
             )
             assert json.loads(told.stdout)["usage"]["completion_tokens"] == 3
         server.process.kill()
