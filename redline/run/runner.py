@@ -564,7 +564,7 @@ class Runner:
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
         sampling = slot.choosing
         if slot.matcher is not None and sampling.grammar is not None:
-            masks_NW = slot.matcher.masks(drafts.tokens)
+            masks_NW = slot.matcher.masks(drafts.tokens)[: len(logits_NV)]
             logits_NV, drafts = masked(logits_NV[: len(masks_NW)], masks_NW), drafts.until(len(masks_NW))
         return verify(logits_NV, drafts.tokens, drafts.q, sampling, prompt, generated, position)
 

@@ -135,6 +135,8 @@ class Matcher:
         self._stop_ids = stop_ids
         self._ended = False  # the answer has: what follows is nobody's
         self._forced: list[int] | None = None  # what comes next in any case; None: it has not been worked out
+        self._consumed: list[int] = []  # the tokens that llguidance's matcher has
+        self._wary = False  # a bound was met behind drafts: none are followed any more
         self.follow(generated)
 
     @property
@@ -168,23 +170,31 @@ class Matcher:
         """The allowed tokens behind the last token and behind each draft, int32 [rows, W]: a bit for each token.
 
         The last row is that of the first draft which is refused, or which ends the answer: there is none behind it. A
-        grammar that cannot go on, such as one that meets a bound of `parser_limits`, allows nothing. One that takes too
-        much time gets an `error` and the same masks: ranks have clocks of their own, and must choose the same tokens.
+        grammar that cannot go on, such as one that meets a bound of `parser_limits`, allows nothing; where it is only
+        drafts behind which it cannot, the answer goes on, and no draft is followed any more. One that takes too much
+        time gets an `error` and the same masks: ranks have clocks of their own, and must choose the same tokens.
         """
         matchers = self._matchers
         masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
         before = self._free, self._left, self._owed, self._ended, self._forced
-        taken, rows = 0, 0
+        consumed, error = len(self._consumed), self.error
+        rows = 0
         began = clock.thread_time()
         for draft in (*drafts, None):
             self._write(masks[rows])
             rows += 1
             began = self._spend(began)
-            if draft is None or self._ended or not self._allows(draft) or self._ends(draft):
+            if rows == 1 and self._is_broken:
+                return masks[:1]
+            if draft is None or self._ended or self._ends(draft):
                 break
-            taken += not self._free or draft in self._grammar.after
+            if self._wary or not self._allows(draft):
+                if self._wary or self._is_broken:  # what may come behind it is not known
+                    masks[rows] = 0
+                    rows += 1
+                break
             self._take(draft)
-        self._back(taken, *before)
+        self._back(consumed, error, *before)
         return masks[:rows]
 
     def allowed(self, drafts: Sequence[int]) -> int:
@@ -200,16 +210,18 @@ class Matcher:
             if thinking is None or self._left is None or _before(drafts, thinking.ends) < self._left:
                 return free
             return min(free, self._left - 1)
+        if self._wary or self._is_broken:
+            return 0
         before = self._free, self._left, self._owed, self._ended, self._forced
+        consumed, error = len(self._consumed), self.error
         began = clock.thread_time()
-        taken = count = 0
+        count = 0
         for draft in drafts:
             if self._ended or not self._allows(draft) or self._ends(draft):
                 break
-            taken += not self._free or draft in self._grammar.after
             count += 1
             self._take(draft)
-        self._back(taken, *before)
+        self._back(consumed, error, *before)
         self._spend(began, steps=0)
         return count
 
@@ -290,11 +302,36 @@ class Matcher:
         forced = self._forced
         self._forced = forced[1:] or None if forced and forced[0] == token else None
         matcher = self._matcher()
-        return matcher is not None and (matcher.consume_token(token) or not self._is_lost(matcher))
+        if matcher is None:
+            return False
+        if matcher.consume_token(token):
+            self._consumed.append(token)
+            return True
+        return not self._is_lost(matcher)
 
-    def _back(self, taken: int, free: bool, left: int | None, owed: int, ended: bool, forced: list[int] | None) -> None:
-        matcher = self._own
-        if taken and matcher is not None:
+    @property
+    def _is_broken(self) -> bool:
+        """Whether llguidance's matcher has met a bound, which it does not forget."""
+        return self._own is not None and self._own.is_error()
+
+    def _back(
+        self,
+        consumed: int,
+        error: str | None,
+        free: bool,
+        left: int | None,
+        owed: int,
+        ended: bool,
+        forced: list[int] | None,
+    ) -> None:
+        """Takes back drafts: the matcher has had so many tokens, and this error, before them."""
+        matcher, taken = self._own, len(self._consumed) - consumed
+        del self._consumed[consumed:]
+        if matcher is not None and self._compiled is not None and self._is_broken:
+            self._own = self._compiled.result().deep_copy()
+            self._own.consume_tokens(self._consumed)
+            self.error, self._wary = error, True
+        elif matcher is not None and taken:
             matcher.rollback(taken)
         self._free, self._left, self._owed, self._ended, self._forced = free, left, owed, ended, forced
 

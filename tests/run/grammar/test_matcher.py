@@ -332,3 +332,30 @@ def test_a_bound_stands_before_a_grammar_as_well(matchers: Matchers):
     assert (END in allowed(first), allowed(bound)) == (False, {THOUGHT})
     assert {TOKENIZER.token_bytes(token) for token in allowed(begun)} == {b"re"}
     assert matcher.masks(()).tolist() == before
+
+
+def test_a_bound_that_is_met_behind_drafts_does_not_end_an_answer_that_goes_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    """Whatever was drafted: where nothing is known behind a draft nothing is allowed there, and the answer goes on."""
+    monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
+    matchers = Matchers(functools.partial(grammar_tokens, TOKENIZER), TINY_VOCAB)
+    schema = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(200)}}
+    text = f'start: "n" /[a-z]+/ | "y" object\nobject: %json {json.dumps({**schema, "additionalProperties": False})}'
+    drafts = letters('y{"p1":1,"p')
+    try:
+        drafted, plain = matchers.begin(Grammar(text=text), ()), matchers.begin(Grammar(text=text), ())
+        first = plain.masks(())[0].tolist()
+        rows = drafted.masks(drafts)
+        assert 1 < len(rows) <= len(drafts)
+        assert (rows[0].tolist(), allowed(rows[-1])) == (first, set())
+        assert drafted.error is None
+        assert drafted.allowed(drafts) == 0, "so that it is not met again"
+        assert [row.tolist() for row in drafted.masks(drafts)] == [first, [0] * matchers.words]
+        for matcher in (drafted, plain):
+            matcher.advance(letters("nab"))
+        assert drafted.masks(()).tolist() == plain.masks(()).tolist()
+        assert drafted.error is None
+        reached = matchers.begin(Grammar(text=text), letters('y{"p1":1'))
+        assert [allowed(row) for row in reached.masks(letters("1"))] == [set()]
+        assert "300" in str(reached.error), "an answer that comes to it ends"
+    finally:
+        matchers.close()
