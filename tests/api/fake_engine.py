@@ -12,6 +12,7 @@ from redline.wire.handoff import Gone
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Knock, Ready, Recall, Role, RoleTaken, TakeRole
 from redline.wire.step import TokenLogprobs
+from tests.waiting import turns
 
 Script = Callable[[Job], Iterable[Delta]]
 
@@ -61,7 +62,7 @@ class FakeEngine:
     async def _run(self, job: Job) -> None:
         assert self._deliver is not None
         for delta in self.script(job):
-            await asyncio.sleep(0)
+            await turns()
             await self.gate.wait()
             if job.id in self.aborted:
                 return

@@ -361,7 +361,7 @@ async def test_max_tokens_has_a_default_and_a_maximum() -> None:
 
 
 async def test_a_streams_headers_leave_before_its_first_token() -> None:
-    async with World(answer("a")) as world, world.listening() as url, httpx2.AsyncClient() as http:
+    async with World(answer("a")) as world, world.listening() as url, httpx2.AsyncClient(timeout=SOON_S) as http:
         world.engine.gate.clear()
         body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
         async with asyncio.timeout(SOON_S), http.stream("POST", url + CHAT, json=body) as response:

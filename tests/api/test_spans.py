@@ -15,6 +15,7 @@ from redline.api.edge import Edge
 from redline.api.spans import Spans, open_spans
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.anyio
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -116,7 +117,7 @@ def test_nothing_is_imported_where_nobody_asks_and_a_missing_extra_is_said():
         "try: open_spans({'OTEL_EXPORTER_OTLP_ENDPOINT': 'http://127.0.0.1:1'})\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout == (
         "ConfigError OTEL_EXPORTER_OTLP_ENDPOINT is set, and spans need their library: pip install 'redline[otel]'\n"
     )

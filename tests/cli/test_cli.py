@@ -29,6 +29,7 @@ from redline.progress import Working
 from redline.run.fit import Sizes
 from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
+from tests.waiting import LIMIT_S
 
 REDLINE = Path(sys.executable).with_name("redline")
 
@@ -51,10 +52,10 @@ def typed(*words: str | Path) -> str:
 
 
 def test_the_installed_command_without_a_verb_teaches_and_imports_no_torch():
-    done = subprocess.run([REDLINE], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([REDLINE], capture_output=True, text=True, timeout=LIMIT_S)
     assert all(verb in done.stdout for verb in ("serve", "chat", "eval", "doctor", "bench"))
     program = "import sys, redline.cli; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LIMIT_S)
 
 
 VERBS = ["serve", "chat", "eval", "quantize", "audit", "doctor", "bench decode", "bench speculate"]

@@ -155,7 +155,7 @@ def test_help_imports_nothing_that_takes_time():
     program = (
         "import sys; from redline.cli import app; print({'numpy', 'httpx', 'torch', 'starlette'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.strip() == "set()"
 
 
