@@ -323,9 +323,9 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
                 steps=10, led=8, replayed=4, prompt_tokens=700, prompt_tokens_cached=64, preemptions=1, pages_total=100
             ),
         )
-        world.gateway.deliver(
-            world.link, load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4)
-        )  # a new worker
+        world.gateway.lose(world.link, "gone")
+        again = world.engine.serve(world.gateway, epoch=2)
+        world.gateway.deliver(again, load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4))
         text = (await world.http.get("/metrics")).text
     prompt = len(world.engine.jobs[0].tokens)
     said = len(ids("</think>abcd<|im_end|>"))
@@ -368,9 +368,11 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
                 grammar_draft_tokens=1,
                 grammar_accepted_tokens=1,
             ),
-            load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0)),  # a new worker
         ):
             world.gateway.deliver(world.link, news)
+        world.gateway.lose(world.link, "gone")
+        again = load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0))
+        world.gateway.deliver(world.engine.serve(world.gateway, epoch=2), again)
         text = (await world.http.get("/metrics")).text
     for line in (
         "vllm:spec_decode_num_drafts_total{M} 15.0",
