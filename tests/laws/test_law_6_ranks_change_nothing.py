@@ -43,6 +43,7 @@ from tests.tiny_model import CPU, Answer, job, kernel_config, run
 from tests.waiting import until
 
 MODELS = Path(__file__).parents[2] / "models"
+TEXT = (MODELS.parent / "LICENSE").read_text()[:4000]
 NANO = MODELS / "kimi-nano"
 PROMPT = 100
 
@@ -149,7 +150,7 @@ def config(**changes: object) -> EngineConfig:
 
 def waves() -> list[list[Job]]:
     """Prompts in chunks, cached prefixes, every way to choose a token, and more pages than a small pool has."""
-    tokens = Tokenizer.open(NANO).encode((Path(os.__file__).read_text())[:4000])
+    tokens = Tokenizer.open(NANO).encode(TEXT)
     schema = '%json {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     grammar = Grammar(text=f"start: json\njson: {schema}")
     first = [
@@ -256,7 +257,7 @@ def crowd() -> list[list[Job]]:
         {"temperature": 0.8, "seed": 9, "seeded": True, "top_p": 0.9},
     ]
     length = PAGE_TOKENS - 2
-    tokens = Tokenizer.open(NANO).encode((Path(os.__file__).read_text())[:4000])
+    tokens = Tokenizer.open(NANO).encode(TEXT)
     return [
         [
             job(str(place), tokens[length * place : length * (place + 1)], max_tokens=80, stop_ids=(), **how)
