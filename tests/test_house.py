@@ -375,12 +375,12 @@ def test_what_an_extra_brings_is_imported_in_the_function_that_needs_it():
 
 
 def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
-    """Its channel is a border between processes, and has pyzmq; so have the sockets of events."""
+    """Its channel is a border between processes, and has pyzmq; so have its handshakes and the sockets of events."""
     core = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for room in ("ops", "kernels", "transport", "model", "run", "plan", "wire")
         for path in sorted((ROOT / "redline" / room).rglob("*.py"))
-        if path.name not in ("__init__.py", "channel.py", "kv_sockets.py") and path.parent != TRITON
+        if path.name not in ("__init__.py", "channel.py", "handshakes.py", "kv_sockets.py") and path.parent != TRITON
     ]
     allowed = {"torch", "numpy", "safetensors", "msgspec", None}
     hidden = ["triton", *(module for module in RUN_TIME.values() if module not in allowed)]

@@ -26,7 +26,7 @@ FINISHED_BYTES = (
     300  # a greeting has 64, HELLO 202, and who sends a wrong HELLO is disconnected; INITIATE has 259 or more
 )
 TELL_S = 60.0  # between two lines about connections that were ended
-_BYTES_RECEIVED = struct.Struct("<128xQ")  # of struct tcp_info (linux/tcp.h), tcpi_bytes_received
+_BYTES_RECEIVED = struct.Struct("<128xQ")  # of struct tcp_info (tcp(7)), tcpi_bytes_received
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_MONITOR_STOPPED
 _OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _EVENT = struct.Struct("<Hi")  # of zmq_socket_monitor(3): which, and its value
