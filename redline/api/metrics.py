@@ -406,7 +406,7 @@ class OwnMetrics(Metrics):
     def joined(self, worker: str) -> None:
         """Not counted here."""
 
-    def load(self, load: Load, worker: str) -> None:
+    def load(self, load: Load, worker: str, epoch: int = 1) -> None:
         """Not counted here."""
 
     def lost(self, worker: str) -> None:

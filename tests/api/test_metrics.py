@@ -1,5 +1,6 @@
 """What vLLM's Grafana dashboard asks for, and what the numbers mean."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 
 from redline.api.config import ApiConfig
-from redline.api.metrics import Metrics
+from redline.api.metrics import Metrics, OwnMetrics
 from redline.api.scrape import create_metrics_app
 from redline.wire.delta import Delta
 from redline.wire.job import Job
@@ -191,3 +192,10 @@ async def test_starts_of_workers_are_counted() -> None:
         world.gateway.lose(world.link, "killed")
         world.engine.serve(world.gateway, epoch=2)
         assert own(world.metrics.expose(), "worker_starts_total") == {"0": 2, "1": 1}
+
+
+def test_what_a_replica_leaves_to_the_supervisor_takes_what_the_server_s_own_metrics_take() -> None:
+    left_out = [name for name in vars(OwnMetrics) if not name.startswith("_") and hasattr(Metrics, name)]
+    assert "load" in left_out
+    for name in left_out:
+        assert inspect.signature(getattr(OwnMetrics, name)) == inspect.signature(getattr(Metrics, name)), name
