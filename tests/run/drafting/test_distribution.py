@@ -64,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": ((A, 1.0), (E, -1.0))},
     "min_tokens": {"min_tokens": 2, "stop_ids": (C,)},
 }
-DRAWS = {"drawn": 384, "certain": 128, "suffix": 128}  # of each kind of draft
+DRAWS = {"drawn": 384, "certain": 64, "suffix": 64}  # of each kind of draft
 
 
 class Table:
