@@ -7,6 +7,7 @@ wakes first takes all that wait. Here whoever hands them out knows how many each
 costs that process an accept and a message; a token never passes it.
 """
 
+import asyncio
 import socket
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -15,6 +16,7 @@ from redline import clock
 from redline.api.listen import AT_ONCE, Listener
 from redline.wire.replicas import Use
 
+AGAIN_S = 0.02  # until a connection is offered again that no replica has taken
 HEARD_S = 1.0  # a replica of which nothing has been heard for so long is handed nothing, where another is heard of
 
 
@@ -36,10 +38,10 @@ class Taker:
         return 0 if self.use is None else self.use.connections + self._given - self.use.taken
 
     def give(self, connection: socket.socket) -> bool:
-        """Hand it a connection, which the caller closes; False where it takes none."""
+        """Hand it a connection, which the caller closes; False where it takes none now."""
         try:
             socket.send_fds(self._door, [b"c"], [connection.fileno()])
-        except OSError:  # it has ended, or has not looked for long
+        except OSError:  # it has ended, or has many to take in as yet
             return False
         self._given += 1
         return True
@@ -56,11 +58,15 @@ class Doorman:
     ) -> None:
         """listener: does not block, and is its caller's. takers: those that there are now."""
         self._listener = Listener(listener, self._hand_out)
+        self._held: socket.socket | None = None  # nobody has taken it yet: the doors of all are full
+        self._again: asyncio.TimerHandle | None = None
         self._takers = takers
         self._clock = clock
 
     def look(self) -> None:
         """Listen where there is a replica that serves. Where there is none, clients wait in the listener's queue."""
+        if self._held is not None:
+            return  # it comes first
         if any(taker.use is not None for taker in self._takers()):
             self._listener.open()
         else:
@@ -69,6 +75,10 @@ class Doorman:
     def close(self) -> None:
         """Hand out nothing more; idempotent."""
         self._listener.close()
+        if self._again is not None:
+            self._again.cancel()
+        if self._held is not None:
+            self._held.close()
 
     def order(self) -> list[Taker]:
         """Who serves, whoever should be handed the next connection first."""
@@ -78,10 +88,18 @@ class Doorman:
         return sorted(ready or heard or serving, key=lambda taker: taker.open)
 
     def _hand_out(self, connection: socket.socket) -> None:
-        with connection:
-            for taker in self.order():
-                if taker.give(connection):
-                    break
+        if any(taker.give(connection) for taker in self.order()):
+            connection.close()
+            return
+        self._held = connection
+        self._listener.close()
+        self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._offer_again)
+
+    def _offer_again(self) -> None:
+        connection, self._held = self._held, None
+        assert connection is not None
+        self._hand_out(connection)
+        self.look()
 
 
 def take(door: socket.socket) -> list[socket.socket]:
