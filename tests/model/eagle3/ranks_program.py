@@ -74,9 +74,9 @@ class Result(NamedTuple):
 
 
 class Ranks(Alone):
-    """A group over inboxes in a file that all ranks map."""
+    """A group over inboxes in a file that all ranks map. seconds: of the emulated clock, which counts looks at it."""
 
-    def __init__(self, file: Path, rank: int, ranks: int, seconds: float = 60) -> None:
+    def __init__(self, file: Path, rank: int, ranks: int, seconds: float = 1e6) -> None:
         self.rank, self.ranks, rooms = rank, ranks, rooms_of(TARGET, ranks)
         words = ranks * rooms.words
         self._mapped = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
