@@ -378,7 +378,7 @@ class Gateway:
             jobs = self.answers_of(link)
             log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
             self.links.lose(link, reason)
-            self.metrics.lost(link.name)
+            self.metrics.lost(link.name, link.epoch)
             self._tell_gone(*self.links.newly_gone())
         for lane in self._lanes_of(link):
             self._move(lane, reason, blamed=not asked)

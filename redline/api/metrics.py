@@ -251,6 +251,7 @@ class Metrics:
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
         self._last: dict[str, tuple[int, Load]] = {}  # by worker: its start, and what the counters hold of that
+        self._ended: dict[str, int] = {}  # by worker: its newest start that has ended
 
     def asked(self, n: int, max_tokens: int) -> None:
         """Count a request that was admitted."""
@@ -305,10 +306,10 @@ class Metrics:
         """Tell how many workers are to run. Without it there is no such series."""
         self._workers_wanted.labels(*self._own).set(workers)
 
-    def lost(self, worker: str) -> None:
-        """Tell that a worker has ended: it has no role, and runs nothing."""
-        own = self._labels(worker)
-        for gauge in (self._running, self._waiting, self._kv_usage):
+    def lost(self, worker: str, epoch: int = 1) -> None:
+        """A start of a worker has ended: it has no role, and runs nothing, whatever load of it arrives later."""
+        own, self._ended[worker] = self._labels(worker), epoch
+        for gauge in (self._running, self._waiting, self._kv_usage, self._kv_chunks):
             gauge.labels(*own).set(0)
         for each in get_args(Role):
             self._role.labels(*own, each).set(0)
@@ -359,9 +360,11 @@ class Metrics:
             return
         last = before if of == epoch else None
         own = self._labels(worker)
-        self._running.labels(*own).set(load.running)
-        self._waiting.labels(*own).set(load.waiting)
-        self._kv_usage.labels(*own).set(load.pages_used / load.pages_total if load.pages_total else 0.0)
+        if epoch > self._ended.get(worker, 0):
+            self._running.labels(*own).set(load.running)
+            self._waiting.labels(*own).set(load.waiting)
+            self._kv_usage.labels(*own).set(load.pages_used / load.pages_total if load.pages_total else 0.0)
+            self._kv_chunks.labels(*own).set(load.kv_chunks)
         self._prefix_queries.labels(*own).inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
         self._prefix_hits.labels(*own).inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
         self._steps.labels(*own, "replay").inc(load.replayed - (last.replayed if last else 0))
@@ -376,7 +379,6 @@ class Metrics:
         then_per_pos = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, then_per_pos, fillvalue=0)):
             self._accepted_per_pos.labels(*own, str(place)).inc(now - then)
-        self._kv_chunks.labels(*own).set(load.kv_chunks)
         handed = dict(last.handoffs) if last else {}
         for result, number in load.handoffs:
             self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))
@@ -409,7 +411,7 @@ class OwnMetrics(Metrics):
     def load(self, load: Load, worker: str, epoch: int = 1) -> None:
         """Not counted here."""
 
-    def lost(self, worker: str) -> None:
+    def lost(self, worker: str, epoch: int = 1) -> None:
         """Not counted here."""
 
     def role(self, worker: str, role: Role) -> None:

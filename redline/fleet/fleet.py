@@ -113,7 +113,7 @@ class Fleet:
         """A worker has ended; idempotent. asked: it was to end."""
         if link.lost is None:
             self.links.lose(link, reason)
-            self.metrics.lost(link.name)
+            self.metrics.lost(link.name, link.epoch)
             if asked:
                 self._asked.add((link.name, link.epoch))
             self._tell_replicas()

@@ -151,6 +151,25 @@ def test_a_worker_that_is_started_again_counts_anew_however_many_steps_its_first
     assert re.search(r"^redline:step_floor_seconds_total\{.*\} 1.25$", text, re.MULTILINE), text
 
 
+def test_what_a_start_of_a_worker_reports_after_it_has_ended_moves_no_gauge() -> None:
+    metrics = Metrics(MODEL)
+    busy = msgspec.structs.replace(load(5), running=3, kv_chunks=2, pages_used=1, pages_total=4)
+    gauges = "vllm:num_requests_running", "vllm:kv_cache_usage_perc", "redline:kv_chunks"
+
+    def found() -> list[float]:
+        text = metrics.expose().decode()
+        metrics._exposed_until = 0.0
+        return [float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)[1]) for name in gauges]  # type: ignore[index]
+
+    metrics.load(busy, "worker", 1)
+    assert found() == [3, 0.25, 2]
+    metrics.lost("worker", 1)
+    metrics.load(msgspec.structs.replace(busy, steps=6), "worker", 1)
+    assert found() == [0, 0, 0], "it comes late"
+    metrics.load(busy, "worker", 2)
+    assert found() == [3, 0.25, 2]
+
+
 async def test_metrics_have_a_port_without_keys(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     async with World(answer("a"), keys_file=str(tmp_path / "keys")) as world:

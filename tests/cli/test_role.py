@@ -21,7 +21,7 @@ def test_a_role_is_asked_for_and_what_comes_of_it_is_said(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("answer", "status", "why"),
     [
-        ({"error": "a is the last worker that answers"}, 409, "a is the last worker that answers"),
+        ({"error": {"message": "a is the last worker that answers"}}, 409, "a is the last worker that answers"),
         ({"error": {"message": "no such key"}}, 401, "no such key"),
         ("not what was expected", 502, "no admin routes at"),
     ],

@@ -428,6 +428,8 @@ def main(words: Sequence[str] | None = None) -> int:
         server = serve(asked.device, TOGETHER if asked.together else APART)
         record = asyncio.run(loaded(server, drawn, asked.minutes, asked.at_once, asked.seed))
         end = server.stop()
+        said = [line for line in server.said.splitlines() if re.search("WARNING|ERROR|Traceback", line)]
+        record |= {"end": end._asdict(), "warnings": len(said), "last_warnings": said[-40:]}
         asked.save.write_text(json.dumps({**record, "given": None}, indent=1) + "\n")  # if the CPU's server fails
         cpu = serve("cpu", TOGETHER)
         expected = asyncio.run(references(cpu.port, drawn, asked.at_once))
@@ -459,7 +461,6 @@ def main(words: Sequence[str] | None = None) -> int:
         "cases": asked.cases,
         "seed": asked.seed,
         **record,
-        "end": end._asdict(),
         "refused_by_one": sorted((refused_here - refused_there) | (answered_here & refused_there)),
         "answers": {"compared": compared, "equal": equal, "different": len(differences)},
         "largest_gap": gaps[-1] if gaps else None,
