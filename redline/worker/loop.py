@@ -181,7 +181,13 @@ def lead(
         messages, held = [*held, *messages] or inbox.drain(wait=False), []
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=_sooner(loads.due_in(), profiling))
-        elif (others or planner.compiling) and last is None and not messages and before == _done(planner, others):
+        elif (
+            not idle  # an idle worker gets here after it has captured a shape: there may be more, and a load to send
+            and (others or planner.compiling)
+            and last is None
+            and not messages
+            and before == _done(planner, others)
+        ):
             pulse.waits = True  # for another worker, for pages, or for a grammar: there is nothing to plan
             due_in = COMPILES_S if planner.compiling else _due_in(others)
             messages = inbox.drain(wait=True, timeout=_sooner(due_in, profiling))

@@ -579,6 +579,28 @@ def test_shapes_are_recorded_one_at_a_time_while_nothing_runs():
     assert runner.replays == 19
 
 
+def test_a_worker_with_transfers_captures_every_shape_and_sends_its_load_before_it_waits_for_ever() -> None:
+    """The end of a lease is no change to the planner, and comes within LOAD_INTERVAL_S of the last load."""
+    now, outbox, turns = FakeClock(), MemoryChannel(), itertools.count()
+    exchange = SimpleNamespace(
+        idle=False, changes=0, counts={}, chunks=1, leaves=False, keep=lambda deltas: deltas, abort=lambda _: None
+    )
+
+    def work() -> list[Delta]:
+        if next(turns) == 2:
+            exchange.idle, exchange.chunks = True, 0
+        return []
+
+    exchange.work, exchange.due_in = work, lambda: None if exchange.idle else 0.05
+    runner = FakeRunner(32, CONFIG, more=[Shape(1, 1, 256), Shape(2, 1, 256), Shape(3, 1, 256)])
+    planner, inbox = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), Rests(now, [], then=[Knock(number=1)])
+    with now.installed():
+        lead(planner, runner, inbox, outbox, exchange=cast("Any", exchange))
+    sent = outbox.drain(wait=False)
+    assert [one.kv_chunks for one in sent[: sent.index(Knock(number=1))] if isinstance(one, Load)] == [1, 0]
+    assert not runner.more
+
+
 def test_a_stop_waits_for_one_recording_at_most():
     class Endless(FakeRunner):
         def record_more(self) -> bool:

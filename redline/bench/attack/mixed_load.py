@@ -45,6 +45,7 @@ from redline.errors import RedlineError
 
 SHARE = 1 / 8  # of clients that leave before their answer has ended
 ANSWER_S = 300.0  # for one answer; a CPU answers all cases within it
+SETTLE_S = 180.0  # from the server's start until its GPU memory stays as it is
 REST_S = 60.0  # from the last request until nothing runs
 TOLERANCE = 0.25  # nats between two devices' log probabilities of one token; bf16 through eight layers
 FLAT_MIB = 8.0  # growth of a process or of the GPU's memory per minute, over the second half
@@ -314,8 +315,18 @@ async def at_rest(port: int) -> dict[str, float]:
         await asyncio.sleep(0.5)
 
 
+async def settled(pid: int) -> None:
+    """Returns once the server, which has nothing to do, takes no more memory of the GPU: idle workers capture CUDA
+    graphs, a shape at a time. Gives up after SETTLE_S seconds."""
+    before, deadline = -math.inf, clock.monotonic() + SETTLE_S
+    while (now := memory(pid).gpu) > before and clock.monotonic() < deadline:
+        before = now
+        await asyncio.sleep(5.0)
+
+
 async def loaded(server: Server, asked: Sequence[Case], minutes: float, at_once: int, seed: int) -> dict[str, Any]:
     """Loads a server; its record, with what it answered under "given"."""
+    await settled(server.process.pid)
     load = Load(server.port, asked, random.Random(f"clients {seed}"))
     began = clock.monotonic()
     until = began + 60 * minutes
