@@ -66,7 +66,6 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torc
 # Positions of a step where nothing is said: the most of these that leave enough memory for pages. A prompt's chunk
 # reads nearly all experts, so one of 8,192 tokens takes less time than four (docs/handoff.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
-LOCK_S = 5.0  # for a worker that ends to let go of the disk's folder
 _log = logging.getLogger(__name__)
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
@@ -536,15 +535,15 @@ def _experts(config: K2Config) -> tuple[int, int]:
     return (config.n_routed_experts, config.num_experts_per_tok) if config.moe_layers else (0, 0)
 
 
-def _keep(folder: Path) -> FileLock:
-    """Keeps the disk's folder to this worker. A worker that ends may still have it, for `LOCK_S` at most."""
+def _keep(folder: Path, lock: Path, wait_s: float) -> FileLock:
+    """Keeps the disk's folder to this worker by a lock on the file `lock`; waits so many seconds for one that ends."""
     try:
-        held = hold(folder, folder / ".lock", LOCK_S)
+        held = hold(folder, lock, wait_s)
     except ConfigError:
         raise ConfigError(
             f"engine.disk: {folder}: another running worker has it: end that one, or name another folder"
         ) from None
-    (folder / ".lock").chmod(0o600)
+    lock.chmod(0o600)
     return held
 
 

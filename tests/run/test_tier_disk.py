@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from redline.disk import hold
 from redline.errors import ConfigError
 from redline.run.tiers import disk as module
-from redline.run.tiers.disk import DiskPages, Place
+from redline.run.tiers.disk import DiskPages, Held, Place
 from redline.wire.job import PageHash
 
 PAGE_BYTES = 1000
@@ -28,7 +28,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def opened(folder: Path, most_bytes: int = 1 << 20) -> Generator[DiskPages]:
     """The pages of a folder, loaded. Their books are proved at the end."""
-    disk = DiskPages(folder, "theirs", PAGE_BYTES, most_bytes, lambda folder: hold(folder, folder / ".lock"))
+    disk = DiskPages(folder, "theirs", PAGE_BYTES, most_bytes, lambda folder, lock, _: hold(folder, lock))
     try:
         list(disk.load())
         yield disk
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_opened_is_skipped_and_counts_until_it_is_removed(
     os.utime(broken, ns=(1, 1))  # the least recently used
 
     def fails(path: Any, *args: Any, **more: Any) -> int:
-        if path == broken:
+        if path == broken.name:
             raise OSError(errno.EIO, "Input/output error")
         return open_(path, *args, **more)
 
@@ -164,7 +164,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, caplog: pytest.
         assert folder.stat().st_mode & 0o777 == 0o700
         with pytest.raises(ConfigError):
             hold(folder, folder / ".lock")
-    assert "the folder was removed while in use" in caplog.text
+    assert "the folder was removed or replaced while in use" in caplog.text
 
 
 def test_a_removed_folder_that_another_process_has_taken_is_left_to_it(tmp_path: Path) -> None:
@@ -183,6 +183,128 @@ def test_a_removed_folder_that_another_process_has_taken_is_left_to_it(tmp_path:
         other.release()
         write(disk, 1)
         assert is_there(disk, 1)
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def move(folder: Path) -> None:
+    folder.rename(folder.with_name("moved"))
+
+
+def remove_the_lock(folder: Path) -> None:
+    (folder / module.LOCK).unlink()
+
+
+@pytest.mark.parametrize("lose", [remove, move, remove_the_lock])
+def test_a_folder_that_another_process_has_by_now_is_not_written_to(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    folder, most_bytes = tmp_path / "tier", 10 * A_FILE
+    with opened(folder, most_bytes) as disk:
+        removed = list[PageHash]()
+        disk.removed = removed.extend
+        write(disk, *range(6))
+        lose(folder)
+        with opened(folder, most_bytes) as other:
+            write(other, *range(100, 110))
+            theirs = {path.name: path.read_bytes() for path in folder.glob("*.pages")}
+            disk.spoil(name(0))
+            disk.use({1, 2}, 2**62)
+            with pytest.raises(ConfigError, match="another process"):
+                write(disk, 7)
+            assert set(removed) == {name(number) for number in range(1, 6)}, "0 was spoilt"
+            assert (len(disk), disk.bytes) == (0, 0)
+            with pytest.raises(ConfigError, match="another process"):
+                write(disk, 8)
+            assert {path.name: path.read_bytes() for path in folder.glob("*.pages")} == theirs
+            assert all(is_there(other, number) for number in range(100, 110))
+            assert on_disk(folder) == other.bytes
+        write(disk, *range(200, 280))
+        assert on_disk(folder) == disk.bytes <= most_bytes, "what the other has written counts"
+        assert is_there(disk, 279)
+
+
+def test_a_folder_that_is_another_one_by_now_is_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "tier"
+    with opened(folder) as disk:
+        write(disk, 0)
+        place = disk.places[name(0)]
+        shutil.rmtree(folder)
+        with opened(folder) as other:
+            write(other, 1)
+            with pytest.raises(FileNotFoundError, match="removed or replaced"):
+                disk.read(place, memoryview(bytearray(PAGE_BYTES)))
+            assert not disk.places
+
+
+def test_files_of_a_folder_that_was_moved_stay_as_they_are(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "tier", tmp_path / "moved"
+    with opened(folder, 10 * A_FILE) as disk:
+        write(disk, *range(40))
+        before = {path.name: path.read_bytes() for path in moved.parent.glob("tier/*.pages")}
+        folder.rename(moved)
+        write(disk, *range(100, 140))
+        assert {path.name: path.read_bytes() for path in moved.glob("*.pages")} == before
+        assert on_disk(folder) == disk.bytes
+        assert is_there(disk, 139)
+
+
+def test_only_a_start_waits_for_a_process_that_has_the_folder(tmp_path: Path) -> None:
+    """A later wait would keep readings from memory waiting too."""
+    folder, waits = tmp_path / "tier", list[float]()
+
+    def recorded(folder: Path, lock: Path, wait_s: float) -> Held:
+        waits.append(wait_s)
+        return hold(folder, lock)
+
+    disk = DiskPages(folder, "theirs", PAGE_BYTES, 1 << 20, recorded)
+    shutil.rmtree(folder)
+    write(disk, 0)
+    disk.close()
+    assert waits == [module.LOCK_S, 0]
+
+
+def test_the_removal_of_a_folder_that_cannot_be_made_again_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, there = tmp_path / "tier", True
+
+    def hold_while_there(folder: Path, lock: Path, wait_s: float) -> Held:
+        if not there:
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(lock))
+        return hold(folder, lock)
+
+    disk = DiskPages(folder, "theirs", PAGE_BYTES, 1 << 20, hold_while_there)
+    shutil.rmtree(folder)
+    there = False
+    for number in range(3):
+        with pytest.raises(FileNotFoundError):
+            write(disk, number)
+    disk.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{folder}: the folder was removed or replaced while in use: its pages are forgotten"
+    ]
+
+
+def test_a_folder_takes_two_descriptors_and_gives_them_back(tmp_path: Path) -> None:
+    def its_descriptors() -> int:
+        paths = [Path("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+        return sum(path.is_symlink() and os.readlink(path).startswith(str(tmp_path)) for path in paths)
+
+    folder = tmp_path / "tier"
+    with opened(folder) as disk:
+        write(disk, 0)
+        assert its_descriptors() == 2
+        shutil.rmtree(folder)
+        with opened(folder):
+            with pytest.raises(ConfigError):
+                write(disk, 0)
+            assert its_descriptors() == 2
+        write(disk, 0)
+        assert its_descriptors() == 2
+    assert its_descriptors() == 0
 
 
 def test_pages_of_files_that_were_removed_are_forgotten_together(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_pages_of_a_disk_come_together_where_memory_has_room_for_few(tmp_path: P
     """More of them than lie beside memory at once, so that places are used again while others are under way."""
     kv = pool()
     pages = WholePages(kv, 3)
-    disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder: hold(folder, folder / ".lock", WAIT_S))
+    disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder, lock, _: hold(folder, lock, WAIT_S))
     store = Store(pages, pages.size, disk)
     try:
         were = kv.planes[:, :12].clone()
@@ -215,7 +215,7 @@ def test_a_page_that_is_saved_anew_behind_a_reading_of_the_disk_stays_until_it_i
     """Memory has room for one page, and another one is saved while the first is copied from there."""
     kv = pool()
     pages = WholePages(kv)
-    disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder: hold(folder, folder / ".lock", WAIT_S))
+    disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder, lock, _: hold(folder, lock, WAIT_S))
     store = Store(pages, pages.size, disk)
     try:
         were = kv.planes[:, 0].clone()

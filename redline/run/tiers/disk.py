@@ -4,8 +4,12 @@ A file is a head, which says whose pages it holds, and records that are only eve
 page's name, what is known of it and the checksum of its bytes, and the bytes. A record counts once all of it is there,
 so a kill or a full disk costs the newest one. The index is in memory, and read again from the records' heads at the
 start. The file whose pages were least lately used is removed when another is begun and there would be too many bytes,
-or when the file system is full. A file is open only while it is read or written, so the process needs one descriptor,
-however many files there are.
+or when the file system is full. A file is open only while it is read or written, so the process needs two descriptors,
+that of the folder and that of its lock, however many files there are.
+
+Files are opened and removed in the folder that was locked, by its descriptor, whatever has its path by now: where that
+was removed, moved or replaced, or its lock file was removed, another process may have the path, and its files are left
+alone. The pages are forgotten then, and the path is locked again before the next one is written.
 
 Nothing is synced: what a power cut takes away does not have its checksum. One thread at a time may use it.
 """
@@ -25,6 +29,8 @@ from redline.wire.job import PageHash
 
 FILE_BYTES = 64 << 20  # of a file, where that is four pages or more
 LEAST_FILES = 8  # that the bound is shared out among: one of them is removed at a time
+LOCK = ".lock"  # the file in the folder whose lock keeps the folder to one process
+LOCK_S = 5.0  # that opening the folder waits for a process that ends to let go of it
 MOST_PAGES = 1 << 20  # in the index, of some 300 bytes each
 MAGIC = b"redpages"
 VERSION = 1
@@ -56,6 +62,19 @@ class Held(Protocol):
         ...
 
 
+# Keeps a folder, which exists, to this process by a lock on a file in it: the folder, the file, and the seconds to wait
+# for another process to let go of it.
+Hold = Callable[[Path, Path, float], Held]
+
+
+class _Folder(NamedTuple):
+    """A folder that this process has locked."""
+
+    descriptor: int
+    held: Held
+    lock: os.stat_result | None  # of its lock file; None: the file system has no locks
+
+
 class _File:
     __slots__ = ("end", "hashes", "used")
 
@@ -68,9 +87,9 @@ class _File:
 class DiskPages:
     """The pages of one folder. `places` is its index."""
 
-    def __init__(self, folder: Path, name: str, page_bytes: int, most_bytes: int, hold: Callable[[Path], Held]) -> None:
-        """name: whose pages they are; files of another name are removed. hold: keeps the folder, which is there by
-        then, to this process. Raises OSError where the folder cannot be made or written, and what `hold` raises."""
+    def __init__(self, folder: Path, name: str, page_bytes: int, most_bytes: int, hold: Hold) -> None:
+        """name: whose pages they are; files of another name are removed. Raises OSError where the folder cannot be made
+        or written, and what `hold` raises."""
         self.places: dict[PageHash, Place] = {}
         self.bytes = 0  # of all files
         self.most_bytes = most_bytes
@@ -85,8 +104,7 @@ class DiskPages:
         self._full = False  # the file system has been full, which was logged
         self.removed: Callable[[Sequence[PageHash]], object] | None = None  # told of pages that have left, with a file
         self._hold = hold
-        self._held: Held | None = None
-        self._take_folder()
+        self._own: _Folder | None = self._taken(LOCK_S)  # None: it was removed, or is another process's
 
     def __len__(self) -> int:
         return len(self.places)
@@ -96,7 +114,7 @@ class DiskPages:
         another name, without a whole page, beyond the bound) are removed. A file that cannot be read is skipped: it
         counts towards the bound, and is removed in its turn. Raises OSError where the folder cannot be read."""
         found: list[tuple[int, int, int]] = []
-        with os.scandir(self._folder) as entries:
+        with os.scandir(self._descriptor()) as entries:
             for entry in entries:
                 if (match := _NAME.fullmatch(entry.name)) is not None and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
@@ -104,9 +122,8 @@ class DiskPages:
                         found.append((status.st_mtime_ns, int(match[1]), status.st_size))
         others = 0
         for used, number, size in sorted(found, reverse=True):
-            path = self._path(number)
             if self.bytes + size > self.most_bytes or len(self.places) >= MOST_PAGES:
-                _unlink(path)
+                self._unlink(number)
                 continue
             file = _File(size, used)
             try:
@@ -114,7 +131,7 @@ class DiskPages:
                     ours = os.pread(descriptor, len(self._head), 0) == self._head
                     records, end = self._records(descriptor, number, size) if ours else ({}, 0)
             except OSError as error:
-                _log.warning("%s: skipped: it cannot be read: %s", path, error.strerror or error)
+                _log.warning("%s: skipped: it cannot be read: %s", self._path(number), error.strerror or error)
                 self._files[number] = file
                 self.bytes += size
                 continue
@@ -124,11 +141,11 @@ class DiskPages:
                     self.places[hash] = place
                     file.hashes.append(hash)
             if not file.hashes:
-                _unlink(path)
+                self._unlink(number)
                 continue
             if end < size:  # a record that was not written to its end
-                with contextlib.suppress(OSError):  # the file may be there to be read
-                    os.truncate(path, end)
+                with contextlib.suppress(OSError), self._open(number, os.O_WRONLY) as descriptor:
+                    os.ftruncate(descriptor, end)  # the file may be read-only
             file.end = end
             self._files[number] = file
             self.bytes += end
@@ -140,8 +157,9 @@ class DiskPages:
         """Appends a page; a page of that name before it counts no more. flags: below 2^31.
 
         Where the file system is full, the least lately used file is removed, and the page is written where that makes
-        room. Where the folder or the file was removed, it is made again. Raises OSError, what was there stays; and what
-        `hold` raises where a folder that was removed is another process's now.
+        room. Where the folder or the file was removed, it is made again; where the folder was replaced, the pages of
+        the new one are loaded. Raises OSError, what was there stays; and what `hold` raises where the folder is another
+        process's by now.
         """
         try:
             return self._append(hash, page, checksum, flags)
@@ -175,7 +193,8 @@ class DiskPages:
             if (file := self._files.get(number)) is not None:
                 file.used = now_ns
                 with contextlib.suppress(OSError):
-                    os.utime(self._path(number), ns=(now_ns, now_ns), follow_symlinks=False)
+                    name = self._path(number).name
+                    os.utime(name, ns=(now_ns, now_ns), dir_fd=self._descriptor(), follow_symlinks=False)
 
     def spoil(self, hash: PageHash) -> None:
         """A page's bytes are wrong: it counts no more, nor after a restart."""
@@ -193,8 +212,7 @@ class DiskPages:
         """Lets go of the folder."""
         self._files.clear()
         self.places.clear()
-        if self._held is not None:
-            self._held.release()
+        self._let_go()
 
     def check(self) -> None:
         """Raises AssertionError unless the index names whole records of files that are there, within the bound."""
@@ -210,25 +228,67 @@ class DiskPages:
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:010d}.pages"
 
-    def _take_folder(self) -> None:
+    def _taken(self, wait_s: float) -> _Folder:
         """Makes the folder where it is missing, readable by its owner alone, and keeps it to this process."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_mode & 0o777 != 0o700:
             self._folder.chmod(0o700)
-        self._held = self._hold(self._folder)
+        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            held = self._hold(self._folder, self._folder / LOCK, wait_s)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        lock = None
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.stat(LOCK, dir_fd=descriptor)
+        return _Folder(descriptor, held, lock)
+
+    def _let_go(self) -> None:
+        if self._own is not None:
+            self._own.held.release()
+            os.close(self._own.descriptor)
+            self._own = None
+
+    def _is_ours(self) -> bool:
+        """Whether the path still names the folder that was locked, by the lock file that was locked. Raises OSError."""
+        if self._own is None:
+            return False
+        try:
+            if not os.path.samestat(os.stat(self._folder), os.fstat(self._own.descriptor)):
+                return False
+            lock = self._own.lock
+            return lock is None or os.path.samestat(os.stat(LOCK, dir_fd=self._own.descriptor), lock)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def _descriptor(self) -> int:
+        """Of the folder. Raises FileNotFoundError where it is not this process's any more."""
+        if not self._is_ours():
+            raise FileNotFoundError(errno.ENOENT, "the folder was removed or replaced", str(self._folder))
+        assert self._own is not None
+        return self._own.descriptor
 
     @contextlib.contextmanager
     def _open(self, number: int, flags: int) -> Generator[int]:
         """A file's descriptor, inside. Raises OSError."""
-        descriptor = os.open(self._path(number), flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        name = self._path(number).name
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor())
         try:
             yield descriptor
         finally:
             os.close(descriptor)
 
     def _append(self, hash: PageHash, page: memoryview, checksum: int, flags: int) -> Place:
-        if self._held is None:
-            self._take_folder()
+        if self._own is None:
+            self._own = self._taken(0)
+            try:
+                for _ in self.load():  # another process may have written there
+                    pass
+            except OSError:
+                self._let_go()
+                raise
+        self._descriptor()  # before anything is removed to make room
         number, file = self._room()
         head = _sealed(_RECORD.pack(hash, len(page), checksum, flags))
         with self._open(number, os.O_WRONLY) as descriptor:
@@ -257,7 +317,7 @@ class DiskPages:
             if not self._remove_one():
                 break
         number = max(self._files, default=0) + 1
-        while self._path(number).exists():
+        while self._is_there(number):
             number += 1
         with self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
             try:
@@ -265,7 +325,7 @@ class DiskPages:
                     raise OSError(errno.ENOSPC, "the disk took a part of a file's head", str(self._path(number)))
                 used = os.fstat(descriptor).st_mtime_ns
             except OSError:
-                _unlink(self._path(number))
+                self._unlink(number)
                 raise
         file = self._files[number] = _File(len(self._head), used)
         self.bytes += file.end
@@ -281,6 +341,11 @@ class DiskPages:
         return bool(numbers)
 
     def _remove(self, number: int) -> None:
+        self._forget(number)
+        self._unlink(number)
+
+    def _forget(self, number: int) -> None:
+        """The pages of a file count no more."""
         file = self._files.pop(number)
         if number == self._current:
             self._current = None
@@ -290,20 +355,31 @@ class DiskPages:
         if self.removed is not None:
             self.removed(left)
         self.bytes -= file.end
-        _unlink(self._path(number))
+
+    def _unlink(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # where nothing can be written nothing can be removed
+            os.unlink(self._path(number).name, dir_fd=self._descriptor())
+
+    def _is_there(self, number: int) -> bool:
+        """Whether the folder has a file of that number. Raises OSError."""
+        try:
+            os.stat(self._path(number).name, dir_fd=self._descriptor(), follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
 
     def _forget_missing(self) -> None:
         """Somebody else has removed files, or the folder: forgets their pages, and lets go of a folder that is gone."""
-        missing = [number for number in self._files if not self._path(number).exists()]
+        gone = self._own is not None and not self._is_ours()
+        missing = [number for number in self._files if gone or not self._is_there(number)]
         for number in missing:
-            self._remove(number)
-        gone = self._held is not None and not self._folder.is_dir()
+            self._forget(number)
         if gone:
-            assert self._held is not None
-            self._held.release()
-            self._held = None
-        what = "the folder was removed" if gone else f"{len(missing)} files were removed"
-        _log.warning("%s: %s while in use: their pages are forgotten", self._folder, what)
+            self._let_go()
+            _log.warning("%s: the folder was removed or replaced while in use: its pages are forgotten", self._folder)
+        elif missing:
+            what = f"{len(missing)} files were removed"
+            _log.warning("%s: %s while in use: their pages are forgotten", self._folder, what)
 
     def _records(self, descriptor: int, number: int, size: int) -> tuple[dict[PageHash, Place], int]:
         """The pages of a file's whole records, and where the last of these ends. Raises OSError."""
@@ -323,8 +399,3 @@ class DiskPages:
 
 def _sealed(head: bytes) -> bytes:
     return head + blake2b(head, digest_size=_DIGEST).digest()
-
-
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(OSError):  # where nothing can be written nothing can be removed
-        path.unlink()
