@@ -29,6 +29,9 @@ if not torch.cuda.is_available():
     triton_bf16.mend()
 
 
+# Programs that measure, attack or compare, and guard no behaviour of the product: `make test-all` tests them.
+PROGRAMS = "bench/runs/", "bench/peers/", "bench/test_growth.py", "bench/test_mutate.py", "bench/test_bystander.py"
+
 # Its examples are the same in each run as well, and no machine is too slow for them.
 hypothesis.settings.register_profile(
     "redline", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
@@ -62,7 +65,10 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before those that are marked `slow` are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """See tests/pairwise.py."""
+    """Tests of measurement programs are slow, and so is what tests/pairwise.py leaves out."""
+    for item in items:
+        if item.path.relative_to(real_time.TESTS).as_posix().startswith(PROGRAMS):
+            item.add_marker(pytest.mark.slow)
     pairwise.mark_others_slow([item for item in items if item.get_closest_marker("pairwise")])
 
 

@@ -9,15 +9,12 @@ import os
 import re
 import subprocess
 import sys
-import tokenize
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
-from io import StringIO
 from pathlib import Path
-from tokenize import COMMENT
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -260,14 +257,19 @@ def test_links_and_paths_in_a_page_lead_somewhere(page: Path):
     assert not [path for path in paths if not any((root / path).exists() for root in roots)]
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def remarks(path: Path) -> Iterator[str]:
-    """A program's docstrings and comments; of C++ what stands behind //."""
+    """A program's docstrings and comments; what follows # or // in a string counts as one."""
     text = path.read_text()
     if path.suffix != ".py":
         yield from re.findall(r"//.*", text)
         return
-    yield from (token.string for token in tokenize.generate_tokens(StringIO(text).readline) if token.type == COMMENT)
-    for node in ast.walk(ast.parse(text)):
+    yield from re.findall(r"#.*", text)
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value.value
 
@@ -430,16 +432,24 @@ def imports(tree: ast.AST) -> Iterator[str]:
 @functools.cache
 def imported(path: Path) -> tuple[str, ...]:
     """All modules that a program imports, wherever it does."""
-    return tuple(imports(ast.parse(path.read_text())))
+    return tuple(imports(parsed(path)))
 
 
-def offences(source: str, forbidden_calls: set[str]) -> list[str]:
+def name_of(called: ast.expr) -> str:
+    """`a.b.c`, of what is called; empty for what has no name, as the result of another call."""
+    names: list[str] = []
+    while isinstance(called, ast.Attribute):
+        names.append(called.attr)
+        called = called.value
+    return ".".join(reversed([*names, called.id])) if isinstance(called, ast.Name) else ""
+
+
+def offences(tree: ast.AST, forbidden_calls: set[str]) -> list[str]:
     """What the laws of security forbid, with its line."""
-    tree = ast.parse(source)
     found = [module for module in imports(tree) if module.partition(".")[0] in FORBIDDEN_MODULES]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
+            name = name_of(node.func)
             if name in forbidden_calls:
                 found.append(f"line {node.lineno}: {name}()")
             found += [f"line {node.lineno}: {word.arg}=" for word in node.keywords if word.arg in FORBIDDEN_KEYWORDS]
@@ -447,13 +457,13 @@ def offences(source: str, forbidden_calls: set[str]) -> list[str]:
 
 
 def test_nothing_unpickles_evaluates_or_runs_a_checkpoints_code():
-    found = {str(path): offences(path.read_text(), FORBIDDEN_CALLS) for path in PROGRAMS}
+    found = {str(path): offences(parsed(path), FORBIDDEN_CALLS) for path in PROGRAMS}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
 def test_nothing_that_we_ship_executes_text():
     """One exception, a program in a string: `redline eval --run-code` runs it in a closed child (run_code.py)."""
-    found = {str(path): offences(path.read_text(), FORBIDDEN_CALLS | EXECUTING_CALLS) for path in SHIPPED}
+    found = {str(path): offences(parsed(path), FORBIDDEN_CALLS | EXECUTING_CALLS) for path in SHIPPED}
     assert not {path: lines for path, lines in found.items() if lines}
 
 
@@ -462,7 +472,7 @@ def test_nothing_that_we_ship_executes_text():
     ["import pickle", "from pickle import loads", "eval('1')", "torch.load(path)", "f(x, trust_remote_code=True)"],
 )
 def test_the_search_for_offences_finds_them(source: str):
-    assert offences(source, FORBIDDEN_CALLS)
+    assert offences(ast.parse(source), FORBIDDEN_CALLS)
 
 
 @pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "simulate", "api", "transport"])
@@ -482,7 +492,7 @@ def test_no_two_files_import_each_other():
     """Nor three, in a circle: as they are loaded one would see half of another. A function may import what it likes."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "redline").rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    graph = {name: loaded(ast.parse(path.read_text())) & set(modules) - {name} for name, path in modules.items()}
+    graph = {name: loaded(parsed(path)) & set(modules) - {name} for name, path in modules.items()}
     assert sum(map(len, graph.values())) > 500
     TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
 
