@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct("<I")
 WALKS = 2  # texts of a grammar that a trial follows
 WALKED = 48  # tokens of each, at most
+TOO_LONG = "it takes too long"
 _INWARD = b'{[":,'  # what leads further into a value of JSON
 
 
@@ -45,10 +46,14 @@ class Trial(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """What came of it. error: why it cannot be used; None: it can. text: the converted grammar."""
+    """What came of it. error: why it cannot be used; None: it can. text: the converted grammar.
+
+    timed: a clock decided, so another trial may end otherwise.
+    """
 
     error: str | None = None
     text: str = ""
+    timed: bool = False
 
 
 def framed(message: Record) -> bytes:
@@ -90,7 +95,7 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
     draw = random.Random(trial.text)
     for number in range(WALKS):
         if (error := _walk(matcher.deep_copy(), draw, inward if number else ())) is not None:
-            return Verdict(error=error)
+            return Verdict(error=error, timed=error.startswith(TOO_LONG))
     return Verdict()
 
 
@@ -108,7 +113,7 @@ def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> s
         followed = matcher.consume_token(token)
         began, took = (now := clock.thread_time()), now - began
         if (why := budget.spend(took)) is not None:
-            return f"it takes too long: {why}"
+            return f"{TOO_LONG}: {why}"
         if matcher.is_error():
             return _error(matcher)
         if not followed or matcher.is_stopped():

@@ -159,12 +159,12 @@ class Trials:
             verdict = await child.ask(asked.trial)
         except TimeoutError:
             self._late_until[asked.tenant] = clock.monotonic() + LATE_S
-            verdict = Verdict(error=f"it takes more than {self._limits.grammar_seconds:g} s to compile")
+            verdict = Verdict(error=f"it takes more than {self._limits.grammar_seconds:g} s to compile", timed=True)
         except ConnectionError:
             verdict = Verdict(error="it takes more memory to compile than there is for it")
         except Exception as error:
             verdict = error
-        if isinstance(verdict, Verdict):
+        if isinstance(verdict, Verdict) and not verdict.timed:
             self._keep(asked.key, verdict)
         self._known.pop((asked.tenant, asked.key), None)
         if asked.verdict.done():

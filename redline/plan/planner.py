@@ -958,7 +958,7 @@ class Planner:
         self._free_slots.append(job.slot)
 
     def _settle_row(self, job: ActiveJob, row: Row, outcome: RowResult) -> Delta | None:
-        if outcome.error is not None:
+        if outcome.error is not None and not self._completes(job, outcome.tokens):
             self._end(job, "error")
             fault: Fault = "refused" if outcome.refused else "failed"
             return _error(job.job.id, outcome.error, fault, job.cached_tokens)
@@ -1002,6 +1002,10 @@ class Planner:
             by=outcome.by,
             noted=noted,
         )
+
+    def _completes(self, job: ActiveJob, tokens: Sequence[int]) -> bool:
+        """Whether the answer ends with these tokens: then what its grammar took too long for delays no other job."""
+        return bool(tokens) and (job.known + len(tokens) >= job.limit or not job.stop_ids.isdisjoint(tokens))
 
     def _accept(self, job: ActiveJob, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
         """Appends new tokens up to the limit or a stop id, which is the last."""

@@ -15,7 +15,8 @@ NOT_TOLD = "<non-verbose/>"  # stands in an error for the parser's state, which 
 STEP_ITEMS = 15_000  # Earley items of a mask, 60 ms at most; schemas take 200 to 5,000, 400 optional properties 12,000
 LEXER_STATES = 20_000  # of one matcher, 1 to 2 kB each; JSON schemas take up to 2,000
 LONGEST_S = 0.25  # of one step: four times what the bound on items lets a mask take, since machines stop for moments
-EACH_S = 0.002  # of a step, in the mean over an answer; JSON schemas take 0.02 to 0.1 ms, short bounded strings 1.6
+EACH_S = 0.006  # of a step, in the mean over an answer: nearly four times what the slowest strings take (1.6 ms; JSON
+# schemas take 0.02 to 0.1), since machines differ by as much
 AHEAD_S = 0.5  # that an answer may be ahead of that mean
 
 

@@ -89,8 +89,8 @@ class Outcome(NamedTuple):
     @property
     def result(self) -> RowResult:
         """The row's result. One that ran and gave no token met a logit that is not finite, unless it left no choice."""
-        if self.error is not None:
-            return RowResult(tokens=tuple(self.tokens), error=self.error, refused=True)
+        if self.error is not None and not self.tokens:
+            return RowResult(error=self.error, refused=True)
         if self.ran and not self.tokens:
             return RowResult(error=no_choice(self.before) if self.no_choice else not_finite(self.before - 1))
         tokens = tuple(self.tokens)
@@ -102,6 +102,8 @@ class Outcome(NamedTuple):
             logprobs=self.logprobs,
             waiting=len(self.drafts),
             forced=self.forced,
+            error=self.error,
+            refused=self.error is not None,
         )
 
 

@@ -167,7 +167,7 @@ def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers
             del seconds[0]
     assert errors == [
         "its grammar takes too long: one token took 260 ms to follow; at most 250 ms are allowed",
-        "its grammar takes too long: its tokens take more than 2 ms each to follow",
+        "its grammar takes too long: its tokens take more than 6 ms each to follow",
     ]
 
 
