@@ -18,8 +18,8 @@ FIRST = $(shell sed -n -E 's/^  ("(torch|numpy|setuptools)[<>=][^"]*").*/\1/p' p
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     format, lint, types, import laws, tests"
-	@echo "make test-gpu  on a Hopper GPU: laws, kernels at Kimi's sizes, and op times next to the stored ones (8 minutes)"
 	@echo "make test-all  the same with the slow tests, such as every case of every emulated CUDA kernel"
+	@echo "make test-gpu  on a Hopper GPU: laws, kernels at Kimi's sizes, and op times next to the stored ones (8 minutes)"
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
 	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"

@@ -48,7 +48,7 @@ class Trial(Record, frozen=True):
 class Verdict(Record, frozen=True):
     """What came of it. error: why it cannot be used; None: it can. text: the converted grammar.
 
-    timed: a clock decided, so another trial may end otherwise.
+    timed: the machine's state decided, so another trial may end otherwise, and it is not kept.
     """
 
     error: str | None = None

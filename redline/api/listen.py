@@ -9,7 +9,7 @@ import logging
 import socket
 from collections.abc import Callable
 
-AT_ONCE = 64  # connections that are accepted in one turn of the event loop
+AT_ONCE = 16  # connections accepted in one turn of the event loop: one that gives way keeps its descriptor for some
 PAUSE_S = 1.0  # where the system has no descriptor left
 
 log = logging.getLogger("redline.api")

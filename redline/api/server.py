@@ -123,13 +123,15 @@ class Connection(HttpToolsProtocol):
 
     def feed(self, data: bytes) -> None:
         """Parse what has arrived (`turns.Reader`); refuse, with 400 or 431, what is no HTTP or beyond the bounds."""
-        if self.parser is None or self._refused:
+        if self.parser is None or self._refused or self.transport.is_closing():
+            return
+        if self._idle and not data.strip(b"\r\n"):  # empty lines before a request are ignored (RFC 9112, 2.2)
             return
         self._untold_bytes += len(data)
         if self._idle:
             self._idle = False
             self._expect_head()
-        if self._at_start and is_without_version(data):
+        if self._at_start and not self._is_answering() and is_without_version(data):
             self._refuse(
                 Refusal(400, "the request line has no HTTP version; this server reads HTTP/1.1", "http_version")
             )
@@ -181,6 +183,7 @@ class Connection(HttpToolsProtocol):
             )
             raise self._refusal
         super().on_headers_complete()
+        self.headers = []  # trailers go there: they are counted, and are no headers of the request
         self._owed_in_time()
         self._all.owes(self)  # its body, in the app's time; `on_message_complete` follows at once where it has none
 
@@ -201,9 +204,13 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is whole: what it asks for is begun in this turn, and counted."""
         self._at_start = True
+        self._untold_bytes = 0
         self._all.turns.whole()
         if not self.cycle.response_complete:
             self._all.owes_nothing(self)
+        elif not self.transport.is_closing():  # it was answered before its body had come
+            self._idle = True
+            self._expect(self._limits.idle_seconds, self._head_is_late)
         super().on_message_complete()
 
     def _expect_head(self) -> None:
@@ -288,6 +295,7 @@ class Connection(HttpToolsProtocol):
         """Tell the app, where it is answering, that its client has left; what it still sends is not written."""
         if self._is_answering():
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False  # the app would have it written after the end
             self.cycle.message_event.set()
 
     # -- writing
@@ -320,7 +328,9 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's time ends with the first byte of a head, ours with the last
         self._expect_taken()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._all.owes(self)  # that it takes the answer
+        else:
             self._idle = True
             self._expect(self._limits.idle_seconds, self._head_is_late)
 

@@ -75,6 +75,8 @@ class Tls(asyncio.Transport, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Decrypt what has come."""
+        if self._ended:  # what follows a close_notify is ignored
+            return
         self._received.write(data)
         self._go_on()
 

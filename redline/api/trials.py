@@ -160,8 +160,9 @@ class Trials:
         except TimeoutError:
             self._late_until[asked.tenant] = clock.monotonic() + LATE_S
             verdict = Verdict(error=f"it takes more than {self._limits.grammar_seconds:g} s to compile", timed=True)
-        except ConnectionError:
-            verdict = Verdict(error="it takes more memory to compile than there is for it")
+        except ConnectionError:  # the process may have ended of something else, so this is not kept
+            self._late_until[asked.tenant] = clock.monotonic() + LATE_S
+            verdict = Verdict(error="it takes more memory to compile than there is for it", timed=True)
         except Exception as error:
             verdict = error
         if isinstance(verdict, Verdict) and not verdict.timed:
@@ -187,6 +188,8 @@ class GrammarProcess:
 
     async def ask(self, trial: Trial) -> Verdict:
         """As `Child.ask`."""
+        if self.process is not None and self.process.returncode is not None:
+            self.kill()  # it has ended since its last trial
         if self.process is None:
             try:
                 async with asyncio.timeout(START_S):

@@ -89,10 +89,10 @@ def serve(config: ServeConfig, console: Console) -> int:
             listeners.callback(Path(config.unix_socket).unlink, missing_ok=True)
         admin = None
         if config.admin_port is not None:
-            admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port))
+            admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port, "admin_port"))
         scrape = None
         if config.metrics_port is not None:
-            scrape = listeners.enter_context(_listen(config.host, config.metrics_port))
+            scrape = listeners.enter_context(_listen(config.host, config.metrics_port, "metrics_port"))
         return _serve_at(config, folder, Doors(listener, admin, scrape), console)
 
 
@@ -158,7 +158,7 @@ def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> Non
         )
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, option: str = "--port") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -168,8 +168,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         why = {
-            errno.EADDRINUSE: "another server may be running there; choose one with --port",
-            errno.EACCES: "ports below 1024 are the administrator's; choose one with --port",
+            errno.EADDRINUSE: f"another server may be running there; choose one with {option}",
+            errno.EACCES: f"ports below 1024 are the administrator's; choose one with {option}",
         }.get(error.errno or 0, "is host an address of this machine?")
         raise ConfigError(f"port {port} on {host} cannot be used ({error.strerror}): {why}") from None
     except (TypeError, ValueError):  # no name at all: too long, or with a zero byte

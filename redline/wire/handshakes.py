@@ -5,8 +5,8 @@ So the handshake has a time; and a thread for each such socket hears of every co
 many of a process have not finished, ends the oldest of them. Who has the key connects again by itself where that was
 one of its own.
 
-ZeroMQ does not say which connection has finished, but the kernel counts what each has sent: more than the two messages
-that can be made without the key, or what follows from them is another's.
+ZeroMQ does not name the connection that has finished, but the kernel counts what each peer has taken: without the key a
+peer is sent a greeting alone.
 """
 
 import itertools
@@ -22,11 +22,9 @@ from redline import clock
 
 HANDSHAKE_MS = 5_000  # for the whole handshake, which takes three round trips
 MOST_UNFINISHED = 128  # connections of one process
-FINISHED_BYTES = (
-    300  # a greeting has 64, HELLO 202, and who sends a wrong HELLO is disconnected; INITIATE has 259 or more
-)
+FINISHED_BYTES = 128  # of ours: a greeting has 64, and WELCOME, which only who has the key is sent, 170 more
 TELL_S = 60.0  # between two lines about connections that were ended
-_BYTES_RECEIVED = struct.Struct("<128xQ")  # of struct tcp_info (tcp(7)), tcpi_bytes_received
+_BYTES_ACKED = struct.Struct("<120xQ")  # of struct tcp_info (tcp(7)), tcpi_bytes_acked
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_MONITOR_STOPPED
 _OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
 _EVENT = struct.Struct("<Hi")  # of zmq_socket_monitor(3): which, and its value
@@ -51,7 +49,7 @@ class Unfinished:
             if len(self._ports) <= self._most:
                 return
             for each, its_port in list(self._ports.items()):
-                if _sent(each, its_port) < FINISHED_BYTES:
+                if _taken_by(each, its_port) < FINISHED_BYTES:
                     break
                 del self._ports[each]
             if len(self._ports) <= self._most:
@@ -123,14 +121,14 @@ class Handshakes:
                     log.exception("a connection to %s could not be counted", endpoint.decode())
 
 
-def _sent(descriptor: int, port: int) -> int:
-    """Bytes that a connection's peer has sent; as many as are enough where it is no connection at `port` any more."""
+def _taken_by(descriptor: int, port: int) -> int:
+    """Bytes of ours that a connection's peer has taken; enough of them if it is no connection at `port` any more."""
     connection = _at(descriptor, port)
     if connection is None:
         return FINISHED_BYTES
     try:
-        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-        return _BYTES_RECEIVED.unpack(told)[0]
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
+        return _BYTES_ACKED.unpack(told)[0]
     except (OSError, struct.error):  # it has just ended
         return FINISHED_BYTES
     finally:

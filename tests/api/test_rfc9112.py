@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from redline.api.admin import create_admin_app
 from redline.api.config import ApiConfig, Limits
@@ -14,7 +15,7 @@ from redline.api.head import check_head, is_without_version
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.api.world import World, answer
 from tests.clocks import FakeClock
-from tests.waiting import eventually
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -184,3 +185,72 @@ async def test_errors_of_admin_routes_have_the_shape_of_the_apis(
     error = answered.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["code"]) == ("invalid_request_error", code)
+
+
+async def test_trailers_are_no_headers_of_the_request(clock: FakeClock) -> None:
+    heads: list[list[tuple[bytes, bytes]]] = []
+
+    class App(Hello):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            heads.append(list(scope["headers"]))
+            await super().__call__(scope, receive, send)
+
+    asked = b"POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    async with serving(App(), Limits(), clock) as (port, _):
+        with Client(port) as client:
+            got = await client.say(asked + b"1\r\na\r\n0\r\nauthorization: Bearer x\r\n\r\n").rest()
+    assert got.startswith(b"HTTP/1.1 200")
+    assert [name for name, _ in heads[0]] == [b"host", b"connection", b"transfer-encoding"]
+
+
+async def test_what_follows_a_request_does_not_end_its_answer(clock: FakeClock) -> None:
+    """A Content-Length that is too short by some bytes, which arrive by themselves and have no HTTP version."""
+    app = Hello()
+    async with serving(app, Limits(), clock) as (port, _):
+        with Client(port) as client:
+            client.say(b"POST /held HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\n{")
+            await eventually(lambda: app.begun)
+            client.say(b"}\n")
+            await turns(20)
+            app.gate.set()
+            got = await client.rest()
+    assert got.startswith(b"HTTP/1.1 200")
+    assert got.endswith(b"hello")
+
+
+async def test_an_empty_line_between_requests_is_none(clock: FakeClock) -> None:
+    limits = Limits()
+    async with serving(Hello(), limits, clock) as (port, _):
+        with Client(port) as client:
+            client.say(GET)
+            await eventually(lambda: client.look().endswith(b"hello"))
+            client.say(b"\r\n")
+            await turns(20)
+            clock.advance(limits.header_seconds + 1)
+            await turns(20)
+            assert not client.ended, "the client still has its time between requests"
+            client.say(GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            got = await client.rest()
+    assert got.count(b"HTTP/1.1 200") == 2
+    assert b" 408 " not in got
+
+
+async def test_an_answer_before_the_body_leaves_the_time_between_requests(clock: FakeClock) -> None:
+    class Refuses:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 429, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+
+    limits = Limits()
+    async with serving(Refuses(), limits, clock) as (port, _):
+        with Client(port) as client:
+            client.say(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n")
+            await eventually(lambda: b" 429 " in client.look())
+            client.say(b"{}")
+            await turns(20)
+            clock.advance(limits.header_seconds + 1)
+            await turns(20)
+            assert not client.ended
+            client.say(b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            got = await client.rest()
+    assert got.count(b" 429 ") == 2
