@@ -5,7 +5,7 @@ what has been settled. Between the two lie the steps in flight. Their drafts cou
 and `length` are the most that it can come to; `slack` says by how much less it may be.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from redline.plan.notes import Pause, Rounds
 from redline.wire.delta import Brought, Finish, Note
@@ -24,6 +24,7 @@ class ActiveJob:
         "cached_tokens",
         "came",
         "came_at_s",
+        "compiled",
         "computed",
         "counted",
         "drafting",
@@ -69,6 +70,8 @@ class ActiveJob:
         self.work = len(job.tokens) + len(
             job.answer
         )  # positions that it had to compute when it came; in the queue it is ranked by them
+        # Whether its grammar is compiled; it holds the grammar until the job ends. None: there is nothing to compile.
+        self.compiled: Callable[[], bool] | None = None
         self.passed = 0  # positions of jobs that began while it was this one's turn
         self.prompt = len(job.tokens)
         self.limit = limit

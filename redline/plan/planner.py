@@ -48,8 +48,9 @@ from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, Step
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
-Compiled = Callable[[Grammar], bool]
-"""Whether a grammar is compiled, so that no step waits for it; the first call starts that."""
+Hold = Callable[[Grammar], Callable[[], bool]]
+"""Starts to compile a grammar. The result tells whether it is compiled, so that no step waits for it; as long as it is
+referenced, the grammar is not forgotten."""
 
 
 WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
@@ -149,7 +150,7 @@ class Planner:
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting = Queue()
-        self._compiled: Compiled = lambda _: True
+        self._hold: Hold | None = None
         self._compiling: dict[JobId, ActiveJob] = {}  # that would wait, and whose grammar is not compiled
         self._running: list[ActiveJob] = []  # in the order in which they first began
         self._arriving: dict[JobId, ActiveJob] = {}  # whose prompt is computed elsewhere
@@ -185,9 +186,9 @@ class Planner:
         self._beside.forecast = forecast
         self._timed.hears = forecast.took
 
-    def compile_with(self, compiled: Compiled) -> None:
-        """From now on a job takes part in steps once its grammar is compiled."""
-        self._compiled = compiled
+    def compile_with(self, hold: Hold) -> None:
+        """From now on a job takes part in steps once its grammar is compiled. It holds the grammar until it ends."""
+        self._hold = hold
 
     @property
     def compiling(self) -> bool:
@@ -370,7 +371,9 @@ class Planner:
         if self._clock is not None:
             active.came = self._clock()
         self._jobs[job.id] = active
-        self._is_compiled(active)  # begins now, while its prompt may still be on its way
+        grammar = job.sampling.grammar
+        if self._hold is not None and grammar is not None and grammar.text:
+            active.compiled = self._hold(grammar)  # begins now, while its prompt may still be on its way
         return active
 
     def _lack(self, job: ActiveJob) -> Lack:
@@ -379,32 +382,16 @@ class Planner:
 
     def _wait(self, job: ActiveJob) -> None:
         job.work = job.known - PAGE_TOKENS * len(self._cache.match(job.hashes[: job.usable]))
-        if self._is_compiled(job):
+        if _is_compiled(job):
             self._waiting.add(job)
         else:
             self._compiling[job.job.id] = job
 
-    def _is_compiled(self, job: ActiveJob) -> bool:
-        grammar = job.job.sampling.grammar
-        return grammar is None or not grammar.text or self._compiled(grammar)
-
     def _take_compiled(self) -> None:
         """Jobs whose grammar is compiled by now wait for a slot as all others do."""
-        for job in [job for job in self._compiling.values() if self._is_compiled(job)]:
+        for job in [job for job in self._compiling.values() if _is_compiled(job)]:
             del self._compiling[job.job.id]
-            if job.entry is None:
-                self._waiting.add(job)
-            else:
-                self._waiting.put_back(job)
-
-    def _must_compile(self, job: ActiveJob) -> bool:
-        """Whether the grammar of a waiting job is not kept any more: then the job is taken out of the queue, and nobody
-        behind it waits."""
-        if self._is_compiled(job):
-            return False
-        self._waiting.remove(job)
-        self._compiling[job.job.id] = job
-        return True
+            self._waiting.add(job)
 
     def _unopen(self, job: ActiveJob) -> None:
         """Gives back the pages of a job that has no slot."""
@@ -478,8 +465,6 @@ class Planner:
         self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
         while self._admitting and budget and self._waiting and self._free_slots:
             due = self._waiting.due()
-            if self._must_compile(due):
-                continue
             if begins and self._config.admit_together > 1 and due.known > budget:
                 break  # in two parts it would cost two steps
             begin = self._admit(due)
@@ -508,7 +493,7 @@ class Planner:
         come first, unless it is the landed ones that have them."""
         begins: list[Begin] = []
         while self._landed and self._free_slots and not (self._waiting and self._waiting.again and self._running):
-            job = next((job for job in self._landed if self._is_compiled(job)), None)
+            job = next((job for job in self._landed if _is_compiled(job)), None)
             if job is None:
                 break
             if min(job.planned + 1 + job.drafting, job.target) > len(job.pages) * PAGE_TOKENS:
@@ -566,8 +551,6 @@ class Planner:
         while share:
             least = short[0][0] if short else oldest
             waiting = self._waiting.quick(min(least, oldest)) if self._waiting and self._free_slots else None
-            if waiting is not None and self._must_compile(waiting):
-                continue
             if waiting is not None:
                 begin = self._admit(waiting)
                 if begin is None:
@@ -1041,6 +1024,7 @@ class Planner:
     def _end(self, job: ActiveJob, finish: Finish) -> None:
         """Ends the job. Its slot and pages return now, or with its last step in flight."""
         job.finish = finish
+        job.compiled = None
         del self._jobs[job.job.id]
         if job.lends and finish in ("stop", "length"):
             lent = self._computed(job)._replace(pages=tuple(job.pages[: pages_for(job.prompt)]))
@@ -1062,6 +1046,10 @@ class Planner:
             self._draining.add(job)
         else:
             self._release(job)
+
+
+def _is_compiled(job: ActiveJob) -> bool:
+    return job.compiled is None or job.compiled()
 
 
 def _error(id: JobId, reason: str, fault: Fault, cached_tokens: int = 0) -> Delta:

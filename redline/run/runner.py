@@ -235,9 +235,13 @@ class Runner:
         meet(group, self.model.device, START_S, STEP_S)
         return True
 
-    def compiled(self, grammar: Grammar) -> bool:
-        """Whether a grammar is compiled on every rank, so that no step waits for it; the first call starts that."""
-        return self._matchers is None or not grammar.text or self._matchers.compiled(grammar.text)
+    def hold(self, grammar: Grammar) -> Callable[[], bool]:
+        """Has a grammar compiled on every rank. The result tells whether all have, so that no step waits for it.
+
+        As long as the result is referenced, no rank forgets the grammar."""
+        if self._matchers is None or not grammar.text:
+            return lambda: True
+        return self._matchers.hold(grammar.text).done
 
     def compile(self, text: str, done: Callable[[], object]) -> None:
         """Has a grammar compiled, as rank 0 does; a thread calls `done` once it is, in the order of these calls."""

@@ -120,7 +120,7 @@ class EngineCore:
         )
         if plan.step_ms is not None:
             self.planner.foresee(StepForecast(*_experts(model.config)))
-        self.planner.compile_with(self.runner.compiled)
+        self.planner.compile_with(self.runner.hold)
         self.tiers = tiers_of(self.planner, self.runner.kv, loaded, config, self.step_tokens, ranks)
         self.runner.hurry()
 

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -34,7 +35,6 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks, rooms_of
-from redline.run.grammar.matcher import KEPT
 from redline.run.layer_marks import Meanwhile
 from redline.run.runner import Pending, Runner
 from redline.transport.base import Memory
@@ -49,6 +49,9 @@ from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
 from redline.worker.parcel_memory import Ended
 from redline.worker.rank_memory import RankMemory
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 FOLLOW = sys.executable, "-m", "redline.worker.rank"  # the command of a rank that follows
 END_S = 10.0  # for the ranks to end that were told to
@@ -333,8 +336,9 @@ class LeadingRunner(Runner):
         """given, options: a Runner's."""
         self._ranks = ranks
         self._account = Account()
-        self._compiles: OrderedDict[str, int] = OrderedDict()  # the newest grammars that the others compile, in order
-        self._told = 0  # grammars, all together
+        # Grammars that the others were told to compile, each with its number among all that they were told of.
+        self._numbers: weakref.WeakKeyDictionary[Future[LLMatcher], int] = weakref.WeakKeyDictionary()
+        self._told = 0  # the last number
         super().__init__(*given, **options)
 
     def launch(self, step: Step) -> Awaited:
@@ -355,18 +359,18 @@ class LeadingRunner(Runner):
             self._ranks.tell(RecordMore())
         return super().record_more()
 
-    def compiled(self, grammar: Grammar) -> bool:
-        """As `Runner.compiled`, on every rank."""
-        text, matchers = grammar.text, self._matchers
-        if matchers is None or not text:
-            return True
-        if not matchers.keeps(text) or text not in self._compiles:
+    def hold(self, grammar: Grammar) -> Callable[[], bool]:
+        """As `Runner.hold`, on every rank."""
+        if self._matchers is None or not grammar.text:
+            return super().hold(grammar)
+        compiled = self._matchers.hold(grammar.text)
+        number = self._numbers.get(compiled)
+        if number is None:
             self._told += 1
-            self._compiles[text] = self._told
-            if len(self._compiles) > KEPT:
-                self._compiles.popitem(last=False)
-            self._ranks.tell(Compile(text=text))
-        return super().compiled(grammar) and self._ranks.memory.compiled(self._compiles[text])
+            number = self._numbers[compiled] = self._told
+            self._ranks.tell(Compile(text=grammar.text))
+        memory = self._ranks.memory
+        return lambda: compiled.done() and memory.compiled(number)
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
         """As `Runner.place`, on every rank."""

@@ -1,6 +1,8 @@
 """Jobs whose grammar is not compiled yet: they sit steps out, and nobody else waits."""
 
 import random
+import weakref
+from collections.abc import Callable
 
 import pytest
 
@@ -10,15 +12,22 @@ from tests.fakes import World, make_job
 
 
 class Compiler:
-    """Compiles what a test says is compiled."""
+    """Compiles what a test says is compiled, and keeps it for jobs that hold it."""
 
     def __init__(self, *done: str) -> None:
         self.done = set(done)
         self.asked: list[str] = []
 
-    def __call__(self, grammar: Grammar) -> bool:
+    def __call__(self, grammar: Grammar) -> Callable[[], bool]:
         self.asked.append(grammar.text)
-        return grammar.text in self.done
+        kept = False
+
+        def compiled() -> bool:
+            nonlocal kept
+            kept = kept or grammar.text in self.done
+            return kept
+
+        return compiled
 
 
 def world_of(compiler: Compiler, **config: float) -> World:
@@ -90,21 +99,27 @@ def test_jobs_begin_in_the_order_in_which_they_came_once_they_can():
     world.finish()
 
 
-def test_a_grammar_that_is_kept_no_more_when_its_turn_comes_lets_others_pass():
-    compiler = Compiler("forgotten")
-    world = world_of(compiler, max_running=1)
-    world.submit(prompt(1))
-    world.plan()
-    forgotten = world.submit(prompt(50), grammar=Grammar(text="forgotten"))
-    other = world.submit(prompt(90))
-    compiler.done.clear()
-    for _ in range(50):
+def test_a_job_asks_for_its_grammar_once_and_holds_it_until_it_ends():
+    class Held:
+        def __call__(self) -> bool:
+            return True
+
+    held: list[weakref.ref[Held]] = []
+
+    def hold(_: Grammar) -> Held:
+        one = Held()
+        held.append(weakref.ref(one))
+        return one
+
+    world = World(step_tokens=64, max_running=1, pages=8)
+    world.planner.compile_with(hold)
+    stories = [world.submit(prompt(n), grammar=Grammar(text=str(n))) for n in range(3)]
+    while not world.planner.idle:
+        ended = [story.finish is not None for story in stories]
+        assert [one() is None for one in held] == ended
         world.turn()
-        world.planner.check()
-    assert (other.finish, forgotten.tokens) == ("length", [])
-    compiler.done.add("forgotten")
     world.finish()
-    assert forgotten.finish == "length"
+    assert [one() for one in held] == [None] * 3
 
 
 def test_a_prompt_that_came_from_another_worker_waits_for_its_grammar_and_not_for_others():

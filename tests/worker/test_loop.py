@@ -93,7 +93,7 @@ def test_a_loop_that_has_nothing_but_grammars_to_wait_for_rests_and_goes_on_once
     compiled, asked = threading.Event(), []
     job = make_job("a", PROMPT, max_tokens=20, grammar=Grammar(text="slow"))
     planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
-    planner.compile_with(lambda grammar: asked.append(grammar.text) or compiled.is_set())
+    planner.compile_with(lambda grammar: lambda: asked.append(grammar.text) or compiled.is_set())
     rests: list[float | None] = []
 
     class Inbox(MemoryChannel):

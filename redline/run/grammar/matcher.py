@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from redline.wire.job import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 64  # compiled grammars, the latest used ones
+KEPT = 64  # compiled grammars that no job holds, the latest used ones
 KEPT_CHARS = 2 << 20  # of their texts, together: compiled, a schema takes up to 85 bytes for each
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _EVERY = -1  # a word of a mask that allows every token
 
 
 class Matchers:
-    """Compiles grammars, each in a thread beside the one that runs steps, and keeps the last ones."""
+    """Compiles grammars in a thread beside the one that runs steps, and keeps those in use and the last ones."""
 
     def __init__(self, tokens: Callable[[], LLTokenizer], vocabulary: int, *, pinned: bool = False) -> None:
         """tokens: makes the vocabulary that grammars are compiled with; called once, in the thread.
@@ -47,48 +48,45 @@ class Matchers:
         self.pinned = pinned
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._tokens: Future[LLTokenizer] = self._threads.submit(tokens)  # while the model's memory is made ready
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[str, Future[LLMatcher]] = weakref.WeakValueDictionary()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # of those, the latest used ones
         self._chars = 0  # of their texts
-        self._lock = threading.Lock()  # around these two
+        self._lock = threading.Lock()  # around these three
 
     def begin(
         self, grammar: Grammar, generated: Sequence[int], *, least: int = 0, stop_ids: Sequence[int] = ()
     ) -> Matcher:
         """A matcher of an answer that has these tokens so far. Nothing waits for the compilation before the matcher is
-        used, or where it has tokens to follow; `compiled` says when nothing has to.
+        used, or where it has tokens to follow; of a grammar that is held and done nothing has to.
 
         least: tokens of the answer before which none of `stop_ids` comes, unless the grammar has begun.
         """
         owed = least if stop_ids else 0
         if not grammar.text:
             return Matcher(self, grammar, None, generated, owed, stop_ids)
-        return Matcher(self, grammar, self._of(grammar.text), generated, owed, stop_ids)
+        return Matcher(self, grammar, self.hold(grammar.text), generated, owed, stop_ids)
 
-    def compiled(self, text: str) -> bool:
-        """Whether a grammar is compiled, or turned out not to be; the first call starts that. Any thread may ask."""
-        return self._of(text).done()
-
-    def keeps(self, text: str) -> bool:
-        """Whether a grammar is compiled or on its way. Any thread may ask."""
+    def hold(self, text: str) -> Future[LLMatcher]:
+        """The compilation of a grammar, which begins unless it did before. Where it ends with an exception, the grammar
+        cannot be compiled. As long as the result is referenced, the grammar is not compiled again. Any thread may call
+        this."""
         with self._lock:
-            return text in self._compiled
-
-    def compile(self, text: str, done: Callable[[], object]) -> None:
-        """Has a grammar compiled; the thread that does it calls `done` once it is, in the order of these calls."""
-        self._of(text)
-        self._threads.submit(done)
-
-    def _of(self, text: str) -> Future[LLMatcher]:
-        with self._lock:
-            compiled = self._compiled.get(text)
+            compiled = self._alive.get(text)
             if compiled is None:
-                compiled = self._compiled[text] = self._threads.submit(self._compile, text)
+                compiled = self._alive[text] = self._threads.submit(self._compile, text)
+            if text not in self._compiled:
+                self._compiled[text] = compiled
                 self._chars += len(text)
                 while len(self._compiled) > KEPT or (self._chars > KEPT_CHARS and len(self._compiled) > 1):
                     oldest, _ = self._compiled.popitem(last=False)
                     self._chars -= len(oldest)
             self._compiled.move_to_end(text)
             return compiled
+
+    def compile(self, text: str, done: Callable[[], object]) -> None:
+        """Has a grammar compiled; the thread that does it calls `done` once it is, in the order of these calls."""
+        self.hold(text)
+        self._threads.submit(done)
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:

@@ -244,17 +244,15 @@ def test_who_asks_whether_a_grammar_is_compiled_has_it_compiled_and_waits_for_no
         return grammar_tokens(TOKENIZER)
 
     made, done = Matchers(vocabulary, TINY_VOCAB), list[str]()  # type: ignore[arg-type]
-    assert not made.keeps(COLOURS.text)
-    assert not made.compiled(COLOURS.text)
-    assert made.keeps(COLOURS.text)
+    assert not made.hold(COLOURS.text).done()
     for text in (COLOURS.text, "start: nobody", COLOURS.text):
         made.compile(text, functools.partial(done.append, text))
     assert done == []
     go.set()
     until(lambda: len(done) == 3)
     assert done == [COLOURS.text, "start: nobody", COLOURS.text]
-    assert made.compiled(COLOURS.text)
-    assert made.compiled("start: nobody"), "nothing is to be waited for"
+    assert made.hold(COLOURS.text).done()
+    assert made.hold("start: nobody").done(), "nothing is to be waited for"
     made.close()
 
 
