@@ -18,6 +18,7 @@ import torch
 
 from redline.limits import processors
 from tests import forked, pairwise, real_time, seeds
+from tests.waiting import LIMIT_S
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,6 +77,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tests_read_no_real_clock() -> Iterator[None]:
     """See tests/real_time.py."""
     with real_time.refusals():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def pages_of_tiers_are_waited_for() -> Iterator[None]:
+    """Whichever test a process begins with, and however slow the machine is, engines have the same limits."""
+    with mock.patch.multiple("redline.worker.tiers", READ_S=LIMIT_S, ROOM_S=LIMIT_S, FLUSH_S=LIMIT_S):
         yield
 
 

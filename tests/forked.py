@@ -322,7 +322,8 @@ def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
                     return start
                 for number in files:
                     os.close(number)
-                asker.send(str(pid).encode())
+                with suppress(OSError):  # who asked has ended
+                    asker.send(str(pid).encode())
                 ended = os.pidfd_open(pid)
                 askers[ended] = pid, asker
                 selector.register(ended, selectors.EVENT_READ)

@@ -1,24 +1,31 @@
-"""Tests read no real clock and do not sleep: `time.sleep`, `time.monotonic` and `time.perf_counter` raise for them.
+"""Tests read no real clock and do not sleep: the CLOCKS of `time` and of `redline.clock` raise for them.
 
 Inject a clock (`tests.clocks.FakeClock`), wait for an event (`tests.waiting`), or assert an order.
 """
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import redline.clock
+
 TESTS = Path(__file__).parent
-CLOCKS = "sleep", "monotonic", "perf_counter"
+CLOCKS = "sleep", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"
 # Files of tests that may: they start real processes, or are how others wait for them.
 ALLOWED = frozenset(["waiting.py"])
 
 
-def refusals() -> Any:
-    """A context in which the clocks of `time` raise AssertionError for a caller in a file of tests, unless ALLOWED."""
-    return mock.patch.multiple(time, **{name: _refusing(name, getattr(time, name)) for name in CLOCKS})
+@contextmanager
+def refusals() -> Iterator[None]:
+    """A context in which CLOCKS raise AssertionError for a caller in a file of tests, unless it is ALLOWED. A reference
+    that was taken before, such as a default argument, stays the real clock."""
+    refusing = {name: _refusing(name, getattr(time, name)) for name in CLOCKS}
+    with mock.patch.multiple(time, **refusing), mock.patch.multiple(redline.clock, **refusing):
+        yield
 
 
 def _refusing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +34,7 @@ def _refusing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def clock(*args: Any) -> Any:
         caller = sys._getframe(1).f_code.co_filename
         if caller.startswith(folder) and caller[len(folder) :] not in ALLOWED:
-            raise AssertionError(f"{caller} calls time.{name}: see tests/real_time.py")
+            raise AssertionError(f"{caller} calls {name}: see tests/real_time.py")
         return real(*args)
 
     return clock

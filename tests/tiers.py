@@ -10,7 +10,6 @@ from redline.run.tiers.store import Tier
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import TierLoad
-from redline.worker import tiers as limits
 from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 from redline.worker.tiers import Tiers
@@ -22,11 +21,7 @@ WAIT_S = 120.0  # at most, for the thread of the store
 def open_tiers(
     disk: Path | None = None, *, host_memory: int = 64 << 20, disk_size: int = 256 << 20, **engine: Any
 ) -> EngineCore:
-    """An engine of few pages; absent: memory of the host alone. Close it with `close`.
-
-    From here on no reading is given up on a busy machine, by any engine of this process.
-    """
-    limits.READ_S = limits.ROOM_S = limits.FLUSH_S = WAIT_S
+    """An engine of few pages; absent: memory of the host alone. Close it with `close`."""
     below: dict[str, Any] = {"host_memory": host_memory}
     if disk is not None:
         below |= {"disk": str(disk), "disk_size": disk_size}

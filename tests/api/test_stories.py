@@ -5,7 +5,6 @@ import io
 
 from rich.console import Console
 
-from redline import clock
 from redline.api.stories import MOST_JOBS, MOST_PAUSES, Stories, Story
 from redline.cli.explain import show
 from redline.route.choose import Candidate, predict
@@ -19,7 +18,7 @@ from tests.clocks import FakeClock
 
 
 def begun() -> Story:
-    one = Story(0, 100, clock.perf_counter())
+    one = Story(0, 100, 1.0)
     here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
     one.goes(Route(Link("a", MemoryChannel()), None, here, (there,)), "")
     return one
@@ -27,14 +26,14 @@ def begun() -> Story:
 
 def story() -> Story:
     one = begun()
-    one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), clock.perf_counter())
+    one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), 2.0)
     for _ in range(MOST_PAUSES + 4):
         lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
         one.notes(lost, JobId("a"), GoesOn(0.5, 0.25), 1)
     one.notes(Resumed(again_tokens=26, waited_s=0.4, paused_s=0.6), JobId("a"))
     one.notes(Brought(host_tokens=64, disk_tokens=0, read_s=0.1, predicted_s=0.2, compute_s=None), JobId("a"))
     one.notes(Drafted(steps=4, seconds=0.04, predicted_s=0.036, without_s=0.02), JobId("a"))
-    one.ends("stop", 2, clock.perf_counter())
+    one.ends("stop", 2, 3.0)
     return one
 
 
@@ -79,10 +78,10 @@ def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_kno
         show({"jobs": [one.told()]}, console)
         return console.export_text()
 
-    one.comes(Delta(job=JobId("-"), tokens=(1,)), clock.perf_counter())
+    one.comes(Delta(job=JobId("-"), tokens=(1,)), 2.0)
     assert preempted(1).count("it has not") == 1
     assert preempted(5).count("it went on elsewhere") == 1, "its worker ended, and another took it from there"
-    one.ends("length", 9, clock.perf_counter())
+    one.ends("length", 9, 3.0)
     assert said().count("it went on elsewhere") == 2
 
 

@@ -20,7 +20,7 @@ from redline.limits import FILES
 from redline.wire.channel import SocketOutbox
 from redline.wire.machines import Order
 from redline.worker.config import EngineConfig, WorkerConfig
-from tests.waiting import eventually
+from tests.waiting import LIMIT_S, eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +68,7 @@ async def living(life: Any) -> AsyncGenerator[Any]:
         yield life
     finally:
         task.cancel()
-        await asyncio.wait({task}, timeout=60)
+        await asyncio.wait({task}, timeout=LIMIT_S)
 
 
 @asynccontextmanager
@@ -88,7 +88,7 @@ def order(name: str = "one", epoch: int = 1, outbox: str = "tcp://127.0.0.1:9", 
 
 
 async def joined(machines: Machines, name: str = "gpu-1") -> None:
-    await asyncio.wait_for(machines.joined(name), 60)
+    await asyncio.wait_for(machines.joined(name), LIMIT_S)
 
 
 async def heard_again(machines: Machines, name: str = "gpu-1", times: int = 3) -> None:
@@ -107,7 +107,7 @@ async def test_a_worker_is_started_with_what_the_machine_alone_knows_and_ended_a
         assert (told.weights, told.inbox, told.key) == ("w", "tcp://127.0.0.1:*", KEY)
         assert not process.ended.done()
         process.kill()
-        await asyncio.wait_for(process.ended, 60)
+        await asyncio.wait_for(process.ended, LIMIT_S)
         assert workers.running == 0
         assert not process.gone
 
@@ -118,7 +118,7 @@ async def test_its_end_is_told_with_its_code_and_the_next_start_runs_alone(worke
         first = machines.start("gpu-1", order())
         await eventually(lambda: workers.running == 1)
         workers.processes[0].terminate()
-        assert await asyncio.wait_for(first.ended, 60) == " with code -15"
+        assert await asyncio.wait_for(first.ended, LIMIT_S) == " with code -15"
         machines.start("gpu-1", order(epoch=2))
         await eventually(lambda: workers.running == 1)
         machines.start("gpu-1", order(epoch=3))  # though the second still runs
@@ -132,7 +132,7 @@ async def test_several_workers_of_a_machine_have_lives_of_their_own(workers: Wor
         one, two = machines.start("gpu-1", order("one")), machines.start("gpu-1", order("two"))
         await eventually(lambda: workers.running == 2)
         one.kill()
-        await asyncio.wait_for(one.ended, 60)
+        await asyncio.wait_for(one.ended, LIMIT_S)
         await heard_again(machines)
         assert workers.running == 1
         assert not two.ended.done()
@@ -204,7 +204,7 @@ async def test_what_cannot_be_started_is_said_and_named(workers: Workers) -> Non
             ]
         ):
             process = machines.start("gpu-1", msgspec.structs.replace(bad, name=f"bad-{number}"))
-            assert why in await asyncio.wait_for(process.ended, 60)
+            assert why in await asyncio.wait_for(process.ended, LIMIT_S)
         assert workers.told == []
 
 
@@ -221,9 +221,9 @@ async def test_a_machine_that_is_silent_counts_as_gone_and_so_do_its_workers(
         await eventually(lambda: machines._joined["gpu-1"].unheard >= QUIET)
         assert not killed.ended.done()
         killed.kill()
-        assert "gpu-1 is not heard of" in await asyncio.wait_for(killed.ended, 60)
+        assert "gpu-1 is not heard of" in await asyncio.wait_for(killed.ended, LIMIT_S)
         assert not wanted.ended.done(), "its stream may go on yet"
-        assert "gpu-1 has not been heard of for 30 s" in await asyncio.wait_for(wanted.ended, 60)
+        assert "gpu-1 has not been heard of for 30 s" in await asyncio.wait_for(wanted.ended, LIMIT_S)
         assert wanted.gone
         assert killed.gone
 
@@ -236,12 +236,12 @@ async def test_an_agent_that_leaves_has_its_workers_told_and_ends_with_them(work
         process = machines.start("gpu-1", order())
         await eventually(lambda: workers.running == 1)
         agent.leave()
-        await asyncio.wait_for(process.leaving.wait(), 60)
+        await asyncio.wait_for(process.leaving.wait(), LIMIT_S)
         with pytest.raises(OSError, match="gpu-1 has left"):
             machines.start("gpu-1", order("two"))
         assert not life.done(), "its worker has not ended"
         process.kill()
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, LIMIT_S)
         await eventually(lambda: "gpu-1" not in machines._joined)
         assert await process.ended
 
@@ -255,7 +255,7 @@ async def test_who_is_asked_twice_to_leave_ends_at_once(workers: Workers) -> Non
         await eventually(lambda: workers.running == 1)
         agent.leave()
         agent.leave()
-        await asyncio.wait_for(life, 60)
+        await asyncio.wait_for(life, LIMIT_S)
         assert workers.running == 0
 
 
@@ -264,7 +264,7 @@ async def test_an_agent_whose_server_is_not_there_leaves_when_it_is_told_to(work
     life = asyncio.create_task(agent.live())
     await eventually(lambda: agent._unanswered >= 2)
     agent.leave()
-    await asyncio.wait_for(life, 60)
+    await asyncio.wait_for(life, LIMIT_S)
 
 
 async def test_agents_that_are_not_taken_in_are_told_why(
@@ -328,7 +328,7 @@ async def test_what_is_not_understood_is_said_and_does_no_harm(
         second = machines.start("gpu-1", order("two"))
         await eventually(lambda: workers.running == 2)
         second.kill()
-        await asyncio.wait_for(second.ended, 60)
+        await asyncio.wait_for(second.ended, LIMIT_S)
         assert not process.ended.done()
 
 

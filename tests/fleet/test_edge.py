@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 from openai import OpenAI
 
 from tests.fleet.test_serve import Server, start, talk_for_ever, tiny, wait_for  # noqa: F401
+from tests.waiting import LIMIT_S
 
 Start = Callable[..., Server]
 
@@ -32,7 +33,7 @@ def asked(url: str, key: str, body: dict[str, object] | None = None, method: str
     data = None if body is None else json.dumps(body).encode()
     request = Request(url, data, headers, method=method if data is None else "POST")
     try:
-        with urlopen(request, timeout=60) as answer:
+        with urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, json.load(answer), None
     except HTTPError as error:
         with error:
@@ -98,7 +99,7 @@ def test_https_over_a_socket_in_the_file_system(start: Start, tiny: Path, tmp_pa
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem"]
-    subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=60)
+    subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=LIMIT_S)
     place = Path(os.path.relpath(tmp_path))  # a socket's path has 107 bytes at most
     source = deployment(place, tiny, 'unix_socket = "redline.sock"\ntls_cert = "cert.pem"\ntls_key = "key.pem"\n')
     server = start(source)
@@ -115,12 +116,16 @@ def test_https_over_a_socket_in_the_file_system(start: Start, tiny: Path, tmp_pa
     ]
     body = ["-H", "content-type: application/json", "-d", '{"prompt": "the", "min_tokens": 3, "max_tokens": 3}']
     told = subprocess.run(
-        [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=60
+        [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=LIMIT_S
     )
     assert json.loads(told.stdout)["usage"]["completion_tokens"] == 3
     assert (place / "redline.sock").stat().st_mode & 0o777 == 0o660
     other = subprocess.run(
-        [*server.process.args[:2], str(source), "--port", "0"], capture_output=True, text=True, timeout=60, check=False
+        [*server.process.args[:2], str(source), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert other.returncode == 1
     assert "another server answers there" in other.stdout + other.stderr

@@ -20,7 +20,7 @@ from redline.fleet.replicas import SupervisedReplica
 from redline.wire.channel import MemoryChannel
 from redline.wire.news import Beat, Ready
 from redline.wire.replicas import Drain, Replicas, Roster, Use
-from tests.waiting import eventually, turns
+from tests.waiting import LIMIT_S, eventually, turns
 
 pytestmark = pytest.mark.anyio
 
@@ -147,7 +147,7 @@ async def test_a_replica_that_cannot_be_started_is_tried_again_and_given_up_in_t
     monkeypatch.setattr(replicas, "_start_process", start)
     monkeypatch.setattr(kept, "AGAIN_S", 0.001)
     one = SupervisedReplica("a", ServeConfig(weights=""), world.fleet, tmp_path, lambda _: None)
-    await asyncio.wait_for(one.live(), 60)
+    await asyncio.wait_for(one.live(), LIMIT_S)
     assert epochs == [f"a.{epoch}" for epoch in range(1, kept.MOST_ENDS + 1)], "though it was never ready"
     assert "could not be started: [Errno 11]" in str(one.given_up)
     assert "it is given up" in caplog.text

@@ -82,7 +82,7 @@ class Machines:
         """Name -> what the operator is told of it."""
         url = f"http://127.0.0.1:{self.admin_port}/admin/status"
         request = Request(url, headers={"authorization": f"Bearer {ADMIN_KEY}"})
-        return json.load(urlopen(request, timeout=60))["workers"]
+        return json.load(urlopen(request, timeout=LIMIT_S))["workers"]
 
     def all_ready(self) -> bool:
         return all(worker["ready"] for worker in self.workers().values())

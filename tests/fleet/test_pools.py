@@ -60,7 +60,7 @@ def address(server: Server) -> str:
 
 def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:
     request = Request(f"{address(server)}/admin/{path}", headers={"authorization": f"Bearer {KEY}"}, method=method)
-    return json.load(urlopen(request, timeout=60))
+    return json.load(urlopen(request, timeout=LIMIT_S))
 
 
 def workers(server: Server) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Client:
     """One connection, which is kept, and the answers that came through it."""
 
     def __init__(self, server: Server) -> None:
-        self._http = HTTPConnection(*server.address, timeout=60)
+        self._http = HTTPConnection(*server.address, timeout=LIMIT_S)
         self._http.connect()
 
     def ask(self, prompt: str, tokens: int, id: str, *, key: str = "alice", **how: Any) -> Iterator[str]:
@@ -127,7 +127,7 @@ def admin(server: Server, path: str, method: str = "GET", body: bytes | None = N
     found = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
     assert found is not None, server.said
     request = Request(f"{found[1]}/admin/{path}", body, {"authorization": f"Bearer {KEY}"}, method=method)
-    with urlopen(request, timeout=60) as answer:
+    with urlopen(request, timeout=LIMIT_S) as answer:
         return json.load(answer)
 
 
@@ -306,7 +306,7 @@ def test_a_replica_that_is_killed_under_load_ends_its_own_streams_alone(two: Ser
 def scraped(server: Server) -> dict[str, float]:
     """The counters of /metrics, but for those of one process."""
     request = Request(f"{server.url}/metrics", headers={"authorization": "Bearer alice"})
-    with urlopen(request, timeout=60) as answer:
+    with urlopen(request, timeout=LIMIT_S) as answer:
         lines = answer.read().decode().splitlines()
     samples = [line.rpartition(" ") for line in lines if re.match(r"(vllm|redline):\w+(_total|_count)\{", line)]
     assert samples
@@ -423,7 +423,7 @@ def test_https_over_a_socket_in_the_file_system_and_no_process_is_left_of_a_serv
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     files = ["-keyout", place / "key.pem", "-out", place / "cert.pem"]
-    subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=60)
+    subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=LIMIT_S)
     (place / "t").mkdir()
     (place / "d.toml").write_text(
         f'weights = {json.dumps(str(tiny))}\napi_replicas = 2\nunix_socket = "r.sock"\ntls_cert = "cert.pem"\n'
@@ -436,7 +436,7 @@ def test_https_over_a_socket_in_the_file_system_and_no_process_is_left_of_a_serv
         body = ["-H", "content-type: application/json", "-d", '{"prompt": "the", "min_tokens": 3, "max_tokens": 3}']
         for _ in range(2):
             told = subprocess.run(
-                [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=60
+                [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=LIMIT_S
             )
             assert json.loads(told.stdout)["usage"]["completion_tokens"] == 3
         server.process.kill()

@@ -39,7 +39,7 @@ def turn(server: Server, name: str, body: object) -> tuple[int, dict[str, Any]]:
         method="POST",
     )
     try:
-        with urlopen(request, timeout=60) as answer:
+        with urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, json.load(answer)
     except HTTPError as error:
         return error.code, json.load(error)

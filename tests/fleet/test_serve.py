@@ -180,7 +180,7 @@ def open_socket(server: Server, receive_buffer: int | None = None) -> socket.soc
     client = socket.socket()
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.settimeout(60)
+    client.settimeout(LIMIT_S)
     client.connect(server.address)
     return client
 
@@ -256,7 +256,9 @@ def test_the_curl_line_works_when_pasted(nano: Server):
     if shutil.which("curl") is None:
         pytest.skip("no curl here")
     line = next(line for line in nano.said.splitlines() if line.startswith("curl "))
-    done = subprocess.run(f"{line} --silent --noproxy '*'", shell=True, capture_output=True, check=True, timeout=60)
+    done = subprocess.run(
+        f"{line} --silent --noproxy '*'", shell=True, capture_output=True, check=True, timeout=LIMIT_S
+    )
     message = json.loads(done.stdout)["choices"][0]["message"]
     assert message["role"] == "assistant"
     assert message["content"]
@@ -266,7 +268,7 @@ def test_the_python_lines_work_when_pasted_and_need_nothing_installed(nano: Serv
     snippet = printed_python(nano)
     assert "openai" not in snippet, "the run-time installation has no OpenAI client"
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", snippet], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", snippet], capture_output=True, text=True, check=True, timeout=LIMIT_S
     )
     assert done.stderr == ""
     assert "def " in done.stdout
@@ -409,9 +411,11 @@ def test_with_keys_the_printed_lines_take_one_from_the_environment(
     snippet = printed_python(server).replace('"stream": True', '"stream": True, "max_tokens": 5')
     curl = curl.replace('"messages"', '"max_tokens": 5, "messages"') + " --silent --noproxy '*'"
     alone = {**os.environ, name: "a-secret"}
-    done = subprocess.run(curl, shell=True, capture_output=True, check=True, timeout=60, env=alone)
+    done = subprocess.run(curl, shell=True, capture_output=True, check=True, timeout=LIMIT_S, env=alone)
     assert "choices" in json.loads(done.stdout)
-    subprocess.run([sys.executable, "-I", "-S", "-c", snippet], check=True, timeout=60, env=alone, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-I", "-S", "-c", snippet], check=True, timeout=LIMIT_S, env=alone, capture_output=True
+    )
     assert " INFO " not in server.said, "--log-level warning"
 
 
@@ -420,7 +424,7 @@ def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], t
     server = start(tiny, command=("prlimit", "--nofile=300:300", REDLINE, "serve")).until_ready()
     silent = [open_socket(server) for _ in range(400)]
     for _ in range(3):
-        assert urlopen(f"{server.url}/health", timeout=60).status == 200
+        assert urlopen(f"{server.url}/health", timeout=LIMIT_S).status == 200
     wait_for(lambda: "as many as there may be" in server.said, server)
     for client in silent:
         client.close()
@@ -432,7 +436,7 @@ def test_a_terminal_that_is_held_and_then_closed_holds_up_nobody(start: Callable
     """Nobody reads what it says: its pipe is full after 64 KiB, about 700 lines. By nohup it goes on."""
     server = start(tiny, "--log-level", "debug", command=("nohup", REDLINE, "serve")).until_ready()
     server.hold()
-    with socket.create_connection(server.address, timeout=60) as client:
+    with socket.create_connection(server.address, timeout=LIMIT_S) as client:
         for _ in range(2500):
             client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             answered = b""
@@ -440,7 +444,7 @@ def test_a_terminal_that_is_held_and_then_closed_holds_up_nobody(start: Callable
                 answered += client.recv(4096)
     os.killpg(server.process.pid, signal.SIGHUP)
     for _ in range(3):  # by then it has met the signal
-        assert urlopen(f"{server.url}/health", timeout=60).status == 200
+        assert urlopen(f"{server.url}/health", timeout=LIMIT_S).status == 200
     os.killpg(server.process.pid, signal.SIGTERM)
     server.process.wait(LIMIT_S)
     server.let_go()
@@ -475,7 +479,7 @@ def answered(url: str, body: dict[str, object] | None = None) -> tuple[int, dict
     """Status, body and Retry-After."""
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(url, data, {"content-type": "application/json"}), timeout=60) as answer:
+        with urlopen(Request(url, data, {"content-type": "application/json"}), timeout=LIMIT_S) as answer:
             return answer.status, json.load(answer), answer.headers["retry-after"]
     except HTTPError as error:
         with error:
@@ -538,7 +542,7 @@ def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(star
     for _ in range(200):
         clients.append(open_socket(server, receive_buffer=4096))
         clients[-1].sendall(asked)
-    assert urlopen(f"{server.url}/v1/models", timeout=60).status == 200
+    assert urlopen(f"{server.url}/v1/models", timeout=LIMIT_S).status == 200
     # By then some have been given as much as waits for a client.
     wait_for(lambda: metric(server, "vllm:generation_tokens_total") > 5000, server)
     os.killpg(server.process.pid, signal.SIGTERM)
@@ -550,7 +554,7 @@ def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(star
 
 def metric(server: Server, name: str) -> float:
     """The sum of a series of /metrics, which is a moment old."""
-    text = urlopen(f"{server.url}/metrics", timeout=60).read().decode()
+    text = urlopen(f"{server.url}/metrics", timeout=LIMIT_S).read().decode()
     found = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", text, re.MULTILINE)
     assert found, name
     return sum(map(float, found))
@@ -816,12 +820,12 @@ def test_a_name_is_text_and_what_is_printed_with_it_works_when_pasted(start: Cal
     assert f"{name} is ready at http://" in server.said
     before, after = server.said.split("\ncurl ")
     chat = before.strip().splitlines()[-1]
-    done = subprocess.run(f"{chat} hi", shell=True, capture_output=True, timeout=60)
+    done = subprocess.run(f"{chat} hi", shell=True, capture_output=True, timeout=LIMIT_S)
     assert b"tokens/s" in done.stderr, done
     curl, python = after.split("\n\n", 1)
-    done = subprocess.run(f"curl {curl} --silent --noproxy '*'", shell=True, capture_output=True, timeout=60)
+    done = subprocess.run(f"curl {curl} --silent --noproxy '*'", shell=True, capture_output=True, timeout=LIMIT_S)
     assert json.loads(done.stdout)["model"] == name
-    subprocess.run([sys.executable, "-I", "-S", "-c", python], capture_output=True, check=True, timeout=60)
+    subprocess.run([sys.executable, "-I", "-S", "-c", python], capture_output=True, check=True, timeout=LIMIT_S)
 
 
 def test_a_drafter_of_another_model_is_one_line(start: Callable[..., Server], tiny: Path, tmp_path: Path):

@@ -23,6 +23,7 @@ from redline.wire.kv_sockets import Subscriber
 from tests import forked
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 
@@ -72,7 +73,7 @@ def address(server: Server) -> str:
 
 def admin(server: Server, path: str) -> dict[str, Any]:
     request = Request(f"{address(server)}/admin/{path}", headers={"authorization": f"Bearer {KEY}"})
-    with urlopen(request, timeout=60) as answer:
+    with urlopen(request, timeout=LIMIT_S) as answer:
         return json.load(answer)
 
 
@@ -106,7 +107,7 @@ def test_a_conversation_returns_to_the_worker_that_has_its_pages_and_the_operato
 def explained(server: Server, id: str) -> "subprocess.CompletedProcess[str]":
     return forked.run(
         [sys.executable, "-m", "redline", "explain", id, "--url", address(server)],
-        capture_output=True, text=True, timeout=60, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "400"},
+        capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "REDLINE_ADMIN_KEY": KEY, "COLUMNS": "400"},
     )  # fmt: skip
 
 

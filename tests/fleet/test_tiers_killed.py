@@ -12,6 +12,7 @@ from urllib.request import urlopen
 from openai import APIError, OpenAI
 
 from tests.fleet.test_serve import Server, start, tiny, wait_for  # noqa: F401
+from tests.waiting import LIMIT_S
 
 PAGES = 12  # on disk, at least, when it is killed
 
@@ -23,7 +24,7 @@ def answer(client: OpenAI, prompt: list[int]) -> str:
 
 def counted(server: Server, series: str) -> float:
     """Of the disk; 0 where the server does not tell it yet."""
-    text = urlopen(f"{server.url}/metrics", timeout=60).read().decode()
+    text = urlopen(f"{server.url}/metrics", timeout=LIMIT_S).read().decode()
     found = [line for line in text.splitlines() if re.match(f"redline:{series}", line) and 'tier="disk"' in line]
     return sum(float(line.rpartition(" ")[2]) for line in found)
 

@@ -26,6 +26,7 @@ from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config, prompt
+from tests.waiting import LIMIT_S
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 CONFIG = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=8, step_tokens=64)
@@ -281,7 +282,7 @@ def test_many_threads_may_generate(engine: Engine):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     assert given == [expected] * 6
 
 

@@ -4,11 +4,11 @@ import itertools
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from redline import clock
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import make_job as hashed_job
 from redline.kernels.cpu import native
@@ -22,10 +22,11 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
 from redline.wire.profile import Profile, Profiled, Span, spans_of
+from redline.worker import loop
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 from redline.worker.loop import lead
-from redline.worker.profile import Spans
+from redline.worker.profile import Profiling, Spans
 from tests.clocks import FakeClock
 from tests.fakes import Rests, Steady, hash_page, make_job
 from tests.tiny_model import kernel_config
@@ -109,8 +110,13 @@ def test_spans_leave_in_the_order_in_which_they_came():
 @pytest.mark.skipif(native.find_compiler() is None, reason="the kernels write down their own times")
 def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each op of a step lies within that step's part `forward` or its neighbours, on the same clock."""
-    real, later_ns = clock.monotonic_ns, 0  # the kernels' clock, until the window is to end
-    monkeypatch.setattr(clock, "monotonic_ns", lambda: real() + later_ns)
+    asked = list[Profiling]()
+
+    def profiling(*args: Any) -> Profiling:
+        asked.append(Profiling(*args))
+        return asked[0]
+
+    monkeypatch.setattr(loop, "Profiling", profiling)
     random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
     with Engine.open(write_tiny_tokenizer(tmp_path), EngineConfig(device="cpu", kv_memory=20 << 20)) as engine:
         outbox = engine._outbox
@@ -120,7 +126,7 @@ def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest
         engine._inbox.put(Profile(number=1, seconds=3600.0, most=100_000))
         prompt = tuple(range(10, 40))
         engine.generate([hashed_job(JobId("a"), prompt, Sampling(max_tokens=8, temperature=0), engine.fingerprint)])
-        later_ns = 3600 * 10**9
+        asked[0]._until = 0  # the window has passed
         until(lambda: heard and heard[-1].last)
     spans = [span for message in heard for span in spans_of(message.data)]
     ops = [span for span in spans if span.lane == "kernels"]

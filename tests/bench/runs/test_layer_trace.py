@@ -22,6 +22,7 @@ from redline.kernels.group import ALONE, Alone, Group
 from tests.bench.step.test_depth import H200, FakeStep, depth
 from tests.bench.step.test_layer_kernels import laid, recording, replay
 from tests.tiny_model import CPU
+from tests.waiting import LIMIT_S
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
@@ -167,6 +168,6 @@ def test_it_ends_by_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     codes, ended = list[int](), threading.Event()
     monkeypatch.setattr(os, "_exit", lambda code: (codes.append(code), ended.set()))
     ends_after(0.01)
-    assert ended.wait(60)
+    assert ended.wait(LIMIT_S)
     assert codes == [1]
     assert "error: not done after 0 s" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from redline.bench.runs import trees
 from redline.bench.runs.trees import ROOT, Tree, opened, served
 from redline.errors import ConfigError, RedlineError
 from tests.bench.runs.fake_tree import commit_all, fake_model, fake_tree
+from tests.waiting import LIMIT_S
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_servers_of_two_trees_answer_side_by_side_and_end(tmp_path: Path):
     pair = [Tree(name, fake_tree(tmp_path / name), "") for name in ("one", "other")]
     with served(pair, [["model"], ["model"]]) as servers:
         for server in servers:
-            link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+            link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LIMIT_S)
             link.request("GET", "/v1/models")
             assert link.getresponse().status == 200
             link.close()
@@ -118,7 +119,7 @@ def test_sigterm_leaves_neither_a_server_nor_a_folder(repository: tuple[Path, st
         assert running.stdout is not None
         left, server = running.stdout.readline().split()
         running.send_signal(signal.SIGTERM)
-        assert running.wait(20) == 128 + signal.SIGTERM
+        assert running.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not Path(left).exists()
     assert len(worktrees(folder)) == 1
     with pytest.raises(ProcessLookupError):

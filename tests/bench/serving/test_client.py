@@ -28,7 +28,7 @@ from tests.bench.serving.odd_servers import (
     target,
     whole,
 )
-from tests.waiting import eventually, turns
+from tests.waiting import LIMIT_S, eventually, turns
 
 
 def _asked(*parts: bytes, **fields: Any) -> Answer:
@@ -289,7 +289,7 @@ def test_tls(tmp_path: Path):
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     words = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", *subject]
-    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
+    subprocess.run([*words, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=LIMIT_S)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.load_cert_chain(certificate, key)
 

@@ -11,6 +11,7 @@ import pytest
 from redline.bench.serving.ready import Drafting, counters, drafting, drafting_figures, models
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
+from tests.waiting import LIMIT_S
 
 PAGE = """# HELP vllm:spec_decode_num_drafts_total Steps
 vllm:spec_decode_num_drafts_total{model_name="a b"} 100.0
@@ -126,7 +127,7 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
             target=lambda: found.append((models(target, 0, print), drafting(target))), daemon=True
         )
         asking.start()
-        asking.join(5)
+        asking.join(LIMIT_S)
         over.set()
         listening.shutdown()
     assert found == [((), None)]

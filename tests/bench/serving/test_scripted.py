@@ -1,7 +1,9 @@
 """The scripted server by itself: it keeps its plan, says what the script says, and goes wrong in the way asked for."""
 
+import asyncio
 import fcntl
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,17 +11,18 @@ import termios
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
-from redline import clock
 from redline.bench.serving.script import Play, Script, answer_tokens, moments
-from redline.bench.serving.scripted import HOST, Scripted
-from tests.waiting import until
+from redline.bench.serving.scripted import HOST, Line, Scripted
+from tests.clocks import FakeClock
+from tests.waiting import LIMIT_S, until
 
-LIMIT_S = 60.0
 EARLY_S = 1e-5  # that a sum of gaps may be off by rounding
 
 
@@ -73,17 +76,26 @@ def test_events_leave_when_they_were_planned_and_the_log_says_so(server: Scripte
     assert all(at - due > -EARLY_S for at, due in zip(row.events, plan, strict=True)), "nothing is before its time"
 
 
-def test_what_is_logged_is_when_the_system_got_it(server: Scripted):
-    """Nobody has read an event before it was handed over."""
-    with connect(server.port) as link:
-        send(link, script={"name": "one", "tokens": 20, "first_s": 0.01, "gaps_s": [0.003]})
-        read = list[float]()
-        while True:
-            data = link.recv(1 << 16)
-            read += [clock.perf_counter()] * data.count(b'"content":" the"')
-            if data.endswith(b"0\r\n\r\n"):
-                break
-    assert all(here >= there for here, there in zip(read, server.named()["one"].events, strict=True))
+def test_the_time_of_an_event_is_read_before_it_is_handed_over(monkeypatch: pytest.MonkeyPatch):
+    """So nobody has read an event before its time."""
+    here, there = socket.socketpair()
+    transport = mock.Mock(asyncio.Transport)
+    transport.get_extra_info.return_value = here
+    transport.is_closing.return_value, transport.get_write_buffer_size.return_value = False, 0
+    line = Line(mock.Mock())
+    line.connection_made(transport)
+    write = os.write
+
+    with here, there, FakeClock(5.0).installed() as clock:
+
+        def slow(file: int, data: bytes) -> int:
+            clock.advance(1)
+            return write(file, data)
+
+        monkeypatch.setattr("redline.bench.serving.scripted.os", SimpleNamespace(write=slow))
+        assert line.write(b"event") == 5.0
+        assert clock() == 6.0
+        assert there.recv(100) == b"event"
 
 
 def test_thinking_comes_before_the_answer_and_bursts_share_an_event(server: Scripted):
@@ -269,6 +281,6 @@ def test_it_runs_from_the_command_line_with_a_play_of_a_file(tmp_path: Path):
         finally:
             process.terminate()
     play.write_text('{"in_order": [{"burst": []}]}')
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: --play {play}: burst needs")

@@ -16,6 +16,7 @@ from redline.kernels.kernel import references
 from redline.ops.add_norm import rms_norm
 from tests.ranks_in_turn import Meeting
 from tests.seeds import fresh_generator
+from tests.waiting import LIMIT_S
 
 HIDDEN = 128
 EPS = 1e-5
@@ -118,7 +119,7 @@ def test_a_cpus_ranks_add_and_gather_rows_too(tmp_path: Path):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(LIMIT_S)
     want = given.sum(0)
     assert torch.equal(torch.cat([sums[0], sums[1]]), want)
     assert all(torch.equal(whole, want) for whole in wholes)
