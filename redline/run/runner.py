@@ -168,6 +168,7 @@ class Runner:
         vocabulary, on_gpu = model.config.vocab_size, model.device.type == "cuda"
         # Where acceptance is synthetic, drafts hold that a grammar would refuse.
         self._matchers = None if tokens is None or rates else Matchers(tokens, vocabulary, pinned=on_gpu)
+        self._held: dict[int, object] = {}  # grammars that rank 0 may need, where this rank follows it
         self.slots = Slots(
             slots, layout.max_model_len, vocabulary, model.device, suffix=of_host, matchers=self._matchers
         )
@@ -243,12 +244,18 @@ class Runner:
             return lambda: True
         return self._matchers.hold(grammar.text).done
 
-    def compile(self, text: str, done: Callable[[], object]) -> None:
-        """Has a grammar compiled, as rank 0 does; a thread calls `done` once it is, in the order of these calls."""
+    def compile(self, number: int, text: str, done: Callable[[], object]) -> None:
+        """Has a grammar compiled, as rank 0 does, and keeps it until `forget` names its number. A thread calls `done`
+        once it is compiled, in the order of these calls."""
         if self._matchers is None:
             done()
         else:
-            self._matchers.compile(text, done)
+            self._held[number] = self._matchers.compile(text, done)
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Rank 0 does not need these grammars any more. Those that were used last may be kept all the same."""
+        for number in numbers:
+            self._held.pop(number, None)
 
     def hurry(self) -> None:
         """Waits until every rank is ready for steps; from now on one is waited for a short time only.

@@ -10,11 +10,11 @@ from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, 
 from redline.wire.profile import Profile, Profiled
 from redline.wire.ranks import Export, Grow, Scatter
 from redline.wire.replicas import Ask, Drain, Replicas, Roster, Told, Use
-from redline.wire.step import Compile, Hurry, Place, RecordMore, Step
+from redline.wire.step import Compile, Forget, Hurry, Place, RecordMore, Step
 
 Wire = (
     Job | Abort | Step | Delta | Ready | Failed | Beat | Knock | Missed | Load | Stop | Place | RecordMore | Hurry
-    | Compile | Export | Grow | Scatter
+    | Compile | Forget | Export | Grow | Scatter
     | Cached | Recall | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
     | TakeRole | RoleTaken
     | Listening | Machine | Orders | Refused

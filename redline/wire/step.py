@@ -137,9 +137,17 @@ class RecordMore(Message, frozen=True):
 
 
 class Compile(Message, frozen=True):
-    """Every rank compiles this grammar now, and counts it in the memory that all share: a job waits for it."""
+    """Every rank compiles this grammar now, and counts it in the memory that all share: a job waits for it. The rank
+    keeps it until `Forget` names its number."""
 
+    number: int  # of this message, from 1 on
     text: str
+
+
+class Forget(Message, frozen=True):
+    """Rank 0 has forgotten these grammars, and no job needs them: other ranks need not keep them any more."""
+
+    numbers: tuple[int, ...]  # of `Compile`
 
 
 class Hurry(Message, frozen=True):

@@ -23,7 +23,7 @@ from redline.run.runner import Pending, Runner
 from redline.wire.channel import SocketInbox
 from redline.wire.news import Stop
 from redline.wire.ranks import Export, Grow, Scatter
-from redline.wire.step import Compile, Hurry, Place, RecordMore, Step
+from redline.wire.step import Compile, Forget, Hurry, Place, RecordMore, Step
 from redline.worker.config import RankConfig
 from redline.worker.drawn import Comparison
 from redline.worker.engine import load_model, make_runner, pick_device
@@ -112,8 +112,10 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: Fo
                     memory.map(command)
                 case Grow():
                     memory.grow(command)
-                case Compile(text=text):
-                    runner.compile(text, memory.has_compiled)
+                case Compile():
+                    runner.compile(command.number, command.text, memory.has_compiled)
+                case Forget():
+                    runner.forget(command.numbers)
                 case RecordMore():
                     runner.record_more()
                 case Hurry():

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -44,7 +45,7 @@ from redline.wire.codec import Wire
 from redline.wire.handoff import Piece
 from redline.wire.job import Grammar, PageId
 from redline.wire.news import Stop
-from redline.wire.step import Compile, Hurry, Place, RecordMore, Step, StepResult
+from redline.wire.step import Compile, Forget, Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
 from redline.worker.parcel_memory import Ended
@@ -339,12 +340,14 @@ class LeadingRunner(Runner):
         # Grammars that the others were told to compile, each with its number among all that they were told of.
         self._numbers: weakref.WeakKeyDictionary[Future[LLMatcher], int] = weakref.WeakKeyDictionary()
         self._told = 0  # the last number
+        self._forgotten: deque[int] = deque()  # grammars of which the others have not been told that they may go
         super().__init__(*given, **options)
 
     def launch(self, step: Step) -> Awaited:
         """As `Runner.launch`, on every rank. Each step is waited for, in the order of their launches."""
         self._ranks.step = step.number
         self._ranks.tell(msgspec.structs.replace(step, drawn=self._account.drawn))
+        self._tell_forgotten()
         return Awaited(step.number, super().launch(step), self._ranks, self._account)
 
     def hurry(self) -> None:
@@ -368,9 +371,18 @@ class LeadingRunner(Runner):
         if number is None:
             self._told += 1
             number = self._numbers[compiled] = self._told
-            self._ranks.tell(Compile(text=grammar.text))
+            # Any thread may be the last to need it, with whatever locks: so `tell` is called later.
+            weakref.finalize(compiled, self._forgotten.append, number)
+            self._ranks.tell(Compile(number=number, text=grammar.text))
+        self._tell_forgotten()
         memory = self._ranks.memory
         return lambda: compiled.done() and memory.compiled(number)
+
+    def _tell_forgotten(self) -> None:
+        """The others let go of grammars that this rank has forgotten, and keep all others: a job begins only where no
+        rank has to compile its grammar within the step."""
+        if self._forgotten:
+            self._ranks.tell(Forget(numbers=tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))))
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
         """As `Runner.place`, on every rank."""

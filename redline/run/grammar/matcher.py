@@ -83,10 +83,11 @@ class Matchers:
             self._compiled.move_to_end(text)
             return compiled
 
-    def compile(self, text: str, done: Callable[[], object]) -> None:
-        """Has a grammar compiled; the thread that does it calls `done` once it is, in the order of these calls."""
-        self.hold(text)
+    def compile(self, text: str, done: Callable[[], object]) -> Future[LLMatcher]:
+        """As `hold`. The thread calls `done` once the grammar is compiled, in the order of these calls."""
+        compiled = self.hold(text)
         self._threads.submit(done)
+        return compiled
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:

@@ -1,46 +1,17 @@
 """More grammars than are kept: each job that waits for its grammar gets it, and none is compiled twice meanwhile."""
 
-import functools
-from concurrent.futures import Executor, Future
-from typing import Any
-
 import pytest
 
-from redline.run.grammar import matcher
 from redline.run.grammar.matcher import KEPT, KEPT_CHARS, Matchers
 from redline.wire.job import Grammar
 from tests.fakes import World
-
-
-class Later(Executor):
-    """Runs what is submitted when a test says so, in order."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[Future[Any], Any]] = []
-        self.compiled: list[str] = []
-
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._waiting.append((future, functools.partial(fn, *args, **kwargs)))
-        return future
-
-    def run(self) -> None:
-        while self._waiting:
-            future, call = self._waiting.pop(0)
-            future.set_result(call())
+from tests.later import Later, compile_later
 
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Later:
-    """What the `Matchers` of a test compile with; a compiled grammar is its text."""
-    thread = Later()
-
-    def compile_text(_: Matchers, text: str) -> str:
-        thread.compiled.append(text)
-        return text
-
-    monkeypatch.setattr(matcher, "ThreadPoolExecutor", lambda *_, **__: thread)
-    monkeypatch.setattr(Matchers, "_compile", compile_text)
+    """The thread of the `Matchers` that a test makes."""
+    [thread] = compile_later(monkeypatch, 1)
     return thread
 
 
