@@ -413,29 +413,28 @@ class Supervisor:
                 return None
             if serving.done():
                 raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
-            settled.result()
-            return self._gateway.ready
+            return settled.result()
         finally:
             for task in (stopping, settled):
                 task.cancel()
 
-    async def _settled(self) -> None:
+    async def _settled(self) -> Ready:
         """As `start`, for the workers' part."""
         awaited, said = [worker for worker in self.workers if not worker.place.spare], set[str]()
         while True:
             for life in self._lives:
                 if life.done():
                     life.result()
-            answers = self._gateway.ready is not None
-            if not answers and (failed := self._hopeless()) is not None:
+            ready = self._gateway.ready
+            if ready is None and (failed := self._hopeless()) is not None:
                 raise _failure(failed)
             for worker in awaited:
                 if (why := worker.down) is not None and worker.name not in said and not self._proven.is_set():
                     said.add(worker.name)
                     then = "it is started again once another worker is ready"
                     log.error("%s: %s; %s", worker.name, why, "it is given up" if worker.given_up else then)
-            if answers and all(worker.ready.is_set() or worker.has_failed for worker in awaited):
-                return
+            if ready is not None and all(worker.ready.is_set() or worker.has_failed for worker in awaited):
+                return ready
             await asyncio.sleep(0.01)
 
     def _hopeless(self) -> Supervised | None:
