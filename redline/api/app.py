@@ -86,6 +86,8 @@ def create_app(
     bodies = _Bodies(config.limits.bodies_bytes)
     path = config.responses_file
     store = ResponseStore(Path(path)) if path else None
+    if store is not None:
+        gateway.at_end(store.close)
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,

@@ -131,6 +131,7 @@ class Gateway:
         """
         self.tokenizer = tokenizer
         self.metrics = metrics
+        self._at_end: list[Callable[[], object]] = []
         self.links = Links(clock)
         self.replica = replica
         self.others = Others()
@@ -588,9 +589,16 @@ class Gateway:
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def at_end(self, close: Callable[[], object]) -> None:
+        """Have `ended` call this, in a thread: it may wait for a disk."""
+        self._at_end.append(close)
+
     async def ended(self) -> None:
-        """Wait, behind `close`, until no process of its own is left."""
+        """Wait, behind `close` and once no request is served any more, until no process of its own is left, and close
+        what belongs to the API (`at_end`)."""
         await self._grammars.ended()
+        while self._at_end:
+            await asyncio.to_thread(self._at_end.pop())
 
     # -- from a request
 

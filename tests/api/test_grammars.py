@@ -26,7 +26,7 @@ from redline.errors import Overloaded, RequestError
 from redline.tune.grammar import parser_limits
 from redline.wire.job import Grammar
 from tests.clocks import FakeClock
-from tests.waiting import eventually
+from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio
 SPECIAL = tokenizer().special
@@ -181,12 +181,26 @@ async def test_where_no_process_can_be_started_a_client_may_try_again(monkeypatc
             await grammar_of(grammars, schema({}))
 
 
-async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_alone():
+async def test_a_process_that_has_ended_since_its_last_trial_refuses_nothing():
     async with opened() as grammars:
         assert await grammar_of(grammars, schema({})) is not None
         await killed(grammars)
+        assert await grammar_of(grammars, schema({"type": "string"})) is not None
+
+
+async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_once():
+    """It may have ended of something else than this grammar, so the refusal is not kept."""
+    async with opened() as grammars:
+        assert await grammar_of(grammars, schema({})) is not None
+        process = process_of(grammars)
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+        asked = asyncio.create_task(grammar_of(grammars, schema({"type": "string"})))
+        await turns(100)  # the trial is on its way, and is not answered
+        process.kill()
         with pytest.raises(RequestError, match="memory"):
-            await grammar_of(grammars, schema({"type": "string"}))
+            await asked
+        assert await grammar_of(grammars, schema({"type": "string"})) is not None
         assert await grammar_of(grammars, schema({"type": "integer"})) is not None
 
 
