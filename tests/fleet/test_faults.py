@@ -58,12 +58,12 @@ def pools(tmp_path_factory: pytest.TempPathFactory, place: Path, links: Detours)
 def link(pools: Server, links: Detours, writer: str, socket: str) -> LinkName:
     """From a worker, or from the API, to a socket: connected when the first request takes that way."""
     pid = pools.process.pid if writer == "api" else workers(pools)[writer]["pid"]
-    for first in range(200, 280, 4):
+    for together in range(4, 44, 4):
         found = [name for name in links.links() if name.writer == pid and name.socket.startswith(socket)]
         if found:
             assert len(found) == 1, (links.links(), writer, socket)
             return found[0]
-        answers_beside(pools, range(first, first + 4))
+        answers_beside(pools, range(200, 200 + together))
     raise AssertionError((links.links(), writer, socket))
 
 
