@@ -6,8 +6,8 @@
 Serves a model with its drafter on the device, as a prefill worker and a decode worker that share the GPU (--together:
 as one worker). Cases are drawn from evaluation prompts: greedy or seeded, with every sampling option, grammars, forced
 and chosen tools, n, logprobs, stop strings, chats and completions, streamed or whole. For the given minutes they are
-asked again and again in random order, `at-once` in flight; one client in eight leaves early. Then the same cases are
-asked of a server on the CPU, each once.
+asked again and again in random order, `at-once` in flight; one client in eight leaves early. Meanwhile the same cases
+are asked of a server on the CPU, each once.
 
 Ends with 1 if a request failed, if a page, a KV chunk or a job is left when all clients have gone, if memory of a
 process or of the GPU grows, or if an answer differs from the CPU's at a place where the two devices do not nearly agree
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -46,6 +47,7 @@ from redline.errors import RedlineError
 SHARE = 1 / 8  # of clients that leave before their answer has ended
 ANSWER_S = 300.0  # for one answer; a CPU answers all cases within it
 SETTLE_S = 180.0  # from the server's start until its GPU memory stays as it is
+STEADY = 3  # samples of GPU memory, 5 s apart, that are alike when it does
 REST_S = 60.0  # from the last request until nothing runs
 TOLERANCE = 0.25  # nats between two devices' log probabilities of one token; bf16 through eight layers
 FLAT_MIB = 8.0  # growth of a process or of the GPU's memory per minute, over the second half
@@ -281,16 +283,22 @@ def memory(pid: int) -> Memory:
             continue  # it has ended
         module = next((word.decode() for word in words if word.startswith(b"redline.")), "api")
         resident[f"{module} {each}"] = pages * 4096 / 2**20
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=30, check=True,
-        ).stdout  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        told = ""
-    used = [line.split(", ") for line in told.splitlines()]
-    gpu = sum(float(each[1]) for each in used if each[0] in pids and each[1].isdigit())
+    used = [line.split(", ") for line in _nvidia_smi("--query-compute-apps=pid,used_memory")]
+    ours = [float(mib) for each, mib in used if each in pids and mib.isdigit()]
+    if not ours:  # a container's processes have other numbers outside of it: the whole GPU, on which nothing else runs
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+        ours = [float(mib) for mib in _nvidia_smi("--query-gpu=memory.used", "-i", first) if mib.isdigit()]
+    gpu = sum(ours)
     return Memory(resident, gpu)
+
+
+def _nvidia_smi(*query: str) -> list[str]:
+    """Lines without units; none on a machine without an NVIDIA GPU."""
+    command = ["nvidia-smi", *query, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 async def figures(port: int) -> dict[str, float]:
@@ -318,10 +326,12 @@ async def at_rest(port: int) -> dict[str, float]:
 async def settled(pid: int) -> None:
     """Returns once the server, which has nothing to do, takes no more memory of the GPU: idle workers capture CUDA
     graphs, a shape at a time. Gives up after SETTLE_S seconds."""
-    before, deadline = -math.inf, clock.monotonic() + SETTLE_S
-    while (now := memory(pid).gpu) > before and clock.monotonic() < deadline:
-        before = now
+    deadline, samples = clock.monotonic() + SETTLE_S, list[float]()
+    while len(set(samples[-STEADY:])) > 1 or len(samples) < STEADY:
+        if clock.monotonic() > deadline:
+            return
         await asyncio.sleep(5.0)
+        samples.append(memory(pid).gpu)
 
 
 async def loaded(server: Server, asked: Sequence[Case], minutes: float, at_once: int, seed: int) -> dict[str, Any]:
@@ -436,14 +446,16 @@ def main(words: Sequence[str] | None = None) -> int:
             server.until_ready()
             return server
 
-        server = serve(asked.device, TOGETHER if asked.together else APART)
-        record = asyncio.run(loaded(server, drawn, asked.minutes, asked.at_once, asked.seed))
+        server, cpu = serve(asked.device, TOGETHER if asked.together else APART), serve("cpu", TOGETHER)
+
+        async def both() -> tuple[dict[str, Any], list[list[Answer] | None]]:
+            load = loaded(server, drawn, asked.minutes, asked.at_once, asked.seed)
+            return await asyncio.gather(load, references(cpu.port, drawn, asked.at_once))
+
+        record, expected = asyncio.run(both())
         end = server.stop()
         said = [line for line in server.said.splitlines() if re.search("WARNING|ERROR|Traceback", line)]
         record |= {"end": end._asdict(), "warnings": len(said), "last_warnings": said[-40:]}
-        asked.save.write_text(json.dumps({**record, "given": None}, indent=1) + "\n")  # if the CPU's server fails
-        cpu = serve("cpu", TOGETHER)
-        expected = asyncio.run(references(cpu.port, drawn, asked.at_once))
         cpu.stop()
     given: Given = record.pop("given")
     differences: list[Difference] = []
