@@ -16,12 +16,15 @@ import hypothesis
 import pytest
 import torch
 
+from redline.kernels.cpu import native
 from redline.limits import processors
 from tests import forked, pairwise, real_time, seeds
 from tests.waiting import LIMIT_S
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+native.instruction_set()  # what it names has bounded torch by now, which reads that when it first computes
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is decorated

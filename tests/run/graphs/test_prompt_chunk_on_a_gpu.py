@@ -61,7 +61,9 @@ def waves(seed: int) -> list[list[Job]]:
     ids=["plain", "suffix", "drafter"],
 )
 def test_prompts_beside_decoding_rows_make_nobody_wait(speculation: DraftConfig | None):
-    config = EngineConfig(max_model_len=8192, kv_memory=1 << 30, device="cuda", speculation=speculation)
+    config = EngineConfig(
+        max_model_len=8192, kv_memory=1 << 30, step_tokens=2048, device="cuda", speculation=speculation
+    )
     engine = EngineCore.load(NANO, config)
     runner = engine.runner
     try:
