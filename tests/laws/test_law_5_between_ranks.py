@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,10 +28,17 @@ from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS
 from tests.laws.test_law_6_ranks_change_nothing import counted
 from tests.tiny_model import Answer, job, kernel_config, prompt, run
-from tests.waiting import until
+from tests.waiting import LIMIT_S, until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 AREA = 1 << 17  # bytes, so that a prompt takes several parcels
+
+
+@pytest.fixture(autouse=True, scope="module")
+def parcels_are_waited_for() -> Iterator[None]:
+    """However slow the machine is."""
+    with mock.patch("redline.worker.arrivals.READ_S", LIMIT_S):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.ranks import ATTENTION, UNSENT
 from tests import forked
 from tests.kernels.hopper import ranks_program
+from tests.waiting import LIMIT_S
 
 HERE = Path(__file__).parent
 
@@ -27,7 +28,7 @@ def say(file: Path, ranks: int, what: str) -> list[str]:
     """What the ranks of the program print, a line for each."""
     command = [sys.executable, "-m", "tests.kernels.hopper.ranks_program", str(file), str(ranks), what]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    done = forked.run(command, env=environment, capture_output=True, text=True, timeout=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
