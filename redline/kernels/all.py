@@ -20,6 +20,7 @@ from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
 from redline.kernels.hopper.decode.grouped import attend_grouped, keep_rows
 from redline.kernels.hopper.decode.head import head, head_8
+from redline.kernels.hopper.decode.pairs_down import pairs_down
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
@@ -56,7 +57,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 # The launches of a decode step on a GPU, in their order, what many tokens take in their place, and what travels.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, sum_ranks, gates),
-    *(choose_experts, experts_up, experts_down, head, head_8, adjust, best.hopper, settle_rows),
+    *(choose_experts, experts_up, experts_down, pairs_down, head, head_8, adjust, best.hopper, settle_rows),
     *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),

@@ -19,7 +19,7 @@ from redline.kernels.hopper.block import (
     decode_block,
     prefill_block,
 )
-from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, notes_of
+from redline.kernels.hopper.decode.choose_experts import SUMMED_PAIRS, notes_of
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.gates import gates_weight
@@ -121,7 +121,7 @@ class GpuK2(K2):
 
 def most_decoded(config: K2Config) -> int:
     """Tokens of a step that the decode kernels compute, which alone can be recorded."""
-    return min(MOST_DECODED, MOST_PAIRS // max(config.num_experts_per_tok, 1))
+    return min(MOST_DECODED, SUMMED_PAIRS // max(config.num_experts_per_tok, 1))
 
 
 class _Features:

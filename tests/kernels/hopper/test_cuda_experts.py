@@ -13,6 +13,7 @@ from redline.kernels.hopper.decode.choose_experts import READY, Pairs, choose_ex
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, experts_up, random_x
 from redline.kernels.hopper.decode.gates import gates
+from redline.kernels.hopper.decode.pairs_down import pairs_down
 from redline.kernels.hopper.layouts.records import (
     KINDS,
     Kind,
@@ -89,6 +90,13 @@ def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
     near(got[0] - args[5], want[0] - args[5])
     near(got[1], want[1], 8e-3)  # bf16
     near(got[2], want[2])
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("case", [case for case in pairs_down.op.cases() if case.small], ids=lambda case: case.name)
+def test_the_second_half_pair_by_pair_is_its_reference(case: Case) -> None:
+    args = case.make(fresh_generator())
+    near(emulated(pairs_down, *args), pairs_down.op.reference(pairs_down.op.args(*args)))
 
 
 def test_what_lies_behind_gamma_is_no_outputs() -> None:

@@ -1,24 +1,26 @@
 // Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 or 1024 threads.
 //
 // A warp to a token, then a thread to an expert. The caller's Arguments have bias [EXPERTS] or null, forced [T, CHOSEN] or
-// null; ids and shares [T, CHOSEN], pair_token, pair_weight, slot_expert, slot_first and count to write; tokens, slots,
-// normalise, scale. Its Logits give the logit of (token, expert), wherever it lies.
+// null; ids and shares [T, CHOSEN], pair_token, pair_weight, origin, slot_expert, slot_first and count to write; tokens,
+// slots, normalise, scale. Its Logits give the logit of (token, expert), wherever it lies.
 //
-// Macros: EXPERTS (<= THREADS), CHOSEN (<= 32, and <= EXPERTS).
+// Macros: EXPERTS (<= THREADS), CHOSEN (<= 32, and <= EXPERTS), MOST_TOKENS that there is room for.
 #pragma once
 #include "running_sum.cuh"
 
 constexpr u32 PER_LANE = (EXPERTS + 31) / 32;
-constexpr u32 MOST_PAIRS = 512;
 constexpr u32 SLOT_PAIRS = 8;
+constexpr u32 MOST_PAIRS = MOST_TOKENS * CHOSEN, WORDS = (MOST_TOKENS + 31) / 32;
 
 // Of a room in shared memory.
-constexpr u32 TAKERS_AT = 0;                          // [THREADS][2] u32: bit t, token t takes this expert
-constexpr u32 FIRST_AT = TAKERS_AT + THREADS * 8;     // [THREADS] u32: an expert's first pair
-constexpr u32 CHOICE_AT = FIRST_AT + THREADS * 4;     // [T * K] u32
-constexpr u32 SHARE_AT = CHOICE_AT + MOST_PAIRS * 4;  // [T * K] f32
-constexpr u32 TOTALS_AT = SHARE_AT + MOST_PAIRS * 4;  // [warps] u32
+constexpr u32 TAKERS_AT = 0;                                // [EXPERTS][WORDS] u32: bit t, token t takes this expert
+constexpr u32 FIRST_AT = TAKERS_AT + EXPERTS * WORDS * 4;   // [EXPERTS] u32: an expert's first pair
+constexpr u32 CHOICE_AT = FIRST_AT + EXPERTS * 4;           // [T * K] u32
+constexpr u32 SHARE_AT = CHOICE_AT + MOST_PAIRS * 4;        // [T * K] f32
+constexpr u32 TOTALS_AT = SHARE_AT + MOST_PAIRS * 4;        // [warps] u32
 constexpr u32 CHOOSING_BYTES = TOTALS_AT + THREADS / 32 * 4;
+
+FN u32 takers_at(u32 room, u32 expert) { return room + TAKERS_AT + 4 * WORDS * expert; }
 
 // Larger floats have larger keys; none is 0, which stands for what is taken or does not exist.
 FN u32 sort_key(float v) {
@@ -75,24 +77,26 @@ FN void choose_for(const Arguments& a, const Logits& logits, u32 token, u32 room
     store_global_f32(a.shares + place, weight);
     store_shared(room + CHOICE_AT + 4 * place, id);
     store_shared_f32(room + SHARE_AT + 4 * place, weight);
-    add_shared(room + TAKERS_AT + 8 * id + 4 * (token / 32), 1u << token % 32);  // a token takes an expert once
+    add_shared(takers_at(room, id) + 4 * (token / 32), 1u << token % 32);  // a token takes an expert once
 }
 
 // By all threads of a block.
 template <class Arguments, class Logits>
 FN void choose(const Arguments& a, const Logits& logits, u32 room) {
-    u32 thread = thread_index(), pairs = a.tokens * CHOSEN;
-    store_shared_2(room + TAKERS_AT + 8 * thread, {0, 0});
+    u32 thread = thread_index(), pairs = a.tokens * CHOSEN, mine = 0;
+    for (u32 i = thread; i < EXPERTS * WORDS; i += THREADS) store_shared(room + TAKERS_AT + 4 * i, 0);
     sync_block();
     for (u32 token = warp_index(); token < (u32)a.tokens; token += THREADS / 32) choose_for(a, logits, token, room);
     sync_block();
 
     // Thread e has expert e. Pairs in the low half of a word, slots in the high half: one sum for both.
-    u32x2 takers = load_shared_2(room + TAKERS_AT + 8 * thread);
-    u32 mine = count_bits(takers.x) + count_bits(takers.y), slots = (mine + SLOT_PAIRS - 1) / SLOT_PAIRS;
+    if (thread < EXPERTS)
+#pragma unroll
+        for (u32 i = 0; i < WORDS; i++) mine += count_bits(load_shared(takers_at(room, thread) + 4 * i));
+    u32 slots = (mine + SLOT_PAIRS - 1) / SLOT_PAIRS;
     u32 total, after = running_sum(mine | slots << 16, room + TOTALS_AT, total), count = total >> 16;
     u32 first_pair = (after & 0xffff) - mine, first_slot = (after >> 16) - slots;
-    store_shared(room + FIRST_AT + 4 * thread, first_pair);
+    if (thread < EXPERTS) store_shared(room + FIRST_AT + 4 * thread, first_pair);
     for (u32 i = 0; i < slots; i++) {
         store_global(a.slot_expert + first_slot + i, thread);
         store_global(a.slot_first + first_slot + i, first_pair + i * SLOT_PAIRS);
@@ -104,13 +108,16 @@ FN void choose(const Arguments& a, const Logits& logits, u32 room) {
             if (slot < (u32)a.slots) store_global(a.slot_expert + slot, 0);
         }
     sync_block();
-    if (thread < pairs) {
-        u32 token = thread / CHOSEN, id = load_shared(room + CHOICE_AT + 4 * thread);
-        u32x2 all = load_shared_2(room + TAKERS_AT + 8 * id);
-        u32 lower = (1u << token % 32) - 1;  // those of its own word that come before it
-        u32 before = token < 32 ? count_bits(all.x & lower) : count_bits(all.x) + count_bits(all.y & lower);
-        u32 pair = load_shared(room + FIRST_AT + 4 * id) + before;
+    for (u32 i = thread; i < pairs; i += THREADS) {
+        u32 token = i / CHOSEN, id = load_shared(room + CHOICE_AT + 4 * i), pair = load_shared(room + FIRST_AT + 4 * id);
+        u32 takers = takers_at(room, id), lower = (1u << token % 32) - 1;  // those of its own word that come before it
+#pragma unroll
+        for (u32 w = 0; w < WORDS; w++) {
+            u32 before = w < token / 32 ? ~0u : w == token / 32 ? lower : 0;
+            pair += count_bits(load_shared(takers + 4 * w) & before);
+        }
         store_global(a.pair_token + pair, token);
-        store_global_f32(a.pair_weight + pair, load_shared_f32(room + SHARE_AT + 4 * thread));
+        store_global_f32(a.pair_weight + pair, load_shared_f32(room + SHARE_AT + 4 * i));
+        store_global(a.origin + pair, i);
     }
 }

@@ -12,6 +12,7 @@ struct ChooseExpertsLaunch {
     int* count;           // [1]
     int* ids;             // [T, K]
     float* shares;        // [T, K]
+    int* origin;          // [T K]
     int tokens, slots, normalise;
     float scale;
 };

@@ -26,7 +26,9 @@ from redline.ops.route_experts import choose
 SLOT_PAIRS = 8
 THREADS, WIDE = 512, 1024  # of a block: a warp to a token, then a thread to an expert; of more tokens than FEW
 FEW = THREADS // 32  # tokens that THREADS take at once: more took two turns, one of which is most of the launch
-MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
+MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 256, 2048, 512  # of one block: a thread to an expert, pairs in shared memory
+MOST_SLOTS = 767  # of a step in the lists of the experts' kernels
+SUMMED_TOKENS, SUMMED_PAIRS = 64, 512  # up to which a kernel may add up the pairs of each token in shared memory
 READY, _NOTES = 1, 4  # of `notes_of`: a note, and how many there are
 _GATED_TOKENS, _K_GROUPS = 8, 4  # of one launch of `gates`, and parts of K, at most
 
@@ -67,6 +69,7 @@ class Pairs:
     count: Tensor  # int32 [1]: slots that exist
     ids: Tensor  # int32 [T, K], best first
     weights: Tensor  # float32 [T, K]: the router's, in the order of ids
+    origin: Tensor  # int32 [T K]: where each pair is in ids
     # int32 [1]: `gates`, the launch in front of `experts_up`, makes it 0 before that can begin, and 1 when the lists
     # are there, before it ends. None: they are there when the launch in front has ended.
     ready: Tensor | None = None
@@ -87,6 +90,7 @@ class Pairs:
             count=ints(1),
             ids=ints(tokens, chosen),
             weights=torch.empty(tokens, chosen, device=device),
+            origin=ints(tokens * chosen),
             ready=ready,
         )
 
@@ -101,6 +105,7 @@ class Pairs:
             "count": self.count,
             "ids": self.ids,
             "shares": self.weights,
+            "origin": self.origin,
         }
 
     @property
@@ -153,6 +158,7 @@ def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
         count=column([len(firsts)]),
         ids=ids_TK,
         weights=weights_TK,
+        origin=order.to(torch.int32),
     )
 
 
@@ -160,11 +166,16 @@ _Launch = launch_record("decode/choose_experts.cu", "ChooseExpertsLaunch")
 
 
 @functools.cache
-def kernel_of(experts: int, chosen: int, threads: int) -> CudaKernel:
-    """The program for so many experts and so many of them chosen."""
-    defines = {"EXPERTS": experts, "CHOSEN": chosen}
-    shared = threads * 12 + MOST_PAIRS * 8 + threads // 32 * 4  # blocks/choose.cuh
+def kernel_of(experts: int, chosen: int, room: int, threads: int) -> CudaKernel:
+    """The program for so many experts, so many of them chosen, and `room` tokens at most."""
+    defines = {"EXPERTS": experts, "CHOSEN": chosen, "MOST_TOKENS": room}
+    shared = 4 * (experts * (-(-room // 32) + 1) + 2 * room * chosen + threads // 32)  # blocks/choose.cuh
     return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, shared, threads)
+
+
+def room_of(tokens: int) -> int:
+    """The tokens that a program has room for which takes this many: programs are few."""
+    return next(room for room in (64, 128, MOST_TOKENS) if tokens <= room)
 
 
 def cuda(args: ChooseExpertsArgs) -> Pairs:
@@ -182,24 +193,24 @@ def cuda(args: ChooseExpertsArgs) -> Pairs:
         normalise=int(args.normalise),
         scale=args.scale,
     )
-    kernel_of(experts, args.chosen, THREADS if tokens <= FEW else WIDE).launch(arguments, 1)
+    kernel_of(experts, args.chosen, room_of(tokens), THREADS if tokens <= FEW else WIDE).launch(arguments, 1)
     return pairs
 
 
 def cuda_fits(args: ChooseExpertsArgs) -> bool:
-    """Whether one block can do it, a thread to a pair or an expert: 64 tokens, 512 pairs, 512 experts, 32 chosen."""
+    """Whether one block can do it: 256 tokens, 2,048 pairs, 512 experts, 32 chosen."""
     tokens, experts = args.logits_TE.shape
     fits_one_block = tokens <= MOST_TOKENS and tokens * args.chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
     return fits_one_block and args.chosen <= min(32, experts)
 
 
 def cost(args: ChooseExpertsArgs) -> Cost:
-    """The logits once, and 24 bytes for each pair's places in the lists."""
-    return Cost(args.logits_TE.nbytes + args.logits_TE.shape[0] * args.chosen * 24)
+    """The logits once, and 28 bytes for each pair's places in the lists."""
+    return Cost(args.logits_TE.nbytes + args.logits_TE.shape[0] * args.chosen * 28)
 
 
 def cases() -> Iterator[Case]:
-    """Sizes of nano and of Kimi up to 64 tokens, and experts that are given."""
+    """Sizes of nano and of Kimi up to 256 tokens, and experts that are given."""
 
     def make(tokens: int, experts: int, chosen: int, forced: bool = False):
         def inputs(g: torch.Generator) -> ChooseExpertsArgs:
@@ -211,9 +222,10 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano", make(1, 16, 4))
-    yield Case("T=40 nano", make(40, 16, 4))
+    for tokens in (40, 100, 256):
+        yield Case(f"T={tokens} nano", make(tokens, 16, 4))
     yield Case("T=5 forced", make(5, 70, 3, forced=True))
-    for tokens in (1, 8, 64):
+    for tokens in (1, 8, 64, 256):
         yield Case(f"T={tokens} Kimi", make(tokens, 384, 8))
 
 

@@ -28,12 +28,12 @@
 #define GATES 4
 #define HEAD 5
 #define HEAD_8 6
-#if EPILOGUE == GATES && CHOSEN
-#include "choose.cuh"
-#endif
 
 constexpr u32 TILE_ROWS = 16, TILE_BYTES = 1024, TILE_INPUTS = TILE_BYTES * 8 / BITS / TILE_ROWS;
 constexpr u32 MOST_TOKENS = 8, MOST_PARTS = 256;
+#if EPILOGUE == GATES && CHOSEN
+#include "choose.cuh"
+#endif
 constexpr u32 WARPS = THREADS / 32, GROUPS = WARPS / 4;
 constexpr u32 TILES_AT_ONCE = WARPS / WARPS_PER_TILE, K_GROUPS = WARPS_PER_TILE / 4;
 constexpr u32 SLICE_INPUTS = INPUTS / SLICES;
@@ -282,6 +282,7 @@ struct GatesLaunch {
     int* count;          // [1]
     int* ids;            // [T, CHOSEN]
     float* shares;       // [T, CHOSEN]
+    int* origin;         // [T CHOSEN]
     u32 tokens, parts, slots, normalise;
     float eps, scale;
 };
@@ -681,9 +682,10 @@ struct InRoom {
         return load_shared_f32(at + 4 * (token * EXPERTS + expert));
     }
 };
-// By the last block, whose ring is empty by then.
+// By the last block, in the place of its ring.
 FN void choose_of_all(const Arguments& a) {
     u32 room = shared_base() + RING, logits = room + CHOOSING_BYTES;
+    sync_block();  // no group reads a stage any more
     if (thread_index() == 0) {
         while (load_global_fresh(a.notes + TAKEN_BACK) != 1) wait_a_little();
         store_global(a.notes + TAKEN_BACK, 0);

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, MOST_TOKENS, SLOT_PAIRS, Pairs
+from redline.kernels.hopper.decode.choose_experts import SLOT_PAIRS, SUMMED_PAIRS, SUMMED_TOKENS, Pairs
 from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, some_pairs
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
@@ -72,9 +72,9 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1, s
     The sums of a token take 1 KB of shared memory where there are more than eight tokens.
     """
     few = form.kind != "BF16" and room <= FEW
-    chunk = min(room, 8 if room < MOST_TOKENS else 4)
+    chunk = min(room, 8 if room < SUMMED_TOKENS else 4)
     fixed = (room * (2 * shared + 64) if shared else 0) if few else 1024 * room
-    fixed += 16 + 8 * room + 64 + 2 * MOST_PAIRS * 4
+    fixed += 16 + 8 * room + 64 + 2 * SUMMED_PAIRS * 4
 
     def memory(pairs: int) -> int:
         x_bytes = max(pairs * 2 * form.inputs, 0 if few or not shared else chunk * 256)
@@ -130,14 +130,13 @@ def _room(tokens: int) -> int:
 
 
 def cuda_fits(args: ExpertsDownArgs) -> bool:
-    """Whether h and shared_h are padded as the weights are, and the lists fit in shared memory as in `experts_up`."""
+    """Whether h and shared_h are padded as the weights are, and sums and lists fit: 64 tokens, 512 pairs."""
     whole = args.h.shape[1] == args.weights.form.width
     shared_fits = args.shared_h is None or (
         args.shared_w is not None and args.shared_h.shape[1] == padded(args.shared_w.inputs, PAD_K)
     )
-    lists_fit = (
-        args.residual_TD.shape[0] <= MOST_TOKENS and len(args.pairs) <= MOST_PAIRS and args.pairs.most < MOST_PAIRS
-    )
+    tokens, pairs = args.residual_TD.shape[0], args.pairs
+    lists_fit = tokens <= SUMMED_TOKENS and len(pairs) <= SUMMED_PAIRS and pairs.most < SUMMED_PAIRS
     return whole and shared_fits and lists_fit
 
 

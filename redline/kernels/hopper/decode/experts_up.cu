@@ -6,9 +6,11 @@
 // front of the weights of its slot: a load beside the ring would return only when all before it have been served.
 //
 // SLICES, SLICE: K cut into slices of so many inputs; PART: of a record. X: inputs of a row of x. TILES: row tiles of an
-// expert. FORMAT: of the weights, and so of h, which is as experts_down takes it.
+// expert. FORMAT: of the weights, and so of h, which is as experts_down takes it. ROOM_TOKENS,
+// ROOM_PAIRS, ROOM_SLOTS: room for so many.
 #include "expert_formats.cuh"
 #include "ring.cuh"
+#include "slots.cuh"
 #if FORMAT == INT4
 #include "int4_chains.cuh"
 #elif FORMAT == NVFP4
@@ -45,28 +47,23 @@ static_assert(SLICES * SLICE - X < X_INPUTS, "every four slices have some of x")
 using Stages = Ring<STAGES, STAGE>;
 constexpr u32 SUM_AT = Stages::MEMORY;
 constexpr u32 RSTD_AT = SUM_AT + 16 * 2 * SUMS;
-constexpr u32 EXPERT_AT = RSTD_AT + 64 * 4;
-constexpr u32 FIRST_AT = EXPERT_AT + 512 * 4;
-constexpr u32 TOKEN_AT = FIRST_AT + 513 * 4;
-constexpr u32 WEIGHT_AT = TOKEN_AT + 512 * 4;
+constexpr u32 TOKEN_AT = RSTD_AT + ROOM_TOKENS * 4;
+constexpr u32 WEIGHT_AT = TOKEN_AT + ROOM_PAIRS * 4;
+constexpr u32 SLOT_AT = WEIGHT_AT + ROOM_PAIRS * 4;
 
-FN u32 expert_of(u32 slot) { return load_shared(shared_base() + EXPERT_AT + 4 * slot); }
-FN u32 first_of(u32 slot) { return load_shared(shared_base() + FIRST_AT + 4 * slot); }
 FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pair); }
 FN float rstd_of(u32 pair) { return load_shared_f32(shared_base() + RSTD_AT + 4 * token_of(pair)); }
+FN u32 expert_of(u32 slot) { return slot_of(SLOT_AT, slot).expert; }
+FN u32 first_of(u32 slot) { return slot_of(SLOT_AT, slot).first; }
 FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
 // -> how many slots there are. The lists are short and every block needs them: all at once, in one way through memory, before
 // anybody knows how long they are.
 FN u32 load_lists(const ExpertsUpLaunch& a) {
-    u32 base = shared_base(), i = thread_index(), expert = 0, token = 0, weight = 0, first = 0;
-    u32 count = load_global_fresh(a.count);
-    if (i < a.slots) expert = load_global_fresh(a.slot_expert + i);
-    if (i < a.pairs) token = load_global_fresh(a.pair_token + i), weight = load_global_fresh(a.pair_weight + i);
-    if (i <= a.slots) first = load_global_fresh(a.slot_first + i);
-    if (i < a.slots) store_shared(base + EXPERT_AT + 4 * i, expert);
-    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, token), store_shared(base + WEIGHT_AT + 4 * i, weight);
-    if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, first);
+    u32 base = shared_base(), count = load_global_fresh(a.count);
+    load_words<ROOM_PAIRS>(base + TOKEN_AT, a.pair_token, a.pairs);
+    load_words<ROOM_PAIRS>(base + WEIGHT_AT, a.pair_weight, a.pairs);
+    load_slots<ROOM_SLOTS>(SLOT_AT, a.slot_expert, a.slot_first, a.slots);
     return count;
 }
 // While the grid in front goes on with what this one does not need at first. All its blocks have begun, so they will be there.
@@ -128,21 +125,21 @@ struct Team {
         }
         ring.next();
     }
-    template <u32 TOKENS>
+    template <u32 COLUMNS>
     __device__ __forceinline__ void load_x(Fragments<GROUPS>& f, u32 first, u32 n) {
-        u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % TOKENS, place = (lane >> 2) / TOKENS;
+        u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % COLUMNS, place = (lane >> 2) / COLUMNS;
         u32 k = slice() % 4 * PART + LANE_INPUTS * t;  // of the inputs of a stage
 #pragma unroll
         for (u32 i = 0; i < GROUPS; i++) f.x[i][0] = f.x[i][1] = f.x[i][2] = f.x[i][3] = 0;
 #pragma unroll
-        for (u32 part = 0; part < (TOKENS + X_TOKENS - 1) / X_TOKENS; part++) {
+        for (u32 part = 0; part < (COLUMNS + X_TOKENS - 1) / X_TOKENS; part++) {
             u32 row = ring.wait() + 2 * ((mine - part * X_TOKENS) * X_INPUTS + k);
             bool here = mine < n && mine / X_TOKENS == part;
 #pragma unroll
             for (u32 i = 0; i < GROUPS; i++) {
                 u32 first = PARTS == 1 ? 32 * i : i / PART_GROUPS * (4 * PART) + i % PART_GROUPS * 32;  // of the group, from k
                 bool exists = SLICES * SLICE == X || quad() * X_INPUTS + slice() % 4 * PART + first < X;
-                load_group<TOKENS>(f.x[i], row + 2 * first, here && exists, i, place);
+                load_group<COLUMNS>(f.x[i], row + 2 * first, here && exists, i, place);
             }
             release();
         }
@@ -150,14 +147,14 @@ struct Team {
         norm(f, mine < n ? rstd_of(first + mine) : 0.f);
 #endif
     }
-    // `tiles` row tiles of a slot, from `tile` on; n <= TOKENS pairs from `first` on.
-    template <u32 TOKENS>
+    // `tiles` row tiles of a slot, from `tile` on; n <= COLUMNS pairs from `first` on.
+    template <u32 COLUMNS>
     __device__ __forceinline__ void run(u32 first, u32 n, u32 tile, u32 tiles) {
-        constexpr u32 BATCH = TOKENS == 1 ? 4 : 8 / TOKENS;  // row tiles whose sums meet at once
-        constexpr u32 TILE_SUMS = 16 * TOKENS * 4;
+        constexpr u32 BATCH = COLUMNS == 1 ? 4 : 8 / COLUMNS;  // row tiles whose sums meet at once
+        constexpr u32 TILE_SUMS = 16 * COLUMNS * 4;
         static_assert(BATCH * TILE_SUMS <= SUMS, "a warp's sums fit");
         Fragments<GROUPS> f;
-        load_x<TOKENS>(f, first, n);
+        load_x<COLUMNS>(f, first, n);
         for (u32 stop = tile + tiles; tile < stop; tile += BATCH) {
             u32 batch = smaller(stop - tile, BATCH);
             for (u32 i = 0; i < batch; i++) {
@@ -169,33 +166,33 @@ struct Team {
                     release();
                 }
 #else
-                multiply_record<GROUPS, TOKENS>(ring.wait() + slice() % 4 * RECORD, f, acc);
+                multiply_record<GROUPS, COLUMNS>(ring.wait() + slice() % 4 * RECORD, f, acc);
                 release();
 #endif
-                fold<TOKENS>(acc);
+                fold<COLUMNS>(acc);
                 u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, at = sums(warp()) + i * TILE_SUMS;
-                if (TOKENS == 1 && t == 0) {
+                if (COLUMNS == 1 && t == 0) {
                     store_shared_f32(at + 4 * g, acc[0]), store_shared_f32(at + 4 * (g + 8), acc[2]);
-                } else if (2 * t < TOKENS) {
-                    store_shared_2(at + 4 * (g * TOKENS + 2 * t), {as_u32(acc[0]), as_u32(acc[1])});
-                    store_shared_2(at + 4 * ((g + 8) * TOKENS + 2 * t), {as_u32(acc[2]), as_u32(acc[3])});
+                } else if (2 * t < COLUMNS) {
+                    store_shared_2(at + 4 * (g * COLUMNS + 2 * t), {as_u32(acc[0]), as_u32(acc[1])});
+                    store_shared_2(at + 4 * ((g + 8) * COLUMNS + 2 * t), {as_u32(acc[2]), as_u32(acc[3])});
                 }
             }
             sync_threads(1 + number(), TEAM_THREADS);
-            finish<TOKENS>(first, n, tile, batch);
+            finish<COLUMNS>(first, n, tile, batch);
             buffer ^= 1;
         }
     }
-    template <u32 TOKENS>
+    template <u32 COLUMNS>
     __device__ __forceinline__ void finish(u32 first, u32 n, u32 tile, u32 tiles) {
-        for (u32 o = thread_index() % TEAM_THREADS; o < tiles * 8 * TOKENS; o += TEAM_THREADS) {
-            u32 part = o / (8 * TOKENS), row = o / TOKENS % 8, mine = o % TOKENS;
-            u32 at = sums(number() * SLICES) + 4 * (part * 16 * TOKENS + row * TOKENS + mine);
+        for (u32 o = thread_index() % TEAM_THREADS; o < tiles * 8 * COLUMNS; o += TEAM_THREADS) {
+            u32 part = o / (8 * COLUMNS), row = o / COLUMNS % 8, mine = o % COLUMNS;
+            u32 at = sums(number() * SLICES) + 4 * (part * 16 * COLUMNS + row * COLUMNS + mine);
             float gate = 0, up = 0;
 #pragma unroll
             for (u32 s = 0; s < SLICES; s++) {
                 gate += load_shared_f32(at + s * 2 * SUMS);
-                up += load_shared_f32(at + s * 2 * SUMS + 4 * 8 * TOKENS);
+                up += load_shared_f32(at + s * 2 * SUMS + 4 * 8 * COLUMNS);
             }
             if (mine >= n) continue;
             float weight = load_shared_f32(shared_base() + WEIGHT_AT + 4 * (first + mine));
@@ -223,6 +220,7 @@ KERNEL(experts_up, ExpertsUpLaunch) {
     Team team = {a, ring, item * PARTS, end * PARTS, item < end ? x_stages(item / TILES) : 0, 0};
     team.fill_all();
     wait_for_previous_grid();
+    static_assert(ROOM_TOKENS <= THREADS, "a thread has a token");
     u32 i = thread_index();
     if (i < a.tokens) store_shared_f32(shared_base() + RSTD_AT + 4 * i, load_global_f32(a.rstd + i));
     sync_block();

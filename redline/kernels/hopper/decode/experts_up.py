@@ -11,7 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs, list_pairs
+from redline.kernels.hopper.decode.choose_experts import (
+    MOST_PAIRS,
+    MOST_SLOTS,
+    MOST_TOKENS,
+    SUMMED_PAIRS,
+    SUMMED_TOKENS,
+    Pairs,
+    list_pairs,
+)
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
@@ -77,16 +85,24 @@ _Launch = launch_record("decode/experts_up.cu", "ExpertsUpLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, x_inputs: int) -> CudaKernel:
-    """The program for records of this form and rows of x of this width."""
+def kernel_of(form: Form, x_inputs: int, tokens: int, pairs: int, slots: int) -> CudaKernel:
+    """The program for records of this form, rows of x of this width, and room for so many tokens, pairs and slots."""
     stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
     defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
+    defines |= {"ROOM_TOKENS": tokens, "ROOM_PAIRS": pairs, "ROOM_SLOTS": slots}
     ring = (
         4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
     )  # a stage has weights, or x of four tokens
-    sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
+    sums, lists = 16 * 2 * 512, 4 * (tokens + 2 * pairs + slots + 1)
     return CudaKernel("decode/experts_up.cu", "experts_up", _Launch, defines, ring + sums + lists)
+
+
+def rooms(tokens: int, pairs: Pairs) -> tuple[int, int, int]:
+    """Tokens, pairs and slots for which a program has room that takes these: programs are few, and small ones begin
+    sooner."""
+    few = tokens <= SUMMED_TOKENS and len(pairs) <= SUMMED_PAIRS and pairs.most < SUMMED_PAIRS
+    return (SUMMED_TOKENS, SUMMED_PAIRS, SUMMED_PAIRS) if few else (MOST_TOKENS, MOST_PAIRS, MOST_SLOTS)
 
 
 def blocks(device: torch.device) -> int:
@@ -116,15 +132,23 @@ def cuda(args: ExpertsUpArgs) -> Tensor:
         slots=pairs.most,
     )
     grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))
-    kernel_of(form, x.shape[1]).launch(arguments, grid)
+    kernel_of(form, x.shape[1], *rooms(x.shape[0], pairs)).launch(arguments, grid)
     return h
 
 
 def cuda_fits(args: ExpertsUpArgs) -> bool:
-    """Whether the lists fit in shared memory (64 tokens, 512 pairs, under 512 slots) and a slice of x in registers."""
+    """Whether the lists fit in shared memory (256 tokens, 2,048 pairs) and a slice of x in registers."""
     form = args.weights.form
-    lists_fit = args.x.shape[0] <= MOST_TOKENS and len(args.pairs) <= MOST_PAIRS and args.pairs.most < MOST_PAIRS
-    return lists_fit and form.inputs <= MOST_INPUTS and args.x.shape[1] == padded(args.weights.inputs, PAD_K)
+    return (
+        lists_fit(args.x.shape[0], args.pairs)
+        and form.inputs <= MOST_INPUTS
+        and args.x.shape[1] == padded(args.weights.inputs, PAD_K)
+    )
+
+
+def lists_fit(tokens: int, pairs: Pairs) -> bool:
+    """Whether a block has room for the lists of a step."""
+    return tokens <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most <= MOST_SLOTS
 
 
 def cost(args: ExpertsUpArgs) -> Cost:
@@ -148,7 +172,7 @@ def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    """Each kind of weights, K in 4, 8 and 16 slices, up to 64 tokens."""
+    """Each kind of weights, K in 4, 8 and 16 slices, up to 256 tokens."""
 
     def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> ExpertsUpArgs:
@@ -162,10 +186,11 @@ def cases() -> Iterator[Case]:
     for kind in KINDS:
         for tokens in (1, 4, 9):
             yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 16, 4))
+        yield Case(f"{kind} T=100 nano", make(kind, 100, 320, 128, 16, 4))
         for tokens in (1, 9):
             yield Case(f"{kind} T={tokens} cut from Kimi", make(kind, tokens, 7168, 32, 3, 2))
         yield Case(f"{kind} T=5 eight slices", make(kind, 5, 2112, 96, 4, 2))
-        for tokens in (1, 8, 64):
+        for tokens in (1, 8, 64, 256):
             experts = 16 if kind == "BF16" else 64
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, experts, 8), small=False)
 

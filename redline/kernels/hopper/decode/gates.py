@@ -43,6 +43,7 @@ _NOBODY_CHOOSES: dict[str, Any] = dict.fromkeys(
         "count",
         "ids",
         "shares",
+        "origin",
     )
 ) | {"slots": 0, "normalise": 0, "scale": 0.0}
 Result = tuple[Tensor, Tensor, Tensor, Pairs | None]

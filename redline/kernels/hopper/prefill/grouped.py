@@ -56,12 +56,14 @@ _Combine = launch_record("prefill/grouped.cu", "CombineLaunch")
 _kernels: dict[tuple[object, ...], CudaKernel] = {}
 
 
-def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records, chosen: int) -> CudaKernel:
+def _rows_kernel(
+    part: Literal["gather", "combine"], down: Records, chosen: int, up: Records | None = None
+) -> CudaKernel:
     sizes = {
         "PART": "GATHER" if part == "gather" else "COMBINE",
-        "FORMAT": up.kind,
-        "INPUTS": up.inputs,
-        "PADDED_INPUTS": up.form.width,
+        "FORMAT": down.kind,
+        "INPUTS": down.outputs,
+        "PADDED_INPUTS": up.form.width if up is not None else 0,
         "PADDED_OUTPUTS": down.form.tiles * 16,
         "CHOSEN": chosen,
     }
@@ -99,7 +101,6 @@ def _product_kernel(records: Records) -> CudaKernel:
 def _cuda(args: GroupedExpertsArgs) -> Tensor:
     x_TD, up, down = args.x_TD, args.up, args.down
     (tokens, chosen), device, experts = args.ids_TK.shape, x_TD.device, up.experts
-    out = torch.empty(tokens, up.inputs, dtype=torch.float32, device=device)
     pairs = tokens * chosen
     columns, tiles = sort_pairs(args.ids_TK, args.weights_TK, experts)
     rows, most = most_rows(pairs, experts), most_tiles(pairs, experts)
@@ -120,13 +121,22 @@ def _cuda(args: GroupedExpertsArgs) -> Tensor:
         parts=_GATHER_PARTS,
     )
     blocks = _blocks(device) if pairs else 0
-    _rows_kernel("gather", up, down, chosen).launch(gather, most, _GATHER_PARTS)
+    _rows_kernel("gather", down, chosen, up).launch(gather, most, _GATHER_PARTS)
     for records, given, made in ((up, columns_of_x, columns_of_h), (down, columns_of_h, y)):
         multiply = _Multiply(weights=records.data, columns_in=given, out=made, columns=columns, tiles=tiles)
         _product_kernel(records).launch(multiply, blocks)
-    combine = _rows_kernel("combine", up, down, chosen)
-    added = _Combine(y=y.view(torch.bfloat16), out=out, tokens=tokens)
-    combine.launch(added, -(-tokens * up.inputs // 8 // combine.threads))
+    return add_pairs(y.view(torch.bfloat16), args.ids_TK, down)
+
+
+def add_pairs(y: Tensor, ids_TK: Tensor, down: Records) -> Tensor:
+    """The sum of each token's rows of y, in the order of its choices: -> float32 [T, D].
+
+    y: bf16, at least [T K, D padded]; of each 16 outputs, output g and output g + 8 side by side.
+    """
+    tokens, chosen = ids_TK.shape
+    out = torch.empty(tokens, down.outputs, dtype=torch.float32, device=y.device)
+    combine = _rows_kernel("combine", down, chosen)
+    combine.launch(_Combine(y=y, out=out, tokens=tokens), -(-tokens * down.outputs // 8 // combine.threads))
     return out
 
 
