@@ -284,7 +284,8 @@ using namespace emulated;
 
 // The emulated clock counts looks at it, a millisecond each, so that a process which gets no processor is not late.
 // Ranks that are processes share a file with a count for each, named by REDLINE_EMULATED_LOOKS as FILE:RANK:RANKS: time is
-// the least of the counts, so it passes only while every rank looks. A rank that has ended leaves a count of 2^62.
+// the least of the counts, and none gets ahead of it by more than one, so it passes only while every rank looks. A rank
+// that has ended leaves a count of 2^62.
 u64 nanoseconds() {
     static u32 rank = 0, ranks = 1;
     static std::atomic<u64> alone{0}, *looks = [] {
@@ -299,10 +300,13 @@ u64 nanoseconds() {
         close(opened);
         return (std::atomic<u64>*)counts;
     }();
-    looks[rank]++;
-    u64 least = ~0ull;
-    for (u32 i = 0; i < ranks; i++) least = std::min<u64>(least, looks[i]);
-    return least * 1000000;
+    auto least = [&] {
+        u64 count = ~0ull;
+        for (u32 i = 0; i < ranks; i++) count = std::min<u64>(count, looks[i]);
+        return count;
+    };
+    if (looks[rank] == least()) looks[rank]++;
+    return least() * 1000000;
 }
 void wait_a_little() {
     state.progress = true;  // it will come, or the wait is over after a while

@@ -31,7 +31,6 @@ from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Rooms, new_control
-from tests.waiting import LIMIT_S
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
 COLUMNS, ROWS = 60, 5  # of a gather
@@ -207,7 +206,7 @@ def in_step(file: Path, rank: int, ranks: int) -> Iterator[None]:
 def of_rank(file: Path, rank: int, ranks: int, rounds: int) -> str:
     """What the rank has come to: a sum over the bits of its results, and who has kept it waiting for too long, or 0."""
     pace = random.Random(rank)
-    links = links_of(file, rank, ranks, seconds=LIMIT_S)
+    links = links_of(file, rank, ranks, seconds=1e6)  # looks at the clock are the more the slower a rank is
     hashes: list[int] = []
     with in_step(file, rank, ranks), emulation():
         for round_ in range(rounds):
