@@ -65,10 +65,11 @@ class Unfinished:
                     self._most,
                 )
 
-    def ended(self, descriptor: int) -> None:
-        """A connection has ended."""
+    def ended(self, descriptor: int, port: int) -> None:
+        """A connection that was accepted at `port` has ended. Its descriptor may be another socket's by now."""
         with self._lock:
-            self._ports.pop(descriptor, None)
+            if self._ports.get(descriptor) == port:
+                del self._ports[descriptor]
 
 
 _UNFINISHED = Unfinished()
@@ -108,13 +109,14 @@ class Handshakes:
                     return
                 kind, value = _EVENT.unpack(event)
                 try:
+                    port = int(endpoint.rpartition(b":")[2] or 0)
                     match kind:
                         case zmq.EVENT_MONITOR_STOPPED:
                             return
                         case zmq.EVENT_ACCEPTED:
-                            unfinished.accepted(value, int(endpoint.rpartition(b":")[2]))
+                            unfinished.accepted(value, port)
                         case zmq.EVENT_DISCONNECTED:
-                            unfinished.ended(value)
+                            unfinished.ended(value, port)
                         case _:
                             self._failed += value == _OTHER_KEY
                 except Exception:  # ZeroMQ's own thread would wait for ever for a reader that has ended

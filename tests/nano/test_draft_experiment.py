@@ -59,7 +59,8 @@ def test_base_and_pool_share_no_prompt_and_hold_as_much_of_every_domain(
     )
     pack(examples, setup.train, setup.packed)
     own = read_examples(setup.corpus("own")).examples
-    monkeypatch.setattr("nano.draft_experiment.BASE_TOKENS", 9_000)
+    most = 12_000  # prompts hold text of the Python that runs this: what is answered takes 4,700 to 10,600, own text 9,300
+    monkeypatch.setattr("nano.draft_experiment.BASE_TOKENS", most)
     split(setup)
     base, pool = (read_examples(setup.corpus(name)).examples for name in ("base", "pool"))
     assert not {example.id for example in base} & {example.id for example in pool}
@@ -71,7 +72,7 @@ def test_base_and_pool_share_no_prompt_and_hold_as_much_of_every_domain(
     added = len(base) - len(answered)
     assert base[-added:] == own[:added]
     assert 0 < added < len(own)
-    assert sum(len(example.tokens) for example in base) <= 9_000
+    assert sum(len(example.tokens) for example in base) <= most
 
 
 def test_scores_come_back_in_the_order_of_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
