@@ -59,7 +59,7 @@ def test_base_and_pool_share_no_prompt_and_hold_as_much_of_every_domain(
     )
     pack(examples, setup.train, setup.packed)
     own = read_examples(setup.corpus("own")).examples
-    most = 12_000  # prompts hold text of the Python that runs this: what is answered takes 4,700 to 10,600, own text 9,300
+    most = 12_000  # prompts hold text of this Python's own: answered ones take 4,700 to 10,600, and own text 9,300
     monkeypatch.setattr("nano.draft_experiment.BASE_TOKENS", most)
     split(setup)
     base, pool = (read_examples(setup.corpus(name)).examples for name in ("base", "pool"))
