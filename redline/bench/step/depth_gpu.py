@@ -15,7 +15,7 @@ from redline.bench.step.depth import Depth, Progress, Stage, captured
 from redline.bench.step.depth_fit import Memory
 from redline.kernels.by_chip import best, linear
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper.block import LISTED, MOST_DECODED, GpuBlock
+from redline.kernels.hopper.block import MOST_DECODED, SUMMED, GpuBlock
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import Pairs
@@ -23,13 +23,13 @@ from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
+from redline.kernels.hopper.decode.pairs_down import pairs_down
 from redline.kernels.hopper.decode.project_a import project_a, shares
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.ranks import Linked, Links
 from redline.kernels.inputs import Inputs
 from redline.model.k2.forced_routing import draw
@@ -186,10 +186,10 @@ class _Ops:
             assert moe is not None
             return experts_up(x, rstd, moe.up, pairs[layer])
 
-        def grouped(layer: int):
+        def apart(layer: int):
             moe = self.blocks[layer].experts
             assert moe is not None
-            return grouped_experts(x, pairs[layer].ids, pairs[layer].weights, moe.up, moe.down, rstd)
+            return pairs_down(routed, pairs[layer], moe.down)
 
         def shared_down(layer: int):
             w = self.blocks[layer]
@@ -205,19 +205,20 @@ class _Ops:
         product_flops = 2 * each * c.moe_intermediate_size * c.hidden_size
         shared_flops = 2 * tokens * c.hidden_size * self.last.width
         shared = Cost(self.last.down.nbytes + h.nbytes, shared_flops)
-        if tokens > LISTED:
-            both = Cost(x.nbytes + residual.nbytes + 8 * each, 3 * product_flops)
-            read = Cost((e.up.nbytes + e.down.nbytes) // e.up.experts)
-            sums = grouped(self.depth.physical - 1)
-            return [
-                Stage("grouped_experts", grouped, both, count, expert_cost=read),
-                Stage("shared_down", shared_down, shared + Cost(4 * residual.nbytes), count),
-            ]
         routed = up(self.depth.physical - 1)
         into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
+        first = Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts))
+        if tokens > SUMMED:
+            rows = Cost(routed.nbytes + residual.nbytes, product_flops)
+            sums = apart(self.depth.physical - 1)
+            return [
+                first,
+                Stage("pairs_down", apart, rows, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
+                Stage("shared_down", shared_down, shared + Cost(4 * residual.nbytes), count),
+            ]
         return [
-            Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts)),
+            first,
             Stage("experts_down", down, out, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
         ]
 

@@ -2,8 +2,8 @@
 
 `decode_block`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights
 once; norms are folded into the products, and a launch begins to fetch its weights before the one in front of it has
-ended. From 33 tokens on it is fourteen launches, six of them for the experts. A dense layer is eight at any size. Ranks
-that divide long contexts launch two more.
+ended. From 33 tokens on it is twelve: the experts' second half writes each pair's row, which are then added up. A dense
+layer is eight at any size. Ranks that divide long contexts launch two more.
 `prefill_block`: prompts, and more rows. Products by Triton up to 192 tokens and by the library beyond; expanded
 attention for chunks of prompts, absorbed attention for tokens that decode among them.
 """
@@ -16,11 +16,17 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
-from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
+from redline.kernels.hopper.decode.choose_experts import (
+    MOST_EXPERTS,
+    MOST_PAIRS,
+    RouterChoice,
+    choose_experts,
+)
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
 from redline.kernels.hopper.decode.gather_ranks import gather_queries
+from redline.kernels.hopper.decode.pairs_down import pairs_down, reads
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
@@ -39,7 +45,8 @@ from redline.ops.route_experts import choose
 from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
-LISTED = 32  # tokens up to which experts run pair by pair; more run grouped by expert
+SUMMED = 32  # tokens up to which the experts' second half adds up the pairs of each token in shared memory
+LISTED = 256  # tokens up to which experts stream their weights once for eight pairs; more run grouped by expert
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,11 @@ class GpuMoe:
     def choice(self, forced_TK: Tensor | None) -> RouterChoice:
         """How `gates` chooses this layer's experts. forced_TK int32 [T, K]: the experts to take instead."""
         return RouterChoice(self.bias_E, self.chosen, self.normalise, self.scale, self.notes, forced_TK)
+
+    def lists(self, tokens: int) -> bool:
+        """Whether the pairs of so many tokens are listed for `experts_up` and `pairs_down`."""
+        few = tokens <= LISTED and tokens * self.chosen <= MOST_PAIRS and self.up.experts <= MOST_EXPERTS
+        return few and self.chosen <= min(32, self.up.experts) and reads(self.down.form)
 
 
 @dataclass(frozen=True)
@@ -144,11 +156,14 @@ def decode_block(
         return ResidualStream(*project_out(h, w.down, residual, next_norm, None, links, EXPERTS))
     assert isinstance(w.down, Slabs)
     assert pairs is not None
-    if x.shape[0] > LISTED:
+    if x.shape[0] <= SUMMED:
+        routed = experts_up(x, rstd, experts.up, pairs)
+        return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm, links))
+    if experts.lists(x.shape[0]):
+        routed = pairs_down(experts_up(x, rstd, experts.up, pairs), pairs, experts.down)
+    else:
         routed = grouped_experts(x, pairs.ids, pairs.weights, experts.up, experts.down, rstd)
-        return ResidualStream(*project_out(h, w.down, residual, next_norm, routed, links, EXPERTS))
-    routed = experts_up(x, rstd, experts.up, pairs)
-    return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm, links))
+    return ResidualStream(*project_out(h, w.down, residual, next_norm, routed, links, EXPERTS))
 
 
 def prefill_block(
@@ -204,9 +219,10 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         return stream.adding(lambda part: down(part.of(h)))
     assert isinstance(w.down, Slabs)
     logits_TE = _joined(logits).contiguous()
-    if stream.tokens <= LISTED:
+    choosing = logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK
+    if stream.tokens <= SUMMED:
         (part,) = stream.parts
-        pairs = choose_experts(logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
+        pairs = choose_experts(*choosing)
         routed = experts_up(x, torch.ones(stream.tokens, device=x.device), e.up, pairs)
         alone = stream.group.ranks == 1
         before = part.residual if alone else torch.zeros_like(part.residual)
@@ -215,8 +231,13 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
             return stream.adding(lambda _: after)
         part.residual.copy_(after)
         return stream.settled()
-    ids, weights = choose(logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK, ties=False)
-    routed, shared = grouped_experts(x, ids, weights, e.up, e.down), w.down.dense().T
+    if e.lists(stream.tokens):
+        pairs = choose_experts(*choosing)
+        routed = pairs_down(experts_up(x, torch.ones(stream.tokens, device=x.device), e.up, pairs), pairs, e.down)
+    else:
+        ids, weights = choose(*choosing, ties=False)
+        routed = grouped_experts(x, ids, weights, e.up, e.down)
+    shared = w.down.dense().T
 
     def partial(part: Part) -> Tensor:
         own = part.of(h)[:, : w.width] @ shared

@@ -78,7 +78,7 @@ def cuda(args: PairsDownArgs) -> Tensor:
     return add_pairs(y, pairs.ids, args.weights)
 
 
-def fits(form: Form) -> bool:
+def reads(form: Form) -> bool:
     """Whether the kernel reads records of this form: an expert's width in 1, 2 or 4 slices, of INT4 or NVFP4."""
     return form.kind != "BF16" and form.slices in (1, 2, 4)
 
@@ -86,7 +86,7 @@ def fits(form: Form) -> bool:
 def cuda_fits(args: PairsDownArgs) -> bool:
     """Whether the form is right, h is padded as the weights are, and the lists fit in shared memory."""
     form = args.weights.form
-    return fits(form) and args.h.shape[1] == form.width and lists_fit(args.pairs.ids.shape[0], args.pairs)
+    return reads(form) and args.h.shape[1] == form.width and lists_fit(args.pairs.ids.shape[0], args.pairs)
 
 
 def cost(args: PairsDownArgs) -> Cost:
