@@ -15,7 +15,7 @@ from redline.bench.step.depth import Depth, Progress, Stage, captured
 from redline.bench.step.depth_fit import Memory
 from redline.kernels.by_chip import best, linear
 from redline.kernels.group import ALONE, Group
-from redline.kernels.hopper.block import MOST_DECODED, SUMMED, GpuBlock
+from redline.kernels.hopper.block import FEW, MOST_DECODED, GpuBlock
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import Pairs
@@ -209,7 +209,7 @@ class _Ops:
         into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
         first = Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts))
-        if tokens > SUMMED:
+        if tokens > FEW and e.lists(tokens):
             rows = Cost(routed.nbytes + residual.nbytes, product_flops)
             sums = apart(self.depth.physical - 1)
             return [

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.hopper.decode.choose_experts import SLOT_PAIRS, SUMMED_PAIRS, SUMMED_TOKENS, Pairs
-from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, some_pairs
+from redline.kernels.hopper.decode.experts_up import MOST_MEMORY, decode_h, encode_h, some_pairs
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
@@ -22,7 +22,6 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 PIECE_BYTES = 16384  # of the shared expert, in one copy
-MOST_MEMORY = 227 * 1024  # bytes of shared memory that a block can have
 FEW = 8  # tokens whose sums are kept in registers
 PAIRS = 4  # of an expert that one copy of its weights serves, where their h fits beside it
 

@@ -26,6 +26,7 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
+MOST_MEMORY = 227 * 1024  # bytes of shared memory that a block can have
 EMULATED_BLOCKS = 5  # in place of a GPU's multiprocessors
 _HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: blocks/int4_chains.cuh says why
 
@@ -137,12 +138,14 @@ def cuda(args: ExpertsUpArgs) -> Tensor:
 
 
 def cuda_fits(args: ExpertsUpArgs) -> bool:
-    """Whether the lists fit in shared memory (256 tokens, 2,048 pairs) and a slice of x in registers."""
-    form = args.weights.form
+    """Whether the lists fit in shared memory (256 tokens, 2,048 pairs; a quarter of them beside BF16 records) and a slice
+    of x in registers."""
+    form, tokens, pairs = args.weights.form, args.x.shape[0], args.pairs
     return (
-        lists_fit(args.x.shape[0], args.pairs)
+        lists_fit(tokens, pairs)
         and form.inputs <= MOST_INPUTS
         and args.x.shape[1] == padded(args.weights.inputs, PAD_K)
+        and kernel_of(form, args.x.shape[1], *rooms(tokens, pairs)).shared <= MOST_MEMORY
     )
 
 
@@ -186,11 +189,12 @@ def cases() -> Iterator[Case]:
     for kind in KINDS:
         for tokens in (1, 4, 9):
             yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 16, 4))
-        yield Case(f"{kind} T=100 nano", make(kind, 100, 320, 128, 16, 4))
+        if kind != "BF16":
+            yield Case(f"{kind} T=100 nano", make(kind, 100, 320, 128, 16, 4))
         for tokens in (1, 9):
             yield Case(f"{kind} T={tokens} cut from Kimi", make(kind, tokens, 7168, 32, 3, 2))
         yield Case(f"{kind} T=5 eight slices", make(kind, 5, 2112, 96, 4, 2))
-        for tokens in (1, 8, 64, 256):
+        for tokens in (1, 8, 64) if kind == "BF16" else (1, 8, 64, 256):
             experts = 16 if kind == "BF16" else 64
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, experts, 8), small=False)
 
