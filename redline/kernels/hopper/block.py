@@ -46,7 +46,7 @@ from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
 SUMMED = 32  # tokens up to which the experts' second half may add up the pairs of each token in shared memory
-FEW = 8  # tokens up to which it does on one rank: 5 layers took 4.16 and 6.26 ms at 16 and 32 rows, and 4.09 and 6.04 apart
+FEW = 8  # tokens up to which it does on one rank: docs/log.md, 2026-11-28
 LISTED = 256  # tokens up to which experts stream their weights once for eight pairs; more run grouped by expert
 
 

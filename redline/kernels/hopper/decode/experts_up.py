@@ -138,8 +138,7 @@ def cuda(args: ExpertsUpArgs) -> Tensor:
 
 
 def cuda_fits(args: ExpertsUpArgs) -> bool:
-    """Whether the lists fit in shared memory (256 tokens, 2,048 pairs; a quarter of them beside BF16 records) and a slice
-    of x in registers."""
+    """Whether the lists fit in shared memory (256 tokens, of BF16 64) and a slice of x in registers."""
     form, tokens, pairs = args.weights.form, args.x.shape[0], args.pairs
     return (
         lists_fit(tokens, pairs)

@@ -120,6 +120,6 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 64, 8), small=False)
 
 
-# A pair's sum next to the border between two bf16 numbers is rounded to the other where it was added up in another order:
-# 3e-4 at most on an H200.
+# A sum next to the border between two bf16 numbers is rounded to the other where it was added up in another order: 3e-4
+# at most on an H200.
 pairs_down = Kernel(Op("pairs_down", PairsDownArgs, reference, cost, cases, rtol=2**-10), cuda, "hopper", cuda_fits)
