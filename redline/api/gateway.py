@@ -243,6 +243,8 @@ class Gateway:
         self.pours.soon()
 
     def _take(self, link: Link, message: Wire) -> None:
+        if link.lost is not None:  # its jobs have moved, and its pages are forgotten; a drained one sends its last
+            return
         match message:
             case Delta():
                 lane = self._lanes.get(message.job)
@@ -267,8 +269,6 @@ class Gateway:
                 if self.profiling is not None:
                     self.profiling.told(link, message)
             case Ready():
-                if link.lost is not None:  # each replica is told it again when another comes or goes
-                    return
                 if (why_not := self.links.speaks(link, message)) is not None:
                     self.lose(link, why_not)
                     return
@@ -390,7 +390,7 @@ class Gateway:
         reason = f"{messages} messages were lost between it and others"
         if link.ready is None:
             # It may have said that it is ready; a replica is told so again.
-            if link.lost is None and not self.replica:
+            if not self.replica:
                 self.lose(link, reason, asked=True)
             return
         lanes = self._lanes_of(link)

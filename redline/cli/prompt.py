@@ -73,6 +73,8 @@ class Prompt:
         """The next question, as typed or pasted. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         try:
             return self._session.prompt(FormattedText([("bold", "> ")]))
+        except _Terminated:
+            sys.exit(128 + signal.SIGTERM)
         finally:
             self._bracket_pastes()
 
@@ -85,13 +87,25 @@ class Prompt:
     def _new_line(self, event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """At SIGTERM. The prompt's loop ends by itself: what is raised in one of its tasks would be shown there."""
+        app = self._session.app
+        if app.loop is None or not app.is_running:
+            sys.exit(128 + number)
+        app.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        app = self._session.app
+        if app.future is not None and not app.future.done():
+            app.exit(exception=_Terminated())
+
     def _bracket_pastes(self) -> None:
         if self._output is not None:
             self._output.enable_bracketed_paste()
             self._output.flush()
 
     def __enter__(self) -> Self:
-        self._terminate = signal.signal(signal.SIGTERM, _leave)
+        self._terminate = signal.signal(signal.SIGTERM, self._leave)
         mode: list[Any] = termios.tcgetattr(self._input)
         mode[0] &= ~termios.ICRNL  # input modes
         mode[3] &= ~(termios.ICANON | termios.ECHO)  # local modes; Ctrl-C still interrupts,
@@ -132,5 +146,5 @@ def _history(path: Path | None) -> History:
     return FileHistory(str(path))
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
+class _Terminated(Exception):
+    """SIGTERM came while a question was typed."""

@@ -23,7 +23,7 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Preempted, Resumed
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
-from redline.wire.news import Beat, Cached, Knock, Missed, Ready, Recall, Role
+from redline.wire.news import Beat, Cached, Knock, Load, Missed, Ready, Recall, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer
 from tests.clocks import FakeClock
@@ -689,6 +689,15 @@ async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
 
 def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
     return Cached(number=number, stored=pages, whole=whole)
+
+
+async def test_what_a_worker_sends_after_it_was_lost_is_taken_for_nothing() -> None:
+    """A spare that drains sends its last messages after it was ended: they raised KeyError, which ended its reading."""
+    async with World(answer("a")) as world:
+        world.gateway.lose(world.link, "it is not wanted for now")
+        last = Load(**{field.name: 0 for field in msgspec.structs.fields(Load) if field.required})
+        world.gateway.take(world.link, [cached(1), last, Missed(messages=1)])
+        assert (world.link.lost, world.link.load) == ("it is not wanted for now", None)
 
 
 async def test_a_conversation_returns_to_the_worker_that_has_its_pages() -> None:

@@ -104,7 +104,7 @@ except KeyboardInterrupt:
         def wait(self, timeout: float | None = None) -> int:
             """The time until the end is over once the job has begun."""
             if timeout == 3:
-                until(lambda: "begun" in log.read_text())
+                until(lambda: "begun\n" in log.read_text())
                 clock.advance(3)
                 raise subprocess.TimeoutExpired(self.args, timeout)
             return super().wait(LIMIT_S)

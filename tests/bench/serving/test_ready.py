@@ -1,10 +1,12 @@
 """A server is waited for within bounds, and what its drafts did is read from its own counters."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -118,7 +120,8 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
             """Says nothing."""
 
     over = threading.Event()
-    monkeypatch.setattr("redline.bench.serving.ready.ANSWER_S", 0.3)
+    seconds = itertools.count()  # of a clock that goes on by one with each part of the answer
+    monkeypatch.setattr("redline.bench.serving.ready.clock", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()
         found: list[object] = []

@@ -35,3 +35,25 @@ struct Ring {
             stage += STRIDE;
     }
 };
+
+// Filling a ring in the order of its work, of a group that has `ring`, `fetch` (what the next stage is for) below `end`,
+// `fill(stage)`, and `filled()`, which goes on to what follows.
+
+// All stages, before the first is read.
+template <class Group>
+FN void fill_stages(Group& group) {
+    for (u32 stage = group.ring.stage; stage <= group.ring.last && group.fetch < group.end; stage += group.ring.STRIDE) {
+        if (thread_index() % 128 == 0) group.fill(stage);
+        group.filled();
+    }
+}
+// The warp has read its part of the current stage.
+template <class Group>
+FN void release_stage(Group& group) {
+    sync_warp();
+    if (group.fetch < group.end) {
+        if (lane_index() == 0 && group.ring.is_last(group.ring.stage)) group.fill(group.ring.stage);
+        group.filled();
+    }
+    group.ring.next();
+}

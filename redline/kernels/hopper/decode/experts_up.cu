@@ -57,8 +57,7 @@ FN u32 expert_of(u32 slot) { return slot_of(SLOT_AT, slot).expert; }
 FN u32 first_of(u32 slot) { return slot_of(SLOT_AT, slot).first; }
 FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
-// -> how many slots there are. The lists are short and every block needs them: all at once, in one way through memory, before
-// anybody knows how long they are.
+// -> how many slots there are. Every block needs the lists, before anybody knows how long they are.
 FN u32 load_lists(const ExpertsUpLaunch& a) {
     u32 base = shared_base(), count = load_global_fresh(a.count);
     load_words<ROOM_PAIRS>(base + TOKEN_AT, a.pair_token, a.pairs);
@@ -110,21 +109,7 @@ struct Team {
         else if (++fetch < end && fetch % (TILES * PARTS) == 0)
             x_left = x_stages(fetch / (TILES * PARTS));
     }
-    __device__ __forceinline__ void fill_all() {
-        for (u32 stage = ring.stage; stage <= ring.last && fetch < end; stage += Stages::STRIDE) {
-            if (thread_index() % 128 == 0) fill(stage);
-            filled();
-        }
-    }
-    // The warp has read its part of the current stage.
-    __device__ __forceinline__ void release() {
-        sync_warp();
-        if (fetch < end) {
-            if (lane_index() == 0 && ring.is_last(ring.stage)) fill(ring.stage);
-            filled();
-        }
-        ring.next();
-    }
+    __device__ __forceinline__ void release() { release_stage(*this); }
     template <u32 COLUMNS>
     __device__ __forceinline__ void load_x(Fragments<GROUPS>& f, u32 first, u32 n) {
         u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % COLUMNS, place = (lane >> 2) / COLUMNS;
@@ -218,7 +203,7 @@ KERNEL(experts_up, ExpertsUpLaunch) {
     u32 worker = block_index() * TEAMS + warp / SLICES, workers = grid_size() * TEAMS;
     u32 item = items * worker / workers, end = items * (worker + 1) / workers;
     Team team = {a, ring, item * PARTS, end * PARTS, item < end ? x_stages(item / TILES) : 0, 0};
-    team.fill_all();
+    fill_stages(team);
     wait_for_previous_grid();
     static_assert(ROOM_TOKENS <= THREADS, "a thread has a token");
     u32 i = thread_index();

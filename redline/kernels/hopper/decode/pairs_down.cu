@@ -75,21 +75,7 @@ struct Team {
         else
             h_next = ++fetch < end && fetch % SLABS == 0;
     }
-    __device__ __forceinline__ void fill_all() {
-        for (u32 stage = ring.stage; stage <= ring.last && fetch < end; stage += Stages::STRIDE) {
-            if (thread_index() % 128 == 0) fill(stage);
-            filled();
-        }
-    }
-    // The warp has read its part of the current stage.
-    __device__ __forceinline__ void release() {
-        sync_warp();
-        if (fetch < end) {
-            if (lane_index() == 0 && ring.is_last(ring.stage)) fill(ring.stage);
-            filled();
-        }
-        ring.next();
-    }
+    __device__ __forceinline__ void release() { release_stage(*this); }
     template <u32 COLUMNS>
     __device__ __forceinline__ void load_h(Fragments<GROUPS>& f, u32 n) {
         u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % COLUMNS, place = (lane >> 2) / COLUMNS;
@@ -162,7 +148,7 @@ KERNEL(pairs_down, PairsDownLaunch) {
     u32 item = (u64)items * worker / workers, end = (u64)items * (worker + 1) / workers;
     wait_for_previous_grid();
     Team team = {a, ring, item, end, item < end, 0};
-    team.fill_all();
+    fill_stages(team);
     while (item < end) {
         u32 slot = item / SLABS, slab = item % SLABS, slabs = smaller(end - item, SLABS - slab);
         u32 first = first_of(slot), n = pairs_of(slot);
