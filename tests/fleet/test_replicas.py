@@ -260,7 +260,9 @@ def test_each_replica_knows_the_pages_that_a_worker_has_of_a_conversation_that_a
             assert replica_of(two, f"begun-{number}") != replica_of(two, id)
             "".join(returns.ask(f"{text} And then", 1, f"last-{number}"))
             job = job_of(two, f"last-{number}")
-            assert job["cached_tokens"] == job["sent"][0]["expected"]["cached_tokens"] >= 256
+            (sent,) = job["sent"]  # perhaps to the other worker, which may have more than the replica has heard of
+            assert job["cached_tokens"] >= sent["expected"]["cached_tokens"]
+            assert sent["expected"]["cached_tokens"] >= 256 or sent["expected"]["worker"] != worker
 
 
 def test_a_response_that_one_keeps_goes_on_at_the_other(two: Server) -> None:
