@@ -93,10 +93,10 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
         (depth,) = cases(asked, forced=forced)
         if rows > MOST_ROWS or k > MOST_DRAFTS:
             raise ConfigError(f"{rows} rows with --k {k}: a round has up to {MOST_ROWS} rows and {MOST_DRAFTS} drafts")
-        if forced and rows * depth.tokens > most_decoded(depth.config):
+        if forced and rows * depth.tokens > most_decoded(depth.config, depth.ranks):
             raise ConfigError(
                 f"{rows} rows with --k {k} are {rows * depth.tokens} tokens; the GPU's decode kernels, which alone are "
-                f"recorded, take up to {most_decoded(depth.config)} of {depth.shape}"
+                f"recorded, take up to {most_decoded(depth.config, depth.ranks)} of {depth.shape}"
             )
         drafter, rates = Eagle3Config.for_target(depth.config), _rates(config, k)
         found.append(RoundCase(depth=depth, drafter=drafter, rates=rates, head_bits=config.draft_head_bits))

@@ -1,10 +1,11 @@
 """One block on a GPU: the arithmetic of a block, in the launches that the chip wants.        T tokens, D hidden.
 
-`decode_block`: up to 64 tokens that decode. Nine launches up to 8 tokens, each streaming its weights once; norms are
-folded into the products, and a launch begins to fetch its weights before the one in front of it has ended. From 9
-tokens on it is twelve: the experts' second half writes each pair's row, which are then added up; over several ranks it
-is ten up to 32 tokens. A dense layer is eight at any size. Ranks that divide long contexts launch two more.
-`prefill_block`: prompts, and more rows. Products by Triton up to 192 tokens and by the library beyond; expanded
+`decode_block`: up to 256 tokens that decode, or 64 over several ranks. Nine launches up to 8 tokens, each streaming
+its weights once; norms are folded into the products, and a launch begins to fetch its weights before the one in front
+of it has ended. From 9 tokens on it is twelve: the experts' second half writes each pair's row, which are then added
+up; over several ranks it is ten up to 32 tokens. A dense layer is eight at any size. Ranks that divide long contexts
+launch two more.
+`prefill_block`: prompts, and more rows. Products by Triton up to 512 tokens and by the library beyond; expanded
 attention for chunks of prompts, absorbed attention for tokens that decode among them.
 """
 
@@ -44,7 +45,7 @@ from redline.kernels.inputs import Inputs
 from redline.ops.route_experts import choose
 from redline.wire.job import PAGE_TOKENS
 
-MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
+MOST_DECODED = 256  # tokens of a decode step of one rank
 SUMMED = 32  # tokens up to which the experts' second half may add up the pairs of each token in shared memory
 FEW = 8  # tokens up to which it does on one rank: docs/log.md, 2026-11-28
 LISTED = 256  # tokens up to which experts stream their weights once for eight pairs; more run grouped by expert
@@ -219,6 +220,8 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         down = products(w.down, torch.bfloat16)
         return stream.adding(lambda part: down(part.of(h)))
     assert isinstance(w.down, Slabs)
+    from redline.kernels.hopper.triton.linear import laid_out  # Triton is imported where it is used
+
     logits_TE = _joined(logits).contiguous()
     choosing = logits_TE, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK
     if stream.tokens <= SUMMED:
@@ -238,7 +241,7 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
     else:
         ids, weights = choose(*choosing, ties=False)
         routed = grouped_experts(x, ids, weights, e.up, e.down)
-    shared = w.down.dense().T
+    shared = laid_out(w.down).T
 
     def partial(part: Part) -> Tensor:
         own = part.of(h)[:, : w.width] @ shared

@@ -10,7 +10,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops import linear as meaning
 from redline.ops.formats import Weight
 
-STREAMED = 192  # tokens up to which a product streams its tiles; more are the library's
+STREAMED = 512  # tokens up to which a product streams its tiles; more are the library's
 
 
 def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
@@ -47,7 +47,9 @@ def products(weight: Tiled, dtype: torch.dtype) -> Products:
         if x_TK.shape[0] <= STREAMED:
             return product(x_TK, weight, dtype, out)
         if not laid:
-            laid.append(weight.dense().T)
+            from redline.kernels.hopper.triton.linear import laid_out
+
+            laid.append(laid_out(weight).T)
         x_TK = x_TK[:, : weight.inputs]
         return torch.mm(x_TK, laid[0], out_dtype=dtype) if out is None else torch.mm(x_TK, laid[0], out=out)
 

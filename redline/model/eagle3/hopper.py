@@ -31,6 +31,7 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, Tiled8, padded
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a
 from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Linked
+from redline.kernels.hopper.ranks import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
@@ -99,7 +100,7 @@ class GpuServed:
         self._links = group.links if isinstance(group, Linked) and body_ranks(config, group.ranks) > 1 else None
         shard = WHOLE if self._links is None else Shard(group.rank, group.ranks)
         if self._links is not None:
-            sent = padded(config.hidden_size, PAD_K) * MOST_STREAMED
+            sent = padded(config.hidden_size, PAD_K) * MOST_TOKENS_OF_RANKS
             assert sent <= self._links.rooms.sums, "a drafter is as wide as its target, for whose sums there is room"
         self._attention = (_Latent if config.architecture == "mla" else _Grouped)(
             config, reader, f"{at}.self_attn", shard
@@ -162,7 +163,9 @@ class GpuServed:
         q, at_Q = self._attention.project(x, inputs, plane)
         if not residual.shape[0]:
             return residual.to(torch.bfloat16), residual.to(torch.bfloat16)
-        parts = [self._finish(residual[rows], q, at_Q[rows], inputs, rows, plane) for rows in _groups(len(residual))]
+        most = MOST_STREAMED if self._links is None else MOST_TOKENS_OF_RANKS
+        groups = [slice(first, first + most) for first in range(0, len(residual), most)]
+        parts = [self._finish(residual[rows], q, at_Q[rows], inputs, rows, plane) for rows in groups]
         if len(parts) == 1:
             return parts[0]
         normed, fed = zip(*parts, strict=True)
@@ -171,7 +174,7 @@ class GpuServed:
     def _finish(
         self, residual: Tensor, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention, MLP and last norm of up to 64 rows, with a sum over ranks behind each of the first two.
+        """Attention, MLP and last norm of up to 256 rows, with a sum over ranks (then 64) behind each of the first two.
 
         at_Q: as `project` gives it.
         """
@@ -281,8 +284,3 @@ class _Grouped:
 
 def _longest(inputs: Inputs) -> int:
     return inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
-
-
-def _groups(rows: int) -> list[slice]:
-    """The finished rows, in parts that the kernels of a decode step take."""
-    return [slice(first, min(first + MOST_STREAMED, rows)) for first in range(0, rows, MOST_STREAMED)]

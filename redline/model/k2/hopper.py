@@ -19,7 +19,7 @@ from redline.kernels.hopper.block import (
     decode_block,
     prefill_block,
 )
-from redline.kernels.hopper.decode.choose_experts import SUMMED_PAIRS, notes_of
+from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, SUMMED_PAIRS, notes_of
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.gates import gates_weight
@@ -28,6 +28,7 @@ from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 from redline.kernels.hopper.prefill.stream import PromptStream
+from redline.kernels.hopper.ranks import MOST_TOKENS as MOST_TOKENS_OF_RANKS
 from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
@@ -51,7 +52,7 @@ class GpuK2(K2):
     ) -> None:
         super().__init__(config, embedding_VD, (), norm, head_VD, group)
         self.gpu_blocks = blocks
-        self._most_decoded = most_decoded(config)
+        self._most_decoded = most_decoded(config, group.ranks)
         # Sums of squares of rows whose norm is divided out already.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 
@@ -119,9 +120,10 @@ class GpuK2(K2):
         return self.group.gather(logits_of(hidden_RD, self.head, self._normed))
 
 
-def most_decoded(config: K2Config) -> int:
-    """Tokens of a step that the decode kernels compute, which alone can be recorded."""
-    return min(MOST_DECODED, SUMMED_PAIRS // max(config.num_experts_per_tok, 1))
+def most_decoded(config: K2Config, ranks: int) -> int:
+    """Tokens of a step that the decode kernels compute."""
+    tokens, pairs = (MOST_DECODED, MOST_PAIRS) if ranks == 1 else (MOST_TOKENS_OF_RANKS, SUMMED_PAIRS)
+    return min(tokens, pairs // max(config.num_experts_per_tok, 1))
 
 
 class _Features:

@@ -108,7 +108,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes as long for a small program as for a large one."""
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
-            monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+            monkeypatch.setattr(module, "block_rows", lambda *_: 256)
         monkeypatch.setattr(grouped, "_PROGRAMS", 16)
 
 

@@ -50,7 +50,7 @@ def inboxes(file: Path, ranks: int) -> Path:
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes as long for a small program as for a large one."""
     for module in (linear, dense):
-        monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+        monkeypatch.setattr(module, "block_rows", lambda *_: 256)
 
 
 emulated = pytest.mark.skipif(

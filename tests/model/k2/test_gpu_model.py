@@ -62,7 +62,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes as long for a small program as for a large one; tests/ops has the chip's sizes."""
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
-            monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+            monkeypatch.setattr(module, "block_rows", lambda *_: 256)
 
 
 @contextlib.contextmanager

@@ -492,7 +492,7 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
     """
     monkeypatch.setattr(grouped, "_PROGRAMS", 12)
     for products in (linear, streamed):
-        monkeypatch.setattr(products, "block_rows", lambda outputs: 256)
+        monkeypatch.setattr(products, "block_rows", lambda *_: 256)
     model = tiny_model()
     config = Eagle3Config.for_target(model.config, architecture="llama", num_key_value_heads=2, draft_vocab_size=96)
     torch.manual_seed(4)

@@ -1,6 +1,6 @@
 """The dense products of a decode step on a GPU: what `project_a`, `project_q`, `project_out`, `gates` and `head` share.
 
-T <= 64 tokens, N outputs, K inputs, D hidden. Up to 8 tokens are the columns of one mma.sync, in dense.cu; more go
+T <= 256 tokens, N outputs, K inputs, D hidden. Up to 8 tokens are the columns of one mma.sync, in dense.cu; more go
 through Triton (`triton/dense.py`). Activations between the ops of a step, all contiguous:
 
 residual  float32 [T, D]
@@ -24,7 +24,7 @@ from redline.kernels.record import Record
 from redline.ops.op import Cost
 
 MOST_TOKENS = 8  # that dense.cu takes
-MOST_STREAMED = 64  # that the kernels in Triton take
+MOST_STREAMED = 256  # that the kernels in Triton take
 MOST_PARTS = 256  # of the squares that a product reads, so blocks of the product in front of it
 
 # Tensor cores cut off what does not fit when they add 16 products to a float32 sum: 2^-24 in the mean, always towards
@@ -225,7 +225,7 @@ def fits(x: Tensor, w: Tiled) -> bool:
 
 
 def streams(x: Tensor, w: Tiled | Slabs) -> bool:
-    """Whether Triton takes x [T, K]: 9 to 64 tokens, as the stage before wrote them."""
+    """Whether Triton takes x [T, K]: 9 to 256 tokens, as the stage before wrote them."""
     return (
         MOST_TOKENS < x.shape[0] <= MOST_STREAMED
         and x.dtype == w.data.dtype == torch.bfloat16

@@ -61,7 +61,7 @@ def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: EmbedArgs) -> bool:
-    """Whether there are 1 to 64 tokens, the table is bf16, and D is a multiple of 4: a lane has four columns."""
+    """Whether there are 1 to 256 tokens, the table is bf16, and D is a multiple of 4: a lane has four columns."""
     return (
         1 <= args.ids_T.shape[0] <= dense.MOST_STREAMED
         and args.table_VD.dtype == torch.bfloat16

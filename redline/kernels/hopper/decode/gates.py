@@ -156,7 +156,7 @@ def cuda(args: GatesArgs) -> Result:
 
 
 def fits(args: GatesArgs) -> bool:
-    """Whether there are 1 to 64 tokens as `dense` writes them and at most 512 experts, 32 of them chosen."""
+    """Whether there are 1 to 256 tokens as `dense` writes them and at most 512 experts, 32 of them chosen."""
     choosable = args.choice is None or (args.experts <= MOST_EXPERTS and args.choice.chosen <= min(32, args.experts))
     return (
         (dense.fits(args.x, args.w) or dense.streams(args.x, args.w))
@@ -183,7 +183,7 @@ def random_choice(
 
 
 def cases() -> Iterator[Case]:
-    """1 to 64 tokens at sizes of nano and of Kimi and at odd ones, with and without a router, experts given."""
+    """1 to 256 tokens at sizes of nano and of Kimi and at odd ones, with and without a router, experts given."""
 
     def make(tokens: int, d: int, experts: int, width: int, chosen: int = 0, forced: bool = False):
         def inputs(g: torch.Generator) -> GatesArgs:
@@ -198,10 +198,10 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano", make(1, 320, 16, 128, 4))
-    for tokens in (8, 9, 32, 64):
+    for tokens in (8, 9, 32, 64, 100, 200):
         yield Case(f"T={tokens} nano", make(tokens, 320, 16, 128, 4))
     yield Case("T=5 nano, forced", make(5, 320, 16, 128, 4, forced=True))
-    for tokens in (1, 3, 8, 9, 32, 64):
+    for tokens in (1, 3, 8, 9, 32, 64, 128, 256):
         yield Case(f"T={tokens} Kimi", make(tokens, 7168, 384, 2048, 8), small=False)
     yield Case("T=8 of 384 experts", make(8, 256, 384, 2048, 8))
     for tokens in (2, 20):
@@ -211,7 +211,7 @@ def cases() -> Iterator[Case]:
     yield Case("T=2 in slices", make(2, 2304, 20, 64, 4))
     yield Case("T=9 wide", make(9, 96, 24, 2040))
     yield Case("T=8 Kimi's width", make(8, 7168, 20, 16))
-    for tokens in (8, 32):
+    for tokens in (8, 32, 256):
         yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
 
 

@@ -1,4 +1,4 @@
-"""The first products of attention for T <= 64 tokens.        D hidden, Rq query rank, R latent rank, P rope.
+"""The first products of attention for T <= 256 tokens.        D hidden, Rq query rank, R latent rank, P rope.
 
 W_a [Rq + R + P, D] times the normed residual: the query's low-rank form, ready but for 1 / rms of its own norm
 (`dense`), and the raw latent and key, which `project_q` writes into their page.
@@ -60,7 +60,7 @@ def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's result: dense.cu up to 8 tokens, Triton up to 64; they differ in how many parts squares have."""
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 256; they differ in how many parts squares have."""
     x, squares, w, gamma_Q = args.x, args.squares, args.w, args.gamma_Q
     tokens, rank_q = x.shape[0], gamma_Q.shape[0]
     if tokens > dense.MOST_TOKENS:
@@ -94,7 +94,7 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: ProjectAArgs) -> bool:
-    """Whether there are 1 to 64 tokens as `dense` writes them; up to 8 also an even Rq: a thread stores two outputs."""
+    """Whether there are 1 to 256 tokens as `dense` has them; up to 8 also an even Rq: a thread stores two outputs."""
     if args.squares.shape[0] > dense.MOST_PARTS:
         return False
     return dense.streams(args.x, args.w) or (dense.fits(args.x, args.w) and args.gamma_Q.shape[0] % 2 == 0)
@@ -108,7 +108,7 @@ def cost(args: ProjectAArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """1 to 64 tokens at sizes of nano and of Kimi and at odd ones."""
+    """1 to 256 tokens at sizes of nano and of Kimi and at odd ones."""
 
     def make(tokens: int, d: int, rank_q: int, kv: int):
         def inputs(g: torch.Generator) -> ProjectAArgs:
@@ -120,9 +120,9 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano", make(1, 320, 128, 576))
-    for tokens in (8, 9, 32, 64):
+    for tokens in (8, 9, 32, 64, 100, 200):
         yield Case(f"T={tokens} nano", make(tokens, 320, 128, 576))
-    for tokens in (1, 3, 8, 9, 32, 64):
+    for tokens in (1, 3, 8, 9, 32, 64, 128, 256):
         yield Case(f"T={tokens} Kimi", make(tokens, 7168, 1536, 576), small=False)
     for tokens in (3, 11):
         yield Case(f"T={tokens} odd sizes", make(tokens, 96, 72, 54))

@@ -1,4 +1,4 @@
-"""residual += W y for T <= 64 tokens, and x of the norm that follows.        D hidden, K inputs.
+"""residual += W y for T <= 256 tokens, and x of the norm that follows.        D hidden, K inputs.
 
 Attention's output projection [D, H V], the down projection of a dense MLP [D, I], and that of a shared expert beside
 `grouped_experts`.
@@ -15,7 +15,7 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
-from redline.kernels.hopper.ranks import ATTENTION, Links, Site, ranks_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Site, ranks_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -47,7 +47,7 @@ def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's result: dense.cu up to 8 tokens, Triton up to 64; they differ in how many parts squares have.
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 256; they differ in how many parts squares have.
 
     Over several ranks dense.cu adds them up as it ends; behind Triton's product a launch does (`sum_ranks`).
     """
@@ -85,8 +85,10 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: ProjectOutArgs) -> bool:
-    """Whether there are 9 to 64 tokens, or 1 to 8 with tiles and nothing routed: dense.cu reads no slabs."""
+    """Whether there are 9 to 256 tokens (64 over several ranks), or up to 8 with tiles and nothing routed."""
     w = args.w
+    if args.links is not None and args.y.shape[0] > MOST_TOKENS:
+        return False
     return dense.streams(args.y, w) or (isinstance(w, Tiled) and args.routed_TD is None and dense.fits(args.y, w))
 
 
@@ -98,7 +100,7 @@ def cost(args: ProjectOutArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Attention, a dense MLP and a shared expert at sizes of nano and of Kimi, up to 64 tokens, and odd sizes."""
+    """Attention, a dense MLP and a shared expert at sizes of nano and of Kimi, up to 256 tokens, and odd sizes."""
 
     def make(tokens: int, d: int, k: int, *, shared: bool = False):
         def inputs(g: torch.Generator) -> ProjectOutArgs:
@@ -112,14 +114,17 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano attention", make(1, 320, 512))
-    for tokens in (8, 9, 32, 64):
+    for tokens in (8, 9, 32, 64, 100, 200):
         yield Case(f"T={tokens} nano attention", make(tokens, 320, 512))
-    for tokens in (1, 3, 8, 9, 32, 64):
+    for tokens in (1, 3, 8, 9, 32, 64, 128, 256):
         yield Case(f"T={tokens} Kimi attention", make(tokens, 7168, 8192), small=False)
         yield Case(f"T={tokens} Kimi dense MLP", make(tokens, 7168, 18432), small=False)
-    yield Case("T=64 Kimi shared expert", make(64, 7168, 2048, shared=True), small=False)
+    for tokens in (64, 128, 256):
+        yield Case(f"T={tokens} Kimi shared expert", make(tokens, 7168, 2048, shared=True), small=False)
     yield Case("T=2 nano dense MLP", make(2, 320, 768))
     yield Case("T=33 nano shared expert", make(33, 320, 128, shared=True))
+    for tokens in (100, 200):
+        yield Case(f"T={tokens} nano shared expert", make(tokens, 320, 128, shared=True))
     yield Case("T=64 shared expert, odd sizes", make(64, 58, 300, shared=True))
     yield Case("T=9 shared expert, wide", make(9, 4100, 128, shared=True))
     for tokens in (3, 11):

@@ -1,4 +1,4 @@
-"""Query heads for T <= 64 tokens, and the tokens' rows of the cache.    H heads, N nope, P rope, R latent rank.
+"""Query heads for T <= 256 tokens, and the tokens' rows of the cache.    H heads, N nope, P rope, R latent rank.
 
 W_q [H (N + P), Rq] times the normed low-rank query, the last P of each head rotated; and the row
 [latent after its norm (R) | rotated key (P)] of each token written into its page, as `mla_qkv` does.
@@ -56,7 +56,7 @@ def reference(args: ProjectQArgs) -> Tensor:
 
 
 def cuda(args: ProjectQArgs) -> Tensor:
-    """The reference's result: dense.cu up to 8 tokens, Triton up to 64."""
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 256."""
     q_a, squares, w, heads, gamma_R, cos, plane = (
         args.q_a,
         args.squares,
@@ -103,7 +103,7 @@ def cuda(args: ProjectQArgs) -> Tensor:
 
 
 def fits(args: ProjectQArgs) -> bool:
-    """Whether there are 1 to 64 tokens as `dense` writes them, and the pages' rows divide over threads.
+    """Whether there are 1 to 256 tokens as `dense` writes them, and the pages' rows divide over threads.
 
     Pairs of numbers are rotated and stored together, so R and N + P are even; a thread of dense.cu has at most one pair
     of a row, and a block at most one token's row.
@@ -131,7 +131,7 @@ def cost(args: ProjectQArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Every format of pages, 1 to 64 tokens at sizes of nano and of Kimi and at odd ones."""
+    """Every format of pages, 1 to 256 tokens at sizes of nano and of Kimi and at odd ones."""
 
     def make(tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype):
         def inputs(g: torch.Generator) -> ProjectQArgs:
@@ -142,8 +142,8 @@ def cases() -> Iterator[Case]:
             kv[0, -1] = 1000.0  # beyond e4m3
             kv[-1, :rank] *= 1e-3  # as small as eps
             angle = torch.rand(tokens, rope // 2, generator=g) * 6.28
-            rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
-            plane = torch.full((3, PAGE_TOKENS, rank + rope), 7.0).to(dtype)
+            rows = torch.randperm(5 * PAGE_TOKENS, generator=g)[:tokens]
+            plane = torch.full((5, PAGE_TOKENS, rank + rope), 7.0).to(dtype)
             gamma = torch.rand(rank, generator=g) + 0.5
             return ProjectQArgs(q_a, squares, w, heads, kv, gamma, angle.cos(), angle.sin(), rows, plane, 1e-5)
 
@@ -156,12 +156,14 @@ def cases() -> Iterator[Case]:
     yield Case("T=9 nano e4m3 pages", make(9, nano, torch.float8_e4m3fn))
     yield Case("T=32 nano float32 pages", make(32, nano, torch.float32))
     yield Case("T=64 nano bf16 pages", make(64, nano, torch.bfloat16))
+    for tokens in (100, 200):
+        yield Case(f"T={tokens} nano bf16 pages", make(tokens, nano, torch.bfloat16))
     yield Case("T=13 odd sizes, bf16 pages", make(13, (200, 10, 22, 10, 30), torch.bfloat16))
     yield Case("T=8 odd sizes, bf16 pages", make(8, (200, 10, 22, 10, 30), torch.bfloat16))
     yield Case("T=8 Kimi's rank", make(8, (1536, 4, 32, 16, 64), torch.bfloat16))
-    for tokens in (1, 8, 9, 32, 64):
+    for tokens in (1, 8, 9, 32, 64, 128, 256):
         yield Case(f"T={tokens} Kimi bf16 pages", make(tokens, kimi, torch.bfloat16), small=False)
-    for tokens in (4, 32):
+    for tokens in (4, 32, 256):
         yield Case(f"T={tokens} Kimi e4m3 pages", make(tokens, kimi, torch.float8_e4m3fn), small=False)
 
 

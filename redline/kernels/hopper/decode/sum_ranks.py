@@ -13,7 +13,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import ATTENTION, Links, Site, ranks_of, shots_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Site, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -74,7 +74,7 @@ def cuda(args: SumRanksArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 def fits(args: SumRanksArgs) -> bool:
     """Whether there are 1 to 64 tokens, and D is a multiple of 4: a lane has four columns."""
-    return 1 <= args.partial_TD.shape[0] <= dense.MOST_STREAMED and args.partial_TD.shape[1] % 4 == 0
+    return 1 <= args.partial_TD.shape[0] <= MOST_TOKENS and args.partial_TD.shape[1] % 4 == 0
 
 
 def cost(args: SumRanksArgs) -> Cost:

@@ -1,10 +1,10 @@
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 # Triton is typed by what it compiles, not by annotations.
-"""The dense products of a decode step of 9 to 64 tokens, each with what follows it: one launch an op (`decode.dense`).
+"""The dense products of a decode step of 9 to 256 tokens, each with what follows it: one launch an op (`decode.dense`).
 
-A program has some outputs of all tokens, float32 [BLOCK_N, BLOCK_T], and finishes them: it divides by the rms, rotates,
-computes SwiGLU or adds the residual. What they take beside their sums is asked for before the weights stream, and the
-first weights before the kernel in front has ended (`linear.begin`).
+A program has some outputs of up to 128 tokens, float32 [BLOCK_N, BLOCK_T], and finishes them: it divides by the rms,
+rotates, computes SwiGLU or adds the residual. What they take beside their sums is asked for before the weights stream,
+and the first weights before the kernel in front has ended (`linear.begin`).
 """
 
 import torch
@@ -38,8 +38,8 @@ def _project_a(
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK_N
-    n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     gamma_N = tl.load(gamma + n, mask=n < rank_q, other=0.0)
     rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
@@ -53,11 +53,11 @@ def _project_a(
     kv_at = kv + t[None, :] * (outputs - rank_q) + (n - rank_q)[:, None]
     tl.store(kv_at, y_NT, mask=real & (n >= rank_q)[:, None] & (n < outputs)[:, None])
     sum_T = tl.sum(tl.where(query, y_NT * y_NT, 0.0), 0)
-    tl.store(squares_out + tl.program_id(0) * tl.cdiv(tokens, 8) * 8 + t, sum_T, mask=t < tokens)
+    tl.store(squares_out + tl.program_id(1) * tl.cdiv(tokens, 8) * 8 + t, sum_T, mask=t < tokens)
 
 
 def project_a(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode.project_a` of 9 to 64 tokens; squares have a part of each program."""
+    """`decode.project_a` of 9 to 256 tokens; squares have a part of each program."""
     tokens, rank_q, device = x.shape[0], gamma_Q.shape[0], x.device
     q = torch.empty(tokens, padded(rank_q, PAD_K), dtype=torch.bfloat16, device=device)
     outputs = max(w.outputs, q.shape[1])
@@ -109,14 +109,15 @@ def _project_q(
     NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The first `blocks` programs multiply; each of the others writes a token's row into its page."""
-    block = tl.program_id(0)
+    block = tl.program_id(1)
     if block >= blocks:
         follow(DEPENDENT)
         token = (block - blocks).to(tl.int64)
-        _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, page_stride, PAGE, RANK, ROPE, BLOCK_R, HALF)
+        if tl.program_id(0) == 0:
+            _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, page_stride, PAGE, RANK, ROPE, BLOCK_R, HALF)
     else:
         first = block * BLOCK_N
-        n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+        n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
         begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
         rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
         pair = first // 2 + tl.arange(0, BLOCK_N // 2)
@@ -149,10 +150,10 @@ def project_q(
     plane: Tensor,
     eps: float,
 ) -> Tensor:
-    """`decode.project_q` of 9 to 64 tokens; writes the pages' rows too."""
+    """`decode.project_q` of 9 to 256 tokens; writes the pages' rows too."""
     tokens, rank, rope, width = q_a.shape[0], gamma_R.shape[0], 2 * cos.shape[1], w.outputs // heads
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
-    blocks = triton.cdiv(w.outputs, block_rows(w.outputs))
+    blocks = triton.cdiv(w.outputs, block_rows(w.outputs, tokens))
     numbers = *_norm(squares, w, eps), w.outputs, blocks, plane.stride(0)
     sizes = {"PARTS": padded(squares.shape[0], _AT_ONCE.value), "NOPE": width - rope, "RANK": rank, "ROPE": rope}
     sizes |= {"PAGE": PAGE_TOKENS, "BLOCK_R": triton.next_power_of_2(rank), "HALF": triton.next_power_of_2(rope // 2)}
@@ -168,8 +169,8 @@ def _project_out(
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, ROUTED: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK_N
-    n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     t_64 = t[None, :].to(tl.int64)
     real_t = (t < tokens)[None, :]
@@ -184,13 +185,13 @@ def _project_out(
     x_NT = (y_NT * gamma_N[:, None]).to(tl.bfloat16)
     tl.store(x_out + t_64 * out_stride + n[:, None], x_NT, mask=real_t & (n < out_stride)[:, None])
     sum_T = tl.sum(y_NT * y_NT, 0)
-    tl.store(squares_out + tl.program_id(0) * tl.cdiv(tokens, 8) * 8 + t, sum_T, mask=t < tokens)
+    tl.store(squares_out + tl.program_id(1) * tl.cdiv(tokens, 8) * 8 + t, sum_T, mask=t < tokens)
 
 
 def project_out(
     y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode.project_out` of 9 to 64 tokens; squares have a part of each program."""
+    """`decode.project_out` of 9 to 256 tokens; squares have a part of each program."""
     tokens, device = y.shape[0], y.device
     residual = torch.empty(tokens, w.outputs, device=device)
     x = torch.empty(tokens, padded(w.outputs, PAD_K), dtype=torch.bfloat16, device=device)
@@ -207,8 +208,8 @@ def _partial_out(
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK_N
-    n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT)
     real = (t < tokens)[None, :] & (n < outputs)[:, None]
@@ -216,7 +217,7 @@ def _partial_out(
 
 
 def partial_out(y: Tensor, w: Tiled | Slabs) -> Tensor:
-    """W y of 9 to 64 tokens, float32 [T, D]: what one rank has of `decode.project_out`."""
+    """W y of 9 to 256 tokens, float32 [T, D]: what one rank has of `decode.project_out`."""
     out = torch.empty(y.shape[0], w.outputs, device=y.device)
     launch(_partial_out, w, y, w.outputs, (out,), (w.outputs,))
     return out
@@ -229,8 +230,8 @@ def _gates(
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_T: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0) * BLOCK_N
-    n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    first = tl.program_id(1) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
     y_NT = (
@@ -251,7 +252,7 @@ def _gates(
 
 
 def gates(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """`decode.gates` of 9 to 64 tokens without the choice: -> (logits, h, rstd)."""
+    """`decode.gates` of 9 to 256 tokens without the choice: -> (logits, h, rstd)."""
     tokens, device, router_rows = x.shape[0], x.device, padded(experts, TILE_N)
     logits = torch.empty(tokens, experts, device=device)
     h = torch.empty(tokens, padded(width, PAD_K), dtype=torch.bfloat16, device=device)
@@ -264,7 +265,7 @@ def gates(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: f
 
 def _squares(outputs: int, tokens: int, device: torch.device) -> Tensor:
     """Room for the sums of squares, float32 [programs, T padded to 8]."""
-    return torch.empty(triton.cdiv(outputs, block_rows(outputs)), padded(tokens, 8), device=device)
+    return torch.empty(triton.cdiv(outputs, block_rows(outputs, tokens)), padded(tokens, 8), device=device)
 
 
 def _norm(squares: Tensor, w: Tiled, eps: float) -> tuple[int, int, int, float]:

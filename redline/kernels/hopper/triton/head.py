@@ -16,7 +16,7 @@ BLOCK_K = 128
 def _head_8(x, weight, scales, y, tokens, outputs, K: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
     """A program has BLOCK_N outputs of BLOCK_T tokens. x bf16 [T, K], K as stored."""
-    n, t = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    n, t = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     k = tl.arange(0, BLOCK_K)
     real_n, real_t = n < outputs, t < tokens
     row = (n // TILE_N).to(tl.int64) * (TILE_N * K) + n % TILE_N * TILE_K
@@ -39,7 +39,7 @@ def head_8(x_TK: Tensor, w: Tiled8) -> Tensor:
     tokens, k = x_TK.shape
     y = torch.empty(tokens, w.outputs, device=x_TK.device)
     block_n, block_t = block_rows(w.outputs), 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    _head_8[(triton.cdiv(w.outputs, block_n), triton.cdiv(tokens, block_t))](
+    _head_8[(triton.cdiv(tokens, block_t), triton.cdiv(w.outputs, block_n))](
         *(x_TK, w.data, w.scales, y, tokens, w.outputs),
         K=k,
         TILE_N=TILE_N,

@@ -22,6 +22,8 @@ from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled
 
 BLOCK_K = 128
 SMS = 132  # of an NVIDIA H200
+MOST_AT_ONCE = 64  # tokens that one program has of each output, with the sums of few outputs
+WIDE = 128  # tokens of a program where there are more
 _LINE = 128  # bytes of a prefetch
 _EARLY = 64 << 10  # bytes of weights that a program asks for before the grid in front has ended
 
@@ -98,9 +100,9 @@ def multiply(x, weight, n, t, tokens, rows, x_stride, K: tl.constexpr, SLABS: tl
 def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl.constexpr, LINES: tl.constexpr,
             SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
             SPLIT: tl.constexpr, DEPENDENT: tl.constexpr):  # fmt: skip
-    """A program has BLOCK_N outputs of BLOCK_T tokens."""
-    first = tl.program_id(0) * BLOCK_N
-    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """A program has BLOCK_N outputs of BLOCK_T tokens; neighbours have the same outputs, and share the weight."""
+    first = tl.program_id(1) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     sum_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T, SPLIT)
     y_at = y + t[None, :].to(tl.int64) * y_stride + n[:, None]
@@ -117,12 +119,15 @@ def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype, out: Tensor | None =
     return y
 
 
-def block_rows(outputs: int) -> int:
-    """Outputs of a program: the fewest of 16, 32 and 64 with which all programs run at once, else 64.
+def block_rows(outputs: int, tokens: int) -> int:
+    """Outputs of a program: up to 64 tokens the fewest of 16, 32 and 64 with which all programs run at once, else 64.
 
-    Measured on an NVIDIA H200 at Kimi's sizes: where some multiprocessors have two programs, all wait for those.
+    Measured on an NVIDIA H200 at Kimi's sizes: where some multiprocessors have two programs, all wait for those. Of
+    more tokens x is what programs read most, so they have 128 outputs, where that leaves enough programs.
     """
-    return next((rows for rows in (TILE_N, 2 * TILE_N) if outputs <= rows * SMS), 4 * TILE_N)
+    if tokens <= MOST_AT_ONCE:
+        return next((rows for rows in (TILE_N, 2 * TILE_N) if outputs <= rows * SMS), 4 * TILE_N)
+    return 8 * TILE_N if outputs > 4 * TILE_N * SMS // -(-tokens // WIDE) else 4 * TILE_N
 
 
 class Turns(NamedTuple):
@@ -131,19 +136,32 @@ class Turns(NamedTuple):
     inputs: int  # of a turn
     split: int = 1  # as `multiply` has it
     stages: int = 5
+    tokens: int = MOST_AT_ONCE  # of a program
+    warps: int = 4
 
 
-def turns_of(inputs: int, rows: int, tokens: int) -> Turns:
+def turns_of(inputs: int, outputs: int, tokens: int, *, slabs: bool = False) -> Turns:
     """Programs of few rows, which have less to wait for at once, take more inputs in a turn, as far as there is room.
 
     Measured on an NVIDIA H100 at Kimi's sizes, microseconds by inputs of a turn and split (floor 6.3 and 10.9): the
     gates of a rank of four, 16 rows a program, 16 tokens: 24.2 with (256, 1), 12.6 (512, 1), 10.3 (512, 4); 32 tokens:
     14.1, 13.2, 11.2. Of a rank of two, 32 rows a program, 16 tokens: 24.0, 17.1, 17.8; 32 tokens: 18.3, 18.4, 19.3.
+
+    More than 64 tokens, measured on an NVIDIA H200, all five products of a layer together: 124 us at 128 tokens (floor
+    68) and 190 at 256. Taken 64 tokens at a time, so that weights come twice and four times, they took 310 at 128.
     """
+    rows = block_rows(outputs, tokens)
+    if tokens > MOST_AT_ONCE:
+        if rows > 4 * TILE_N:
+            turn = Turns(BLOCK_K // 2, stages=4, tokens=WIDE, warps=8)
+            return turn._replace(inputs=BLOCK_K, stages=3) if slabs else turn  # 128 inputs of a slab lie together
+        alone = tokens <= WIDE and 2 * -(-outputs // rows) <= SMS // 2  # few programs: two for the tokens
+        return Turns(BLOCK_K, stages=4, tokens=WIDE // 2 if alone else WIDE)
+    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else MOST_AT_ONCE
     few = rows < 4 * TILE_N
     if few and tokens <= 32 and inputs % (4 * BLOCK_K) == 0:
-        return Turns(4 * BLOCK_K, 4 if rows == TILE_N else 1, stages=4)
-    return Turns(2 * BLOCK_K if few and inputs % (2 * BLOCK_K) == 0 else BLOCK_K)
+        return Turns(4 * BLOCK_K, 4 if rows == TILE_N else 1, stages=4, tokens=block_t)
+    return Turns(2 * BLOCK_K if few and inputs % (2 * BLOCK_K) == 0 else BLOCK_K, tokens=block_t)
 
 
 def launch(
@@ -162,12 +180,10 @@ def launch(
     """
     tokens, data, slabs = x_TK.shape[0], weight.data, isinstance(weight, Slabs)
     k = data.shape[1] * 128 if slabs else data.shape[-3] * 32
-    block_n = block_rows(outputs)
-    turns = turns_of(k, block_n, tokens)
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_n, turns = block_rows(outputs, tokens), turns_of(k, outputs, tokens, slabs=slabs)
     early = min(k * 32, _EARLY * TILE_N // block_n) // _LINE
     dependent = x_TK.is_cuda and _is_hopper(x_TK.device)
-    run: Callable[..., object] = kernel[(triton.cdiv(outputs, block_n) + beside, triton.cdiv(tokens, block_t))]
+    run: Callable[..., object] = kernel[(triton.cdiv(tokens, turns.tokens), triton.cdiv(outputs, block_n) + beside)]
     run(
         *(x_TK, data, *tensors, tokens, data.numel() // k, data.numel() - _LINE // 2, x_TK.stride(0), *numbers),
         K=k,
@@ -175,10 +191,10 @@ def launch(
         SLABS=slabs,
         BLOCK_N=block_n,
         BLOCK_K=turns.inputs,
-        BLOCK_T=block_t,
+        BLOCK_T=turns.tokens,
         SPLIT=turns.split,
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=turns.warps,
         num_stages=turns.stages,
         **sizes,
         **({"launch_pdl": True} if dependent else {}),
@@ -189,3 +205,30 @@ def launch(
 def _is_hopper(device: torch.device) -> bool:
     """Whether a kernel may start before the one in front has ended: on Hopper and later chips."""
     return torch.cuda.get_device_capability(device)[0] >= HOPPER
+
+
+@triton.jit
+def _lay_out(weight, dense, outputs, inputs, K: tl.constexpr, SLABS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A program has 16 rows of BLOCK_K inputs."""
+    n = tl.program_id(1) * 16 + tl.arange(0, 16)
+    k = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
+    if SLABS:
+        row = (n // 64).to(tl.int64) * (64 * K) + n % 64 // 16 * 2048 + (n % 16) * 32
+        place = k // 128 * 8192 + k % 128 // 32 * 512 + k % 32
+    else:
+        row = (n // 16).to(tl.int64) * (16 * K) + (n % 16) * 32
+        place = k // 32 * 512 + k % 32
+    w_NK = tl.load(weight + row[:, None] + place[None, :], mask=(k < K)[None, :], other=0.0)
+    at = n[:, None].to(tl.int64) * inputs + k[None, :]
+    tl.store(dense + at, w_NK, mask=(n < outputs)[:, None] & (k < inputs)[None, :])
+
+
+def laid_out(weight: Tiled | Slabs) -> Tensor:
+    """[N, K] bf16: `weight.dense()`, which takes three times as long on an NVIDIA H200."""
+    slabs = isinstance(weight, Slabs)
+    k = weight.data.shape[1] * 128 if slabs else weight.data.shape[-3] * 32
+    dense = torch.empty(weight.outputs, weight.inputs, dtype=torch.bfloat16, device=weight.data.device)
+    _lay_out[(triton.cdiv(k, 512), triton.cdiv(weight.outputs, TILE_N))](
+        weight.data, dense, weight.outputs, weight.inputs, K=k, SLABS=slabs, BLOCK_K=512, num_warps=4
+    )
+    return dense
