@@ -1,4 +1,5 @@
-// Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 or 1024 threads.
+// Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 threads,
+// or by several, of which the last to end makes the lists.
 //
 // A warp to a token, then a thread to an expert. The caller's Arguments have bias [EXPERTS] or null, forced [T, CHOSEN] or
 // null; ids and shares [T, CHOSEN], pair_token, pair_weight, origin, slot_expert, slot_first and count to write; tokens,
@@ -59,10 +60,12 @@ FN u32 best_experts(const Arguments& a, const Logits& logits, u32 token) {
     return choice;
 }
 
+struct Choice { u32 id; float weight; };
+
 // By a warp: a token's experts and shares. Forced ids take the place of the best, which are looked for all the same, so that
-// a measurement has the work that serving has.
+// a measurement has the work that serving has. -> lane i's, of the i-th best.
 template <class Arguments, class Logits>
-FN void choose_for(const Arguments& a, const Logits& logits, u32 token, u32 room) {
+FN Choice choose_for(const Arguments& a, const Logits& logits, u32 token) {
     u32 lane = lane_index(), place = token * CHOSEN + lane;
     bool given = a.forced && lane < CHOSEN;
     u32 forced = given ? load_global(a.forced + place) : 0;  // on its way while the best are looked for
@@ -72,23 +75,26 @@ FN void choose_for(const Arguments& a, const Logits& logits, u32 token, u32 room
     float sum = warp_sum(weight);
     if (a.normalise) weight /= sum + 1e-20f;
     weight *= a.scale;
-    if (lane >= CHOSEN) return;
+    if (lane >= CHOSEN) return {0, 0.f};
     store_global(a.ids + place, id);
     store_global_f32(a.shares + place, weight);
-    store_shared(room + CHOICE_AT + 4 * place, id);
-    store_shared_f32(room + SHARE_AT + 4 * place, weight);
-    add_shared(takers_at(room, id) + 4 * (token / 32), 1u << token % 32);  // a token takes an expert once
+    return {id, weight};
 }
 
-// By all threads of a block.
-template <class Arguments, class Logits>
-FN void choose(const Arguments& a, const Logits& logits, u32 room) {
-    u32 thread = thread_index(), pairs = a.tokens * CHOSEN, mine = 0;
-    for (u32 i = thread; i < EXPERTS * WORDS; i += THREADS) store_shared(room + TAKERS_AT + 4 * i, 0);
-    sync_block();
-    for (u32 token = warp_index(); token < (u32)a.tokens; token += THREADS / 32) choose_for(a, logits, token, room);
-    sync_block();
+FN void clear_takers(u32 room) {
+    for (u32 i = thread_index(); i < EXPERTS * WORDS; i += THREADS) store_shared(room + TAKERS_AT + 4 * i, 0);
+}
+FN void take(u32 room, u32 place, Choice choice) {
+    store_shared(room + CHOICE_AT + 4 * place, choice.id);
+    store_shared_f32(room + SHARE_AT + 4 * place, choice.weight);
+    u32 token = place / CHOSEN;
+    add_shared(takers_at(room, choice.id) + 4 * (token / 32), 1u << token % 32);  // a token takes an expert once
+}
 
+// The lists, from what each token has taken.
+template <class Arguments>
+FN void list_pairs(const Arguments& a, u32 room) {
+    u32 thread = thread_index(), pairs = a.tokens * CHOSEN, mine = 0;
     // Thread e has expert e. Pairs in the low half of a word, slots in the high half: one sum for both.
     if (thread < EXPERTS)
 #pragma unroll
@@ -120,4 +126,36 @@ FN void choose(const Arguments& a, const Logits& logits, u32 room) {
         store_global_f32(a.pair_weight + pair, load_shared_f32(room + SHARE_AT + 4 * i));
         store_global(a.origin + pair, i);
     }
+}
+
+// By all threads of the one block.
+template <class Arguments, class Logits>
+FN void choose(const Arguments& a, const Logits& logits, u32 room) {
+    clear_takers(room);
+    sync_block();
+    for (u32 token = warp_index(); token < (u32)a.tokens; token += THREADS / 32) {
+        Choice choice = choose_for(a, logits, token);
+        if (lane_index() < CHOSEN) take(room, token * CHOSEN + lane_index(), choice);
+    }
+    sync_block();
+    list_pairs(a, room);
+}
+
+// By all threads of several blocks. done: a counter, zero before and afterwards.
+template <class Arguments, class Logits>
+FN void choose_together(const Arguments& a, const Logits& logits, u32 room, int* done) {
+    u32 token = block_index() * (THREADS / 32) + warp_index(), pairs = a.tokens * CHOSEN;
+    if (token < (u32)a.tokens) choose_for(a, logits, token);
+    show_all();
+    sync_block();
+    if (thread_index() == 0) store_shared(room + TOTALS_AT, add_global(done, 1) == grid_size() - 1);
+    clear_takers(room);
+    sync_block();
+    if (!load_shared(room + TOTALS_AT)) return;
+    show_all();
+    for (u32 i = thread_index(); i < pairs; i += THREADS)
+        take(room, i, {(u32)load_global_fresh(a.ids + i), as_float(load_global_fresh((const int*)a.shares + i))});
+    if (thread_index() == 0) store_global(done, 0);
+    sync_block();
+    list_pairs(a, room);
 }

@@ -1,4 +1,4 @@
-// Top-k and the lists that the expert kernels read, of any logits: one block.
+// Top-k and the lists that the expert kernels read, of any logits: a warp to a token.
 #include "choose.cuh"
 
 struct ChooseExpertsLaunch {
@@ -13,6 +13,7 @@ struct ChooseExpertsLaunch {
     int* ids;             // [T, K]
     float* shares;        // [T, K]
     int* origin;          // [T K]
+    int* done;            // [1]: blocks that have chosen; zero between launches
     int tokens, slots, normalise;
     float scale;
 };
@@ -27,5 +28,8 @@ struct InMemory {
 KERNEL(choose_experts, ChooseExpertsLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
-    choose(a, InMemory{a.logits}, shared_base());
+    if (grid_size() == 1)
+        choose(a, InMemory{a.logits}, shared_base());
+    else
+        choose_together(a, InMemory{a.logits}, shared_base(), a.done);
 }

@@ -24,8 +24,8 @@ from redline.ops.op import Case, Cost, Op
 from redline.ops.route_experts import choose
 
 SLOT_PAIRS = 8
-THREADS, WIDE = 512, 1024  # of a block: a warp to a token, then a thread to an expert; of more tokens than FEW
-FEW = THREADS // 32  # tokens that THREADS take at once: more took two turns, one of which is most of the launch
+THREADS = 512  # of a block: a warp to a token, then a thread to an expert
+AT_ONCE = THREADS // 32  # tokens of a block. In one block they took turns, 9 us each on an NVIDIA H200
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 256, 2048, 512  # of one block: a thread to an expert, pairs in shared memory
 MOST_SLOTS = MOST_EXPERTS + MOST_PAIRS // SLOT_PAIRS  # `most_slots` of the largest step
 SUMMED_TOKENS, SUMMED_PAIRS = 64, 512  # up to which a kernel may add up the pairs of each token in shared memory
@@ -166,11 +166,11 @@ _Launch = launch_record("decode/choose_experts.cu", "ChooseExpertsLaunch")
 
 
 @functools.cache
-def kernel_of(experts: int, chosen: int, room: int, threads: int) -> CudaKernel:
+def kernel_of(experts: int, chosen: int, room: int) -> CudaKernel:
     """The program for so many experts, so many of them chosen, and `room` tokens at most."""
     defines = {"EXPERTS": experts, "CHOSEN": chosen, "MOST_TOKENS": room}
-    shared = 4 * (experts * (-(-room // 32) + 1) + 2 * room * chosen + threads // 32)  # blocks/choose.cuh
-    return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, shared, threads)
+    shared = 4 * (experts * (-(-room // 32) + 1) + 2 * room * chosen + THREADS // 32)  # blocks/choose.cuh
+    return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, shared, THREADS)
 
 
 def room_of(tokens: int) -> int:
@@ -178,8 +178,15 @@ def room_of(tokens: int) -> int:
     return next(room for room in (64, 128, MOST_TOKENS) if tokens <= room)
 
 
+@functools.cache
+def _done(device: torch.device) -> Tensor:
+    """The counter of blocks, int32 [1], zero between launches: only one launch runs on a device at a time."""
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "must run before it is recorded"
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
 def cuda(args: ChooseExpertsArgs) -> Pairs:
-    """The reference's result by one block, without the host."""
+    """The reference's result, without the host. The first call on a device makes its counter."""
     logits_TE = args.logits_TE
     tokens, experts = logits_TE.shape
     pairs = Pairs.empty(tokens, args.chosen, experts, logits_TE.device)
@@ -188,17 +195,18 @@ def cuda(args: ChooseExpertsArgs) -> Pairs:
         bias=args.bias_E,
         forced=args.forced_TK,
         **pairs.lists,
+        done=_done(logits_TE.device),
         tokens=tokens,
         slots=pairs.most,
         normalise=int(args.normalise),
         scale=args.scale,
     )
-    kernel_of(experts, args.chosen, room_of(tokens), THREADS if tokens <= FEW else WIDE).launch(arguments, 1)
+    kernel_of(experts, args.chosen, room_of(tokens)).launch(arguments, -(-tokens // AT_ONCE))
     return pairs
 
 
 def cuda_fits(args: ChooseExpertsArgs) -> bool:
-    """Whether one block can do it: 256 tokens, 2,048 pairs, 512 experts, 32 chosen."""
+    """Whether a block has room for the lists: 256 tokens, 2,048 pairs, 512 experts, 32 chosen."""
     tokens, experts = args.logits_TE.shape
     fits_one_block = tokens <= MOST_TOKENS and tokens * args.chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
     return fits_one_block and args.chosen <= min(32, experts)
