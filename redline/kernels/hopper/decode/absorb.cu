@@ -1,8 +1,7 @@
 // The nope part of a query taken into the latent space, q_abs = W_UK q, and its rotated part copied: see absorb.py.
 //
 // A block has one half of one head's rows of W_UK in shared memory before the grid in front ends: at R = 512, N = 128
-// 64 KB, so no ring is needed. Each warp takes row tiles of 16; 8 tokens are the columns of a product. Of many tokens
-// GROUPS blocks share a half, every GROUPS-th eight each: two lie on a multiprocessor.
+// 64 KB, so no ring is needed. Each warp takes row tiles of 16; 8 tokens are the columns of a product.
 #include "core.cuh"
 
 constexpr u32 UNITS = N / 32;                 // of 32 inputs: two products each
@@ -58,7 +57,7 @@ FN void copy_rotated(const AbsorbLaunch& a, u32 head) {
 }
 
 KERNEL_BESIDE(absorb, AbsorbLaunch, 2) {
-    u32 head = block_index(), half = block_index_y() % 2, group = block_index_y() / 2, weights = shared_base(), barrier = weights + WEIGHT_BYTES;
+    u32 head = block_index(), half = block_index_y(), weights = shared_base(), barrier = weights + WEIGHT_BYTES;
     if (thread_index() == 0) {
         const char* from = a.weight + (u64)(2 * head + half) * WEIGHT_BYTES;
         u64 policy = read_once();
@@ -72,11 +71,11 @@ KERNEL_BESIDE(absorb, AbsorbLaunch, 2) {
     wait_for_previous_grid();
     let_next_grid_start();  // only now: `attend` reads pages, which the grid in front has written, before its own wait
     u32x4 x[UNITS], next[UNITS];
-    load_columns(x, a, head, 8 * group);
-    if (half == 0 && group == 0) copy_rotated(a, head);
+    load_columns(x, a, head, 0);
+    if (half == 0) copy_rotated(a, head);
     barrier_wait(barrier, 0);
-    for (u32 first = 8 * group; first < (u32)a.tokens; first += 8 * GROUPS) {
-        load_columns(next, a, head, first + 8 * GROUPS);
+    for (u32 first = 0; first < (u32)a.tokens; first += 8) {
+        load_columns(next, a, head, first + 8);
         for (u32 tile = warp_index(); tile < TILES; tile += WARPS) {
             float c[4] = {};
             multiply(c, x, weights + tile * TILE_BYTES);
