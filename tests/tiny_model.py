@@ -18,6 +18,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2, load
 from redline.model.k2.write import random_checkpoint, tiny_config
+from redline.plan.planner import _is_compiled
 from redline.run.fit import Layout
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
@@ -25,6 +26,7 @@ from redline.wire.step import TokenLogprobs
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import EngineCore, Loaded
 from redline.worker.loop import StepInFlight, turn
+from tests.waiting import until
 
 FINGERPRINT = "tiny"
 VOCABULARY = 512
@@ -117,7 +119,10 @@ class Answer(NamedTuple):
 
 
 def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, Answer]:
-    """All jobs to their ends; a wave of them arrives every so many turns of the loop."""
+    """All jobs to their ends; a wave of them arrives every `every` turns of the loop.
+
+    Their grammars are compiled before the next turn: else the number of steps would depend on the compiling threads.
+    """
     deltas: dict[str, list[Delta]] = {job.id: [] for wave in waves for job in wave}
     arriving = list(waves)
     flight: StepInFlight | None = None
@@ -126,6 +131,7 @@ def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, 
         told: list[Delta] = []
         if arriving and turns % every == 0:
             told = [delta for job in arriving.pop(0) for delta in engine.planner.submit(job)]
+            until(lambda: all(_is_compiled(job) for job in engine.planner._jobs.values()))
         flight, settled = turn(engine.planner, engine.runner, flight)
         for delta in told + settled:
             deltas[delta.job].append(delta)

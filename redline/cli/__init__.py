@@ -210,7 +210,10 @@ def main() -> None:
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         _accept_any_text(stream)
     try:
-        app()
+        try:
+            app()
+        finally:
+            _flush_page()
     except RedlineError as error:
         code = _report(str(error))
     except OSError as error:
@@ -258,6 +261,13 @@ def _kept_traceback() -> str:
     except OSError:
         return "; REDLINE_DEBUG=1 prints the traceback"
     return f"; the traceback is in {name}"
+
+
+def _flush_page() -> None:
+    """Write what a verb has printed and Python still holds. Raises OSError, unless the reader of a pipe has gone."""
+    if sys.stdout is not None and not sys.stdout.closed:
+        with suppress(BrokenPipeError):
+            sys.stdout.flush()
 
 
 def _flush() -> None:

@@ -172,8 +172,8 @@ def test_rounds_that_are_none_are_refused(words: str, says: str):
 
 
 def test_a_round_that_the_gpus_kernels_cannot_record_is_refused_by_name():
-    step = DepthConfig(shape="kimi-k2.6", batch=(16,))
-    with pytest.raises(ConfigError, match=r"16 rows with --k 4 are 80 tokens; the GPU's decode kernels.*64"):
+    step = DepthConfig(shape="kimi-k2.6", batch=(64,))
+    with pytest.raises(ConfigError, match=r"64 rows with --k 4 are 320 tokens; the GPU's decode kernels.*256"):
         round_cases(RoundsConfig(step=step, draft_shape="eagle3-mla", k=(4,)), forced=True)
     fitting = round_cases(RoundsConfig(step=step, draft_shape="eagle3-mla", k=(3,)), forced=True)
     assert fitting[0].depth.tokens == 4

@@ -185,7 +185,7 @@ def test_of_a_paste_that_the_terminal_cannot_hold_at_once_nothing_is_left_to_the
     master, slave = pty.openpty()
     one = Session.__new__(Session)
     one.slave, one._master, one._raw = slave, master, b""
-    pasting = threading.Thread(target=one.paste, args=[PASTED * 1000])
+    pasting = threading.Thread(target=one.paste, args=[PASTED * 200])
 
     def follows(read: list[int], *_: object) -> tuple[list[int], list[int], list[int]]:
         """As select, where the rest of a paste comes before the time is over."""

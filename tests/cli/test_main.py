@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -136,10 +137,12 @@ def test_a_pipe_that_nobody_reads_is_no_error():
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("words", [SHOWN, ["--help"]], ids=lambda words: words[0])
-def test_a_full_disk_is_one_line(words: list[str]):
+def test_a_full_disk_is_one_line(words: list[str], unbuffered: str):
+    given: dict[str, Any] = {"env": {**os.environ, "PYTHONUNBUFFERED": unbuffered}, "timeout": LIMIT_S}
     with open("/dev/full", "w") as full:
-        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S)
+        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, **given)
     assert done.returncode == 1
     assert done.stderr == "error: No space left on device\n"
 

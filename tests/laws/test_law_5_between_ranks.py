@@ -149,11 +149,6 @@ def placing(engines: Callable[[str], EngineCore], name: str) -> Pair:
     return both
 
 
-def turns(both: Pair, count: int) -> None:
-    for _ in range(count):
-        both.turn()
-
-
 def others(engine: EngineCore) -> ranks.Ranks:
     return engine.runner._ranks  # type: ignore[attr-defined]
 
@@ -186,7 +181,7 @@ def test_a_rank_that_is_killed_while_parcels_come_ends_its_worker_and_no_other(
     assert said.startswith("rank 1 is lost in step "), said
     assert said.endswith("it has ended with code -9")
     with pytest.raises(RankLost, match="rank 1 is lost in step"):
-        turns(both, 1000)
+        until(both.turn)  # a thread finds that a parcel is not read any more
     given_back(both)
 
 

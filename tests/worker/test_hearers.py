@@ -68,7 +68,7 @@ class Worker:
         self.inbox = MemoryChannel()
         for message in said:
             self.inbox.put(message)
-        self.channels: defaultdict[str, MemoryChannel] = defaultdict(MemoryChannel)
+        self.channels = {name: MemoryChannel() for name in ("", "a", "b")}  # both threads look them up
         self.told: defaultdict[str, list[Wire]] = defaultdict(list)
         self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
         self.pulse = Pulse()

@@ -26,7 +26,7 @@ from redline.kernels.emulator.emulator import emulation
 from redline.kernels.group import ALONE, Alone, Group
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import Links, new_control
+from redline.kernels.hopper.ranks import MOST_TOKENS, Links, new_control
 from redline.kernels.hopper.triton import dense, linear
 from redline.kernels.kernel import fallbacks
 from redline.model.eagle3 import hopper
@@ -114,21 +114,13 @@ def computed(drafter: GpuServed, width: int, given: Sequence[DraftRows]) -> Resu
     return Result(passes, plane)
 
 
-in_64s = hopper._groups
-
-
-def two_by_two(rows: int) -> list[slice]:
-    """As 64 rows and those beyond are finished, in parts with sums of their own."""
-    return [slice(first, min(first + 2, rows)) for first in range(0, rows, 2)]
-
-
 def run(folder: Path, rank: int) -> None:
     """All passes that this rank has a part in."""
     states, results = torch.load(folder / "states.pt"), {}
     groups = {ranks: Ranks(folder / f"inboxes-{ranks}", rank, ranks) for ranks in (2, 4) if rank < ranks}
     for (name, ranks), given in PASSES.items():
         if ranks in groups:
-            hopper._groups = two_by_two if ranks == 2 else in_64s
+            hopper.MOST_TOKENS_OF_RANKS = 2 if ranks == 2 else MOST_TOKENS  # two ranks finish rows in several parts
             drafter = served(CONFIGS[name], states[name], groups[ranks])
             results[name, ranks] = tuple(computed(drafter, CONFIGS[name].kv_width, given))
     for group in groups.values():
