@@ -3,9 +3,9 @@
     python -m redline.bench.runs.op_times [--rows 1 4 8 32 64 256] [--layers 5] [--stored FILE] [--save FILE]
 
 Times Kimi K2.6's step at a few layers in memory, with forced uniform routing and a context of 1,024 tokens, and its
-ops one by one up to 64 rows (steps of more rows take other kernels, and are timed whole). What is compared is time over
-floor: floors are over the bandwidth and the matrix rate that this run measured, so cards of one kind compare. An op
-that lost is timed again, and counts only if it lost both times. `make test-gpu` compares with the card's stored file.
+ops one by one. What is compared is time over floor: floors are over the bandwidth and the matrix rate that this run
+measured, so cards of one kind compare. An op that lost is timed again, and counts only if it lost both times.
+`make test-gpu` compares with the card's stored file.
 """
 
 import argparse

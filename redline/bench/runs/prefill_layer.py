@@ -43,7 +43,7 @@ from redline.model.k2.shard import part_of
 from redline.wire.job import PAGE_TOKENS
 
 LAYERS = 4  # one behind the other, where the whole is timed: over ranks a layer hides sums of the one in front
-PEER_MS = {8192: 31.9}  # vLLM 0.26 on an NVIDIA H200, per MoE layer, from the start of a prompt
+PEER_MS = {8192: 18.1}  # vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, from the start of a prompt
 COMPARED = 2  # layers behind which rows are compared: random ones enlarge a rounding more and more
 FAR = 0.05  # relative, of any row: partial sums in bf16 bring it to 0.01, rows of another token to more than 0.5
 FLOAT_EXACT = 1 << 24  # integers up to it are float32's, in which `least` compares them

@@ -1,10 +1,10 @@
 """What is kept of a measured step: `benchmarks/results/decode-*.json`, from which docs/speed.md is made.
 
-`PEER` stands beside the cases that were measured with another engine too.
+Cases that were measured with another engine too have its time (`PEER`).
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -74,10 +74,10 @@ class DepthRecord(Record, frozen=True):
         return sum(op.us for op in self.ops) / 1e3
 
     @property
-    def peer(self) -> "Peer | None":
-        """The peer's figures where this is a case that it was measured at, on the same chip; else None."""
+    def peer_ms(self) -> float | None:
+        """The peer's step of as many tokens, if it was measured at this case on the same chip."""
         case = self.shape, self.layers, self.experts, self.context, self.kv_dtype, self.routing
-        return PEER.get((self.ranks, self.tokens)) if case == PEER_CASE and PEER_GPU in self.gpu else None
+        return PEER_MS.get((self.ranks, self.tokens)) if case == PEER_CASE and PEER_GPU in self.gpu else None
 
 
 class RoundRecord(DepthRecord, frozen=True, kw_only=True):
@@ -110,27 +110,23 @@ class RoundRecord(DepthRecord, frozen=True, kw_only=True):
 R = TypeVar("R", bound=DepthRecord)
 
 
-class Peer(NamedTuple):
-    """ms: vLLM 0.26 on NVIDIA H200s, the step of a batch of so many, its slope per layer carried to 61 layers.
-
-    floor_ms: the step's weights at 4.3 TB/s; on two GPUs, where it was not measured beside, at 4.5 TB/s.
-    """
-
-    ms: float
-    floor_ms: float
-
-
+PEER = "vLLM 0.33"
+PEER_DATE = "2026-11-28"
 PEER_GPU = "H200"
 PEER_CASE = "kimi-k2.6", 61, 384, 1024, "bf16", "uniform"  # shape, layers, experts, context, pages, routing
-PEER = {  # by ranks and rows
-    (1, 1): Peer(13.4, 7.67),
-    (1, 4): Peer(22.9, 15.6),
-    (1, 8): Peer(37.5, 25.5),
-    (1, 32): Peer(104.0, 70.0),
-    (2, 1): Peer(9.7, 3.9),
-    (2, 4): Peer(14.4, 7.7),
-    (2, 8): Peer(22.0, 12.4),
-    (2, 32): Peer(56.8, 33.7),
+PEER_MS = {  # of its step by ranks and rows, at 5 and 9 layers (two GPUs: 9 and 13), carried to 61 by the slope
+    (1, 1): 13.2,
+    (1, 4): 22.5,
+    (1, 8): 33.1,
+    (1, 32): 90.0,
+    (1, 64): 130.0,
+    (1, 128): 163.0,
+    (1, 256): 199.0,
+    (2, 4): 14.1,
+    (2, 8): 21.4,
+    (2, 32): 50.3,
+    (2, 64): 73.1,
+    (2, 128): 89.2,
 }
 
 

@@ -17,7 +17,7 @@ from redline.bench.step import depth_cpu, depth_gpu
 from redline.bench.step.checkpoint_steps import bench_decode as measure_decode
 from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_step
 from redline.bench.step.depth_fit import Memory, check
-from redline.bench.step.depth_record import KV_DTYPES, DepthRecord, append, read, record_of
+from redline.bench.step.depth_record import KV_DTYPES, PEER, PEER_DATE, DepthRecord, append, read, record_of
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.cli.console import save_result, say, until_interrupted
 from redline.disk import check_output
@@ -332,10 +332,9 @@ def _sums(record: DepthRecord) -> list[str]:
         f"experts read     {record.expert_bytes / 1e9:.3f} GB of distinct experts a step, the mean",
         f"tokens/s         {1e3 * record.tokens / record.ms:,.0f}",
     ]
-    if record.peer is not None:
-        ms, floor = record.peer
+    if (ms := record.peer_ms) is not None:
         lines.append(
-            f"peer             vLLM 0.26 on an NVIDIA H200, batch {record.tokens}: {ms:g} ms, {ms / record.ms:.2f} "
-            f"times ours; at 4.3 TB/s the weights take {floor:g} ms, {floor / record.ms:.0%} of ours"
+            f"peer             {PEER} on as many NVIDIA H200 ({PEER_DATE}), batch {record.tokens}: {ms:g} ms, "
+            f"{ms / record.ms:.2f} times ours"
         )
     return lines

@@ -147,8 +147,8 @@ def turns_of(inputs: int, outputs: int, tokens: int, *, slabs: bool = False) -> 
     gates of a rank of four, 16 rows a program, 16 tokens: 24.2 with (256, 1), 12.6 (512, 1), 10.3 (512, 4); 32 tokens:
     14.1, 13.2, 11.2. Of a rank of two, 32 rows a program, 16 tokens: 24.0, 17.1, 17.8; 32 tokens: 18.3, 18.4, 19.3.
 
-    More than 64 tokens, measured on an NVIDIA H200, all five products of a layer together: 124 us at 128 tokens (floor
-    68) and 190 at 256. Taken 64 tokens at a time, so that weights come twice and four times, they took 310 at 128.
+    More than 64 tokens, measured on an NVIDIA H200, all five products of a layer together: 126 us at 128 tokens (floor
+    68) and 199 at 256. Taken 64 tokens at a time, so that weights come twice and four times, they took 190 and 349.
     """
     rows = block_rows(outputs, tokens)
     if tokens > MOST_AT_ONCE:
