@@ -6,8 +6,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -158,3 +159,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def drop_held(stream: IO[str]) -> None:
+    """Write what Python holds of a stream's output, or drop it if it cannot be written (a full disk, a pipe whose
+    reader has gone), so that it is no second error when the interpreter ends."""
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

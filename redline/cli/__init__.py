@@ -18,6 +18,7 @@ from redline.cli.options import Folder
 from redline.cli.quantize import audit, quantize
 from redline.cli.simulate import simulate
 from redline.cli.terminal import Terminal, one_line
+from redline.disk import drop_held
 from redline.errors import RedlineError, unimportable
 
 app = typer.Typer(
@@ -271,12 +272,7 @@ def _flush_page() -> None:
 
 
 def _flush() -> None:
-    """Flush both outputs. What cannot be written, as to a pipe that nobody reads, is dropped, so that it is no second
-    error when the interpreter ends."""
+    """Flush both outputs."""
     open_ones: list[TextIO | None] = [sys.stdout, sys.stderr]  # None: closed before we began
     for stream in filter(None, open_ones):
-        try:
-            stream.flush()
-        except (OSError, ValueError):
-            with suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        drop_held(stream)

@@ -40,6 +40,7 @@ from redline.api.tls import server_context
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.disk import drop_held
 from redline.errors import ConfigError, RedlineError
 from redline.fleet.config import ADMIN_HOST, ServeConfig
 from redline.fleet.front import Doors, end, limits_of, open_front, serve_beside
@@ -249,6 +250,7 @@ async def _serve_through(
             _announce(config, doors.api, doors.admin, ready, console)
         except OSError as error:  # the file that it goes to may be on a full disk
             log.error("standard output cannot be written (%s); the server is ready", error.strerror or error)
+            drop_held(console.file)
 
     if config.api_replicas > 1:
         if (spans := open_spans()) is not None:  # each replica has its own: what cannot be had is said here

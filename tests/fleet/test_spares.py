@@ -92,7 +92,7 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         (start,) = changes(server, "starts")
         assert (start["worker"], start["role"]) == ("worker-1", "both")
         assert start["why"].startswith("to keep what is promised ")
-        assert "worker-1 is started" in server.said
+        wait_for(lambda: "worker-1 is started" in server.said, server)
         wait_for(lambda: workers(server).get("worker-1", {}).get("ready"), server)
         # Long answers begin where nothing waits, and most often go on elsewhere when that worker ends.
         answers += [clients.submit(answer, server, LONG) for _ in range(2)]
