@@ -39,9 +39,26 @@ class RequestError(RedlineError):
 
 
 class ContextTooLong(RequestError):
-    """The prompt, or prompt and answer together, do not fit into the model's context; the message has the numbers."""
+    """A prompt does not fit into what is read; the message has the numbers."""
 
     code = "context_length_exceeded"
+
+
+class PromptTooLong(ContextTooLong):
+    """A prompt leaves an answer no room in the model's context.
+
+    Clients search for the words of OpenAI, which are the message, and of Anthropic, `in_messages`: coding agents then
+    compact the conversation, and libraries raise an error of their own.
+    """
+
+    def __init__(self, param: str, tokens: int, limit: int) -> None:
+        """tokens: of the prompt, at least that many: encoding may have ended there. limit: of prompt and answer."""
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, {param} has {tokens} tokens or more, and "
+            f"the answer needs at least 1. Please reduce the length of {param}.",
+            param,
+        )
+        self.in_messages = f"prompt is too long: {tokens} tokens > {limit - 1} maximum"
 
 
 class ModelNotFound(RequestError):

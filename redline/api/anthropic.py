@@ -156,7 +156,6 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
         thinking_budget=request.thinking.budget_tokens if request.thinking else None,
         calls=_calls(request, conversation.tools),
         reasoning=conversation.thinking,
-        cut=True,
     )
     omits = request.thinking is not None and request.thinking.display == "omitted"
     return MessagesRequest(

@@ -18,6 +18,7 @@ from redline.api.errors import Answer, tell
 from redline.api.gateway import Batch
 from redline.api.sealed import seal, sign
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
+from redline.errors import PromptTooLong
 
 Json = dict[str, Any]
 OVERLOADED = 529  # instead of 503
@@ -38,6 +39,8 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 def messages_error(error: Exception, request_id: str) -> Answer:
     """The status and body for an exception, in Anthropic's shape."""
     told = tell(error)
+    if isinstance(error, PromptTooLong):
+        told = told._replace(message=error.in_messages, param=None)
     status = OVERLOADED if told.status == 503 else told.status
     return Answer(status, _error_body(status, told.message, told.param, request_id), told.headers)
 

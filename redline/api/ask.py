@@ -5,6 +5,7 @@ from redline.chat.conversation import Conversation
 from redline.wire.base import Record
 from redline.wire.job import Sampling
 
+MOST_BIASES = 300  # tokens in `logit_bias`
 WHAT_IS_LEFT = (1 << 31) - 1  # as Sampling.max_tokens: as many as the context still holds
 
 Prompt = Conversation | str | tuple[int, ...]  # a chat, raw text, or token ids
@@ -13,9 +14,8 @@ Prompt = Conversation | str | tuple[int, ...]  # a chat, raw text, or token ids
 class Ask(Record, frozen=True):
     """Prompts to answer, each `n` times; the index of a choice is (index of its prompt) * n + k.
 
-    The gateway completes `sampling`: it sets `seed` and `seeded`, adds the model's own `stop_ids`, and makes
-    `max_tokens` the room that is left where it is WHAT_IS_LEFT, and 1 where it is 0 (score the prompt, generate
-    nothing).
+    The gateway completes `sampling`: it sets `seed` and `seeded`, adds the model's own `stop_ids`, cuts `max_tokens` to
+    the room that is left in the context, and makes it 1 where it is 0 (score the prompt, generate nothing).
     """
 
     prompts: tuple[Prompt, ...]
@@ -32,7 +32,6 @@ class Ask(Record, frozen=True):
     thinking_budget: int | None = None  # tokens of thinking, at most; None: as many as come
     calls: Calls = Calls()  # which of the conversation's tools may be called
     reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
-    cut: bool = False  # max_tokens may be more than there is room for; else such a request is refused
     token_ids: bool = False  # of prompts and answers are told
     proposers: bool = False  # of its tokens are told; each piece of an answer then has one
     param: str = "messages"  # the field that the prompts came from, for errors

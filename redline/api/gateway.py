@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import msgspec
 
 from redline import clock
-from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
+from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits, Sla
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
@@ -46,6 +46,7 @@ from redline.errors import (
     DeadlineExceeded,
     MessageTooLarge,
     Overloaded,
+    PromptTooLong,
     RedlineError,
     RequestError,
     WorkerLost,
@@ -67,6 +68,7 @@ from redline.wire.step import Proposer, TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
+NEVER = -100.0  # added to the logit of a token that is to be all but impossible
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
 AHEAD_TOKENS = 64  # of a job that wait for a client which lags, before it gives its pages to others
 MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
@@ -156,6 +158,8 @@ class Gateway:
         self._served = ServedRate(clock)
         metrics.queue(lambda: self._waiting, lambda: self._waiting_tokens)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
+        marks = "<|tool_calls_section_begin|>", "<|tool_call_begin|>"
+        self._call_marks = tuple(tokenizer.specials[mark] for mark in marks if mark in tokenizer.specials)
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
@@ -636,10 +640,14 @@ class Gateway:
         try:
             for place, prompt in enumerate(ask.prompts):
                 param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
-                tokens = await self.encode(prompt, param, engine.max_model_len, salt)
+                limit = engine.max_model_len
+                try:
+                    tokens = await self.encode(prompt, param, limit, salt)
+                except ContextTooLong:
+                    raise PromptTooLong(param, limit + 1, limit) from None
                 if not tokens:
                     raise RequestError(f"{param} is empty", param)
-                sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
+                sampling = self._settle(ask, prompt, len(tokens), limit, param)
                 if ask.sampling.max_tokens:
                     at = clock.perf_counter()
                     sampling = msgspec.structs.replace(
@@ -758,7 +766,8 @@ class Gateway:
             parse=chat,
             include_stop_str=ask.include_stop,
             skip_special_tokens=ask.skip_special_tokens,
-            one_call=not ask.calls.parallel,
+            most_calls=0 if chat and not prompt.tools else None if ask.calls.parallel else 1,
+            min_tokens=job.sampling.min_tokens,
         )
 
     def forget(self, lane: "_Lane", finish: Finish) -> None:
@@ -861,8 +870,9 @@ class Gateway:
                 f"token ids go from 0 to {self.tokenizer.vocab_size - 1}; {max(tokens)} is beyond", param
             )
 
-    def _settle(self, ask: Ask, prompt_tokens: int, limit: int, param: str) -> Sampling:
-        """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token."""
+    def _settle(self, ask: Ask, prompt: Prompt, prompt_tokens: int, limit: int, param: str) -> Sampling:
+        """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token, or for
+        none where the prompt fills the context."""
         asked = ask.sampling.max_tokens
         most = self._limits.most_max_tokens
         if asked == WHAT_IS_LEFT:
@@ -870,27 +880,25 @@ class Gateway:
             allowed = min(allowed, default=WHAT_IS_LEFT)
             if ask.sampling.min_tokens > allowed:
                 raise RequestError(f"min_tokens is more than an answer has here, {allowed} tokens", "min_tokens")
-        elif most is not None and asked > most and not ask.cut:
-            raise RequestError(f"max_tokens is {asked}; this server gives {most} at most", "max_tokens")
         else:
             allowed = asked if most is None else min(asked, most)
         left = limit - prompt_tokens
-        if left < 1:
-            raise ContextTooLong(
-                f"{param} is {prompt_tokens} tokens; this model reads {limit}, the answer's included", param
-            )
-        if asked != WHAT_IS_LEFT and asked > left and not ask.cut:
-            raise ContextTooLong(
-                f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
-                f"this model's context holds {limit}",
-                "max_tokens",
-            )
+        if left < min(1, asked):
+            raise PromptTooLong(param, prompt_tokens, limit)
         own = () if ask.ignore_eos else self.tokenizer.stop_ids
-        return msgspec.structs.replace(
+        sampling = msgspec.structs.replace(
             ask.sampling,
-            max_tokens=max(1, min(allowed, left)),
+            max_tokens=min(max(1, allowed), left),
             stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
         )
+        if sampling.top_p == 0:
+            sampling = msgspec.structs.replace(sampling, top_p=1.0, temperature=0.0)
+        if isinstance(prompt, Conversation) and not prompt.tools and any(one.tool_calls for one in prompt.messages):
+            # Its history has calls, so the model is tempted: it is kept from what it may not do.
+            marks = self._call_marks
+            kept = [one for one in sampling.logit_bias if one[0] not in marks][: MOST_BIASES - len(marks)]
+            sampling = msgspec.structs.replace(sampling, logit_bias=(*kept, *((mark, NEVER) for mark in marks)))
+        return sampling
 
 
 def _size(conversation: Conversation) -> int:

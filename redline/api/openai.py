@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Uni
 import msgspec
 from msgspec import Meta
 
-from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
+from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
 from redline.api.constraints import of_response_format, of_structured_outputs
 from redline.api.dialect import Asked, Streaming
@@ -329,7 +329,9 @@ def is_absent(raw: msgspec.Raw) -> bool:
 _STOP = _Field(msgspec.json.Decoder(StopText | StopTexts), 256 << 10)
 _STOP_IDS = _Field(msgspec.json.Decoder(StopIds), 4 << 10)
 _LOGIT_BIAS: _Field[dict[int, float]] = _Field(
-    msgspec.json.Decoder(Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)]),
+    msgspec.json.Decoder(
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=MOST_BIASES)]
+    ),
     16 << 10,
 )
 REFUSED_BYTES = 1 << 10  # of a field that is not served: what passes, since it changes nothing, is a word or two

@@ -6,6 +6,7 @@ Bodies are the structs that `openai.py` decodes; here stand the fields that it r
 from typing import Any
 
 from redline.api import constraints, openai
+from redline.api.ask import MOST_BIASES
 from redline.api.config import Defaults, Limits
 from redline.api.operation import (
     ANY_OBJECT,
@@ -116,7 +117,7 @@ _ARGUMENTS: Schema = {"anyOf": [TEXT, ANY_OBJECT], "default": ""}
 _PARAMETERS: Schema = {"type": ["object", "null"], "default": None, "description": "A JSON schema."}
 _LOGIT_BIAS: Schema = {
     "type": ["object", "null"],
-    "maxProperties": 300,
+    "maxProperties": MOST_BIASES,
     "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
@@ -198,9 +199,8 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
         **{field: {"default": getattr(defaults, field)} for field in ("min_p", "repetition_penalty")},
         **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
     }
-    most = {} if limits.most_max_tokens is None else {"maximum": limits.most_max_tokens}
     asked = min((one for one in (limits.default_max_tokens, limits.most_max_tokens) if one is not None), default=None)
-    silent = most if asked is None else most | {"default": asked}
+    silent = {} if asked is None else {"default": asked}
     conversation: dict[str, Schema] = {
         "messages": {"maxItems": limits.messages},
         "tools": {"maxItems": limits.tools},
@@ -223,7 +223,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             raw=openai.whole(openai.ChatBody) | common | _CALLS,
             bounds=sampling
             | conversation
-            | {"max_completion_tokens": silent, "max_tokens": {"minimum": 1, **most}, "echo": {"enum": [None, False]}},
+            | {"max_completion_tokens": silent, "max_tokens": {"minimum": 1}, "echo": {"enum": [None, False]}},
             refused=openai.REFUSED,
             event=_envelope(
                 "chat.completion.chunk", _choice(_CHAT_LOGPROBS, True, delta=_DELTA), nullable(_USAGE), "usage"

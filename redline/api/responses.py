@@ -142,7 +142,6 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
         ),
         constraint=constraint,
         calls=_calls(choice, tools, parallel),
-        cut=True,
         param="input",
     )
     return ResponsesRequest(

@@ -33,7 +33,8 @@ class Decoder:
         parse: bool,
         include_stop_str: bool = False,
         skip_special_tokens: bool = True,
-        one_call: bool = False,
+        most_calls: int | None = None,
+        min_tokens: int = 0,
     ) -> None:
         """Arguments:
 
@@ -44,13 +45,15 @@ class Decoder:
         - `include_stop_str`: the stop string or stop token that ended the answer is shown too.
         - `skip_special_tokens`: control tokens have no text, except those that the checkpoint declares not special
           (`<think>` and the tool-call marks): a raw completion shows them. In a chat they are read as marks, not shown.
-        - `one_call`: the answer is over where its first tool call ends, as if the model had ended it there.
+        - `most_calls`: the answer is over where that many tool calls have ended, as if the model had ended it there; 0:
+          where one begins.
+        - `min_tokens`: no stop string is looked for before that many tokens, as in vLLM.
         """
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
         self._reader: Reader = (
-            Parser(tokenizer, thinking, self._stops, skipped, one_call)
+            Parser(tokenizer, thinking, self._stops, skipped, most_calls)
             if parse
             else PlainText(tokenizer, self._stops, skipped)
         )
@@ -59,6 +62,7 @@ class Decoder:
         self._stop_ids = frozenset(stop_ids)
         self._include_stop = include_stop_str
         self._prompt_tokens = prompt_tokens
+        self._min_tokens = min_tokens
         self._completion_tokens = 0
         self._accepted_tokens = 0
         self._rejected_tokens = 0
@@ -100,8 +104,9 @@ class Decoder:
         events: list[Event] = []
         read = 0
         for token in visible:
-            self._reader.push(token, events)
             read += 1
+            self._stops.looks = self._completion_tokens + read >= self._min_tokens
+            self._reader.push(token, events)
             if self._stops.found is not None or self._reader.over:
                 break
 

@@ -11,7 +11,7 @@ from redline.wire.base import Record
 
 # What a request and a checkpoint alike may ask for.
 Temperature = Annotated[float, Meta(ge=0, le=2)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
+TopP = Annotated[float, Meta(ge=0, le=1)]  # 0: greedy
 TopK = Annotated[int, Meta(ge=-1, le=1 << 20)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 

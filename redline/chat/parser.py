@@ -113,10 +113,10 @@ class Parser:
         thinking: bool,
         stops: StopStrings,
         skipped: frozenset[int],
-        one_call: bool = False,
+        most_calls: int | None = None,
     ) -> None:
-        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text. `one_call`: the
-        answer is over where its first call ends."""
+        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text. `most_calls`: the
+        answer is over where that many calls have ended; 0: where a call begins, which is not shown."""
         self._names = {tokenizer.specials[name]: name for name in _MARKS if name in tokenizer.specials}
         self._stream = TextStream(tokenizer, skipped - self._names.keys())
         self._stops = stops
@@ -126,7 +126,7 @@ class Parser:
         self._shown = False  # something of this answer, or of these arguments, has been shown
         self._header: list[str] = []
         self._header_chars = 0
-        self._one_call = one_call
+        self._most_calls = most_calls
         self.calls = 0
         self.reasoning_tokens = 0
         self.over = False
@@ -147,7 +147,8 @@ class Parser:
             self._text(name, events)  # a model that writes about tags, say into a file, uses these very tokens
         else:
             self._turn(mark, events)
-            self.over = self._one_call and self.calls > 0 and self._state is not _State.ARGUMENTS
+            if self._most_calls is not None and self.calls >= self._most_calls:
+                self.over = self._state not in (_State.THOUGHT, _State.ANSWER, _State.ARGUMENTS)
 
     def steady(self) -> type[Text] | type[Thought] | None:
         """Thought in reasoning and Text in an answer that has begun to show, where nothing is held back."""

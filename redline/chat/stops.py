@@ -9,13 +9,17 @@ from typing import NamedTuple
 
 
 class StopStrings:
-    """Looks for the first of some strings in a text that comes in pieces. `found` is None until one has come."""
+    """Looks for the first of some strings in a text that comes in pieces. `found` is None until one has come.
+
+    While `looks` is False, text passes, and no string that begins in it is found.
+    """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._search = _search_for(tuple(stop for stop in stops if stop))
         self._node = 0  # the longest end of the text so far that begins a stop string
         self._held = ""  # that end
         self.found: str | None = None
+        self.looks = True
 
     @property
     def none(self) -> bool:
@@ -30,7 +34,7 @@ class StopStrings:
         """
         if self.found is not None:
             return ""
-        if not self._node and self._search.first.isdisjoint(text):
+        if not self.looks or (not self._node and self._search.first.isdisjoint(text)):
             return text
         _, _, children, fallback, ends, depth = self._search
         node = self._node

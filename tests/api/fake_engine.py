@@ -82,7 +82,7 @@ def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cach
         scored = _prompt_scores(job)
         for start in range(0, len(scored), 2):  # in pieces, as a prompt's chunks give them
             yield Delta(job=job.id, prompt_logprobs=scored[start : start + 2], cached_tokens=cached)
-        for start in range(0, len(said), per_delta):
+        for start in range(0, max(1, len(said)), per_delta):  # one that may say nothing ends as well
             piece = tuple(said[start : start + per_delta])
             yield Delta(
                 job=job.id,

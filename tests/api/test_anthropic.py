@@ -235,7 +235,7 @@ def test_any_chunking_joins_to_the_same_whole(cuts: list[int], thinks: bool) -> 
 
     async def run() -> list[tuple[str, dict[str, Any]]]:
         async with World(script) as world:
-            return await events(world, **({"thinking": THINK} if thinks else {}))
+            return await events(world, tools=[TOOL], **({"thinking": THINK} if thinks else {}))
 
     joined: dict[int, str] = {}
     for name, data in asyncio.run(run()):
@@ -367,7 +367,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 1 << 31}, "max_tokens"),
         ({"temperature": 2.5}, "temperature"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
         ({"stop_sequences": ["x" * 1000] * 3}, "stop_sequences"),

@@ -489,7 +489,7 @@ async def test_all_that_is_rendered_counts_towards_the_bound(place: str) -> None
         response = await world.http.post(CHAT, json=body)
         error = response.json()["error"]
         assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
-        assert "characters" in error["message"]
+        assert "maximum context length is 1000 tokens" in error["message"]
         assert world.engine.jobs == []
 
 

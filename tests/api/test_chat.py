@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from redline.api.config import Limits
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import Failed
+from tests.api.fake_engine import say
 from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+GET = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture
@@ -123,7 +126,7 @@ async def test_tool_calls_come_whole_with_the_models_own_ids() -> None:
 @pytest.mark.parametrize("per_delta", [1, 7, 200])
 async def test_tool_calls_stream_head_first_then_arguments(per_delta: int) -> None:
     async with World(answer(CALLS, per_delta=per_delta)) as world:
-        stream = await chunks(world)
+        stream = await chunks(world, tools=[GET])
     pieces = [call for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
     for index, city in enumerate(("Rome", "Oslo")):
         head, *rest = [piece for piece in pieces if piece.index == index]
@@ -239,18 +242,87 @@ async def test_the_models_own_ends_stop_the_job_unless_ignored() -> None:
 
 async def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     async with World(answer("a"), max_model_len=100) as world:
-        for fields, param in (
-            ({"messages": [{"role": "user", "content": "ab" * 300}]}, "messages"),
-            ({"max_tokens": 90}, "max_tokens"),
-        ):
+        for text in ("ab" * 300, "a" * 100_000):
             with pytest.raises(BadRequestError) as refused:
-                await ask(world, **fields)
-            assert refused.value.code == "context_length_exceeded"
-            assert refused.value.param == param
-            assert "100" in refused.value.message
-        with pytest.raises(BadRequestError, match="characters"):
-            await ask(world, messages=[{"role": "user", "content": "a" * 100_000}])
+                await ask(world, messages=[{"role": "user", "content": text}])
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
+            words = r"This model's maximum context length is 100 tokens\. However, messages has \d+ tokens"
+            assert re.search(words, refused.value.message), refused.value.message
     assert world.engine.jobs == []
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_more_tokens_than_are_left_are_cut_to_what_is_left(field: str) -> None:
+    async with World(answer("a"), max_model_len=100) as world:
+        for asked in (100, 1 << 20):
+            await ask(world, **{field: asked})
+        completed = await world.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1 << 20})
+    assert completed.status_code == 200
+    for job in world.engine.jobs:
+        assert job.sampling.max_tokens == 100 - len(job.tokens)
+
+
+async def test_a_prompt_may_be_as_long_as_the_context_where_it_is_only_scored() -> None:
+    fields = {"max_tokens": 0, "echo": True, "logprobs": 0}
+    async with World(answer("a"), max_model_len=100) as world:
+        for count, status in ((100, 200), (101, 400)):
+            scored = await world.http.post("/v1/completions", json={"prompt": [65] * count, **fields})
+            assert scored.status_code == status
+    assert [job.sampling.max_tokens for job in world.engine.jobs] == [0]
+
+
+# -- calls that nobody allowed
+
+TEMPTED: list[Any] = [
+    *HELLO,
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "functions.get:0", "function": {"name": "get"}}]},
+    {"role": "tool", "tool_call_id": "functions.get:0", "content": "sunny"},
+]
+
+
+@pytest.mark.parametrize("fields", [{"tools": [GET], "tool_choice": "none"}, {}], ids=["none", "no tools"])
+@pytest.mark.parametrize("text", ["It is sunny." + CALLS, CALLS], ids=["behind a text", "alone"])
+async def test_a_call_that_is_not_allowed_ends_the_answer_and_is_not_shown(fields: dict[str, Any], text: str) -> None:
+    async with World(answer(text, thought="hm")) as world:
+        whole = (await ask(world, **fields)).choices[0]
+        stream = [chunk.choices[0] for chunk in await chunks(world, **fields)]
+    assert (whole.finish_reason, whole.message.tool_calls) == ("stop", None)
+    assert whole.message.content == text.removesuffix(CALLS)
+    assert stream[-1].finish_reason == "stop"
+    assert not any(choice.delta.tool_calls for choice in stream)
+
+
+async def test_a_history_with_calls_tempts_nobody_where_calls_are_not_allowed() -> None:
+    bias = {str(token): 1.0 for token in range(300)}
+    async with World(answer("a")) as world:
+        await ask(world, messages=TEMPTED, tools=[GET], tool_choice="none", logit_bias=bias)
+        await ask(world, messages=TEMPTED, tools=[GET])
+        await ask(world)
+    first, *others = (dict(job.sampling.logit_bias) for job in world.engine.jobs)
+    marks = [TOKENIZER.special(f"<|tool_call{mark}_begin|>") for mark in ("s_section", "")]
+    assert [first[mark] for mark in marks] == [-100.0, -100.0]
+    assert len(first) == 300
+    assert others == [{}, {}]
+
+
+async def test_stop_strings_are_held_back_until_min_tokens() -> None:
+    said = [*ids("ab" * 4), END]
+    async with World(say(said)) as world:
+        body = {"prompt": "x", "stop": ["b"], "min_tokens": 5}
+        whole = (await world.http.post("/v1/completions", json=body)).json()
+    assert whole["choices"][0]["text"] == TOKENIZER.decode_bytes(said[:5]).decode()
+    assert whole["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+async def test_top_p_of_zero_is_greedy(path: str) -> None:
+    asked = {"messages": HELLO, "prompt": "x", "input": "x", "max_tokens": 5, "top_p": 0, "temperature": 1}
+    taken = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+    body = {key: value for key, value in asked.items() if key in (taken, "top_p", "temperature", "max_tokens")}
+    async with World(answer("a")) as world:
+        assert (await world.http.post(path, json=body)).status_code == 200
+    sampling = world.engine.jobs[0].sampling
+    assert (sampling.temperature, sampling.top_p) == (0, 1)
 
 
 async def test_control_tokens_spelled_by_a_user_are_text() -> None:

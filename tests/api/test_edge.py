@@ -351,9 +351,8 @@ async def test_max_tokens_has_a_default_and_a_maximum() -> None:
         for fields in ({}, {"max_tokens": 7}):
             assert (await chat(world, **fields)).status_code == 200
         assert [job.sampling.max_tokens for job in world.engine.jobs] == [5, 7]
-        refused = await chat(world, max_tokens=9)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
-        assert "at most" in refused.json()["error"]["message"]
+        await chat(world, max_tokens=9)
+        assert world.engine.jobs[-1].sampling.max_tokens == 8
         assert (await chat(world, min_tokens=6)).json()["error"]["param"] == "min_tokens"
     async with World(answer("a"), limits=Limits(most_max_tokens=8)) as world:
         await chat(world)

@@ -272,9 +272,9 @@ def test_what_cannot_be_gone_on_with_is_refused(fields: dict[str, Any], param: s
 @pytest.mark.parametrize("per_delta", [1, 7, 200])
 async def test_without_parallel_calls_the_answer_ends_after_the_first(per_delta: int) -> None:
     async with World(answer(CALLS, per_delta=per_delta)) as world:
-        whole = await ask(world, parallel_tool_calls=False)
-        stream = await chunks(world, parallel_tool_calls=False)
-        both = await ask(world)
+        whole = await ask(world, tools=[GET], parallel_tool_calls=False)
+        stream = await chunks(world, tools=[GET], parallel_tool_calls=False)
+        both = await ask(world, tools=[GET])
     (call,) = whole.choices[0].message.tool_calls
     assert (call.id, call.function.arguments) == ("functions.get:0", '{"city": "Rome"}')
     assert whole.choices[0].finish_reason == stream[-1].choices[0].finish_reason == "tool_calls"

@@ -155,14 +155,6 @@ async def test_other_floats_are_refused_by_name(fields: dict[str, Any], param: s
     assert refused.value.param == param
 
 
-async def test_more_tokens_than_are_left_is_said_of_max_tokens() -> None:
-    async with World(answer("a"), max_model_len=100) as world:
-        with pytest.raises(BadRequestError) as refused:
-            await ask(world, max_tokens=90)
-    assert (refused.value.param, refused.value.code) == ("max_tokens", "context_length_exceeded")
-    assert "100" in refused.value.message
-
-
 async def test_a_byte_order_mark_is_no_part_of_the_body() -> None:
     async with World(answer("a")) as world:
         good = await world.http.post(CHAT, content=codecs.BOM_UTF8 + json.dumps(BODY).encode())

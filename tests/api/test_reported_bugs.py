@@ -37,6 +37,7 @@ def section(*made: str) -> str:
 
 async def told(output: str, thought: str = "hm", per_delta: int = 1, **fields: Any) -> tuple[str, str, list[Any]]:
     """(reasoning, content, calls as (id, name, arguments)) of an answer, which is the same whole and streamed."""
+    fields = {"tools": TOOLS, **fields}
     async with World(answer(output, thought=thought, per_delta=per_delta), max_model_len=1 << 20) as world:
         whole = (await ask(world, **fields)).choices[0].message
         stream = await chunks(world, **fields)
@@ -125,7 +126,7 @@ async def test_bug_10_a_delta_may_hold_the_end_of_a_call_and_the_next_ones_begin
 async def test_bug_11_many_streams_at_once_have_no_empty_call_deltas() -> None:
     output = section(call(arguments=json.dumps({"text": "y" * 1500})), call("functions.get:1", "{}"))
     async with World(answer(output, per_delta=3)) as world:
-        streams = await asyncio.gather(*(chunks(world) for _ in range(12)))
+        streams = await asyncio.gather(*(chunks(world, tools=TOOLS) for _ in range(12)))
     for stream in streams:
         deltas = [chunk.choices[0].delta.tool_calls for chunk in stream]
         assert [] not in deltas
@@ -153,7 +154,7 @@ async def test_bug_14_a_forced_call_comes_with_thinking_as_well() -> None:
 async def test_bug_15_tools_end_reasoning_that_has_no_end() -> None:
     tokens = [*ids(f"I need it.{section(call())}"), END]
     async with World(say(tokens)) as world:
-        message = (await ask(world)).choices[0].message
+        message = (await ask(world, tools=TOOLS)).choices[0].message
     assert (message.reasoning_content, message.content) == ("I need it.", None)
     assert message.tool_calls[0].id == GET[0]
 

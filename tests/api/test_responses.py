@@ -210,7 +210,7 @@ def test_any_chunking_joins_to_the_same_whole(cuts: list[int]) -> None:
 
     async def run() -> list[tuple[str, dict[str, Any]]]:
         async with World(script) as world:
-            return await events(world)
+            return await events(world, tools=[TOOL])
 
     joined: dict[int, str] = {}
     for name, data in asyncio.run(run()):

@@ -41,7 +41,8 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes):
 
 
 @pytest.mark.parametrize(
-    "text", ['{"temperature": -1}', '{"temperature": 1e30}', '{"top_p": 0}', '{"top_k": 1099511627776}', '{"min_p": 2}']
+    "text",
+    ['{"temperature": -1}', '{"temperature": 1e30}', '{"top_p": -1}', '{"top_k": 1099511627776}', '{"min_p": 2}'],
 )
 def test_a_value_that_no_request_may_ask_for_is_refused_here_too(tmp_path: Path, text: str):
     (tmp_path / "generation_config.json").write_text(text)

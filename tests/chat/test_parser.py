@@ -1,5 +1,7 @@
 """What an answer means, token by token. Most tests here guard against a bug that another server shipped."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,7 +215,7 @@ def test_keeping_special_tokens_does_not_show_the_formats_own(tiny: Tokenizer): 
 @pytest.mark.parametrize("behind", ["", "<|tool_calls_section_end|>", call("functions.g:1", "{}"), "noise"])
 @pytest.mark.parametrize("finish", ["stop", "length"])
 def test_where_one_call_may_be_made_the_answer_ends_with_it(tiny: Tokenizer, behind: str, finish: Finish):
-    events = answer(tiny, f"Hm</think>Look.{section(WEATHER + behind)}", thinking=True, finish=finish, one_call=True)
+    events = answer(tiny, f"Hm</think>Look.{section(WEATHER + behind)}", thinking=True, finish=finish, most_calls=1)
     assert (text(events), calls(events)) == ("Look.", [OSLO])
     assert (end(events).finish, end(events).stop) == ("stop", None)
     assert end(events).completion_tokens == len(
@@ -222,14 +224,14 @@ def test_where_one_call_may_be_made_the_answer_ends_with_it(tiny: Tokenizer, beh
 
 
 def test_a_call_that_is_dropped_is_not_the_one_that_may_be_made(tiny: Tokenizer):
-    assert calls(answer(tiny, section(call("nothing", "{}"), WEATHER, WEATHER), one_call=True)) == [OSLO]
+    assert calls(answer(tiny, section(call("nothing", "{}"), WEATHER, WEATHER), most_calls=1)) == [OSLO]
 
 
 def test_one_call_that_lacks_its_end_or_its_arguments_ends_the_answer_too(tiny: Tokenizer):
     begun = WEATHER.removesuffix("<|tool_call_end|>")
-    assert calls(answer(tiny, section(begun, call("functions.g:1", "{}")), one_call=True)) == [OSLO]
+    assert calls(answer(tiny, section(begun, call("functions.g:1", "{}")), most_calls=1)) == [OSLO]
     bare = "<|tool_call_begin|>functions.f:0<|tool_call_end|>"
-    assert calls(answer(tiny, section(bare, WEATHER), one_call=True)) == [("functions.f:0", "f", "{}")]
+    assert calls(answer(tiny, section(bare, WEATHER), most_calls=1)) == [("functions.f:0", "f", "{}")]
 
 
 PIECES = st.sampled_from(
@@ -260,7 +262,11 @@ def test_the_stream_joined_is_the_answer_whole(tiny: Tokenizer, data: st.DataObj
     thinking, parse = data.draw(st.booleans()), data.draw(st.booleans())
     stop = data.draw(st.sampled_from([(), ("STOP",), ("OP", "STOP", "\ufffd"), (" ", "hello the")]))
     finish = data.draw(st.sampled_from(["stop", "length", "aborted"]))
-    options = {option: data.draw(st.booleans()) for option in ("include_stop_str", "skip_special_tokens", "one_call")}
+    options: dict[str, Any] = {
+        **{option: data.draw(st.booleans()) for option in ("include_stop_str", "skip_special_tokens")},
+        "most_calls": data.draw(st.sampled_from([None, 0, 1])),
+        "min_tokens": data.draw(st.sampled_from([0, 3])),
+    }
     whole = pushed(tiny, [tokens], thinking, stop, finish, parse, **options)
     assert pushed(tiny, parts, thinking, stop, finish, parse, **options) == whole
     assert pushed(tiny, [[token] for token in tokens] or [[]], thinking, stop, finish, parse, **options) == whole
