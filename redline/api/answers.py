@@ -91,6 +91,7 @@ def chat_answer(
     choices: Sequence[Choice],
     logprobs: bool,
     token_bytes: TokenBytes,
+    reasoning_field: str,
 ) -> bytes:
     """The body of a whole chat completion, as JSON.
 
@@ -104,7 +105,7 @@ def chat_answer(
         "choices": [
             {
                 "index": index,
-                "message": _message(choice),
+                "message": _message(choice, reasoning_field),
                 "logprobs": chat_logprobs(choice.logprobs, token_bytes) if logprobs else None,
                 **finish_of(choice.ended()),
                 **({} if choice.prompt_ids is None else {"token_ids": json_list(choice.token_ids)}),
@@ -120,11 +121,11 @@ def chat_answer(
     return _json(answer)
 
 
-def _message(choice: Choice) -> Json:
+def _message(choice: Choice, reasoning_field: str) -> Json:
     text, thought = "".join(choice.text), "".join(choice.thought)
     message: Json = {"role": "assistant", "content": text or (None if choice.calls else ""), "refusal": None}
     if thought:
-        message |= {"reasoning": thought, "reasoning_content": thought}
+        message[reasoning_field] = thought
     if choice.calls:
         message["tool_calls"] = [
             {

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
@@ -34,14 +35,34 @@ _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 _FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
-class _Text(Item, gc=False):
+class _Plain(Item, gc=False):
     type: Name
     text: str | None = None
+
+
+class _Source(Item, gc=False):
+    type: Name
+    data: str | None = None
+    content: str | list[_Plain] | None = None
+
+
+class _Text(Item, gc=False):
+    """A block that may hold nothing but text. source: a document's, or the address of a search result."""
+
+    type: Name
+    text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | _Source | None = None
+    content: str | list[_Plain] | None = None
 
 
 class _Block(Item, gc=False):
     type: Name
     text: str | None = None
+    title: str | None = None
+    context: str | None = None
+    source: str | _Source | None = None
     thinking: str | None = None
     signature: str | None = None
     id: Name | None = None
@@ -73,7 +94,7 @@ class _ToolChoice(msgspec.Struct):
 class _Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: _Count | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Name | None = None  # all words but "omitted" show the thinking
 
 
 class _OutputConfig(msgspec.Struct):
@@ -260,10 +281,12 @@ def _user(role: str, blocks: Sequence[_Block], place: str) -> list[Message]:
                     raise RequestError("a result needs the id of its call", f"{place}[{index}].tool_use_id")
                 content = block.content or ""
                 if not isinstance(content, str):
-                    content = "\n".join(_texts(content, f"{place}[{index}].content"))
+                    content = "\n".join(_texts(content, f"{place}[{index}].content", of_result=True))
                 found.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
             case kind:
-                raise RequestError(_unread(kind), f"{place}[{index}].type")
+                if (text := _document(block, f"{place}[{index}]")) is None:
+                    raise media.refused(kind, f"{place}[{index}].type", _unread(kind))
+                texts.append(text)
     show()
     return found or [Message(role=role)]
 
@@ -299,11 +322,41 @@ def _call(block: _Block, place: str) -> ToolCall:
         raise RequestError("the input is not valid UTF-8", f"{place}.input") from None
 
 
-def _texts(blocks: Sequence[_Text], place: str) -> list[str]:
+def _texts(blocks: Sequence[_Text], place: str, *, of_result: bool = False) -> list[str]:
+    """of_result: the blocks are a tool's result, in which a text takes the place of a picture."""
+    found: list[str] = []
     for index, block in enumerate(blocks):
+        at = f"{place}[{index}]"
+        text = _text(block.text, at) if block.type == "text" else _document(block, at)
+        if text is None and of_result:
+            text = media.in_result(block.type)
+        if text is None:
+            raise media.refused(block.type, f"{at}.type", _unread(block.type))
+        found.append(text)
+    return found
+
+
+def _document(block: _Text | _Block, place: str) -> str | None:
+    """The text of a document or of a search result, with its title; None: the block is none that holds text."""
+    match block.type, block.source:
+        case "document", _Source(type="text", data=str() as text):
+            pass
+        case "document", _Source(type="content", content=(str() | list()) as content):
+            text = _joined(content, f"{place}.source.content")
+        case "search_result", str() as address:
+            text = f"{address}\n{_joined(block.content, f'{place}.content')}"
+        case _:
+            return None
+    return "\n".join(filter(None, (block.title, block.context, text)))
+
+
+def _joined(content: str | Sequence[_Plain | _Text] | None, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, block in enumerate(content):
         if block.type != "text":
-            raise RequestError(_unread(block.type), f"{place}[{index}].type")
-    return [_text(block.text, f"{place}[{index}]") for index, block in enumerate(blocks)]
+            raise media.refused(block.type, f"{place}[{index}].type", _unread(block.type))
+    return "\n".join(_text(block.text, f"{place}[{index}]") for index, block in enumerate(content))
 
 
 def _text(text: str | None, place: str) -> str:

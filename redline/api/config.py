@@ -71,7 +71,7 @@ DEFAULT_SLA = "default"  # the class of keys that name none, and of whoever need
 
 
 class Defaults(Record, frozen=True):
-    """Sampling where a request is silent (what a checkpoint's generation_config states, if it has one)."""
+    """What holds where a request is silent. Sampling is as a checkpoint's generation_config has it, if there is one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -79,6 +79,7 @@ class Defaults(Record, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     thinking: bool = True
+    reasoning_field: str = "reasoning_content"  # the name that a chat's answers and deltas have for the thinking
 
 
 class ApiConfig(Record, frozen=True):

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Uni
 import msgspec
 from msgspec import Meta
 
+from redline.api import media
 from redline.api.ask import MOST_BIASES, WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
 from redline.api.constraints import of_response_format, of_structured_outputs
@@ -83,10 +84,16 @@ class Item(msgspec.Struct, gc=False):
         """Python code, so that the interpreter's lock can change hands while a long list is read."""
 
 
+class _Thought(Item, gc=False):
+    type: Name = "text"
+    text: str | None = None
+
+
 class _Part(Item, gc=False):
     type: Name
     text: str | None = None
     refusal: str | None = None
+    thinking: str | list[_Thought] | None = None
 
 
 class _Function(msgspec.Struct, gc=False):
@@ -134,11 +141,24 @@ class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
+    thinking_budget: Tokens | None = None
 
 
-class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["enabled", "disabled"] = "enabled"
+class _Thinking(msgspec.Struct):
+    """Moonshot's field, with what other dialects put into theirs of this name."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
     keep: Literal["all"] | None = None
+    budget_tokens: Tokens | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    """OpenRouter's field."""
+
+    effort: "_Effort | None" = None
+    max_tokens: Tokens | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
 
 
 # Kimi thinks or does not think: all but none mean that it does.
@@ -152,7 +172,6 @@ class _RefusedInPrompt(msgspec.Struct, kw_only=True):
     chat_template: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT
     input_ids: msgspec.Raw = ABSENT
-    reasoning: msgspec.Raw = ABSENT
 
 
 class _Refused(_RefusedInPrompt, kw_only=True):
@@ -225,7 +244,6 @@ _OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
     "stream_reasoning",
 }
 _INSTEAD = {
-    "reasoning": "reasoning_effort",
     "regex": "structured_outputs.regex",
     "ebnf": "structured_outputs.grammar",
     "json_schema": "response_format",
@@ -292,6 +310,7 @@ class _Chat(_Common, kw_only=True):
     reasoning_effort: _Effort | None = None
     thinking_token_budget: Tokens | None = None
     thinking_budget: Tokens | None = None
+    reasoning: _Reasoning | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -350,6 +369,8 @@ _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 class ChatRequest(Asked, frozen=True):
     """What a body of /v1/chat/completions asks for."""
 
+    reasoning_field: str = "reasoning_content"
+
 
 class CompletionRequest(Asked, frozen=True):
     """What a body of /v1/completions asks for."""
@@ -376,16 +397,18 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     )
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
-    budgets = [most for most in (request.thinking_token_budget, request.thinking_budget) if most is not None]
+    hidden = request.include_reasoning is False or (request.reasoning is not None and request.reasoning.exclude)
     ask = _ask(
         *(request, (conversation,), sampling, "messages", limits),
         calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
-        reasoning=request.include_reasoning is not False,
-        thinking_budget=min(budgets, default=None),
+        reasoning=not hidden,
+        thinking_budget=_thinking_budget(request),
     )
     if conversation.continues and ask.constraint is not None:
         raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
-    return ChatRequest(model=request.model, ask=ask, stream=_streaming(request))
+    return ChatRequest(
+        model=request.model, ask=ask, stream=_streaming(request), reasoning_field=defaults.reasoning_field
+    )
 
 
 def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> CompletionRequest:
@@ -690,17 +713,31 @@ def _continues(request: "_Chat | _Tokenize", messages: Sequence[_Message]) -> bo
 
 def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, bool]:
     """The pair (thinking, preserve_thinking). Of several spellings the most explicit one decides: Moonshot's own field,
-    then the template's variables, then OpenAI's reasoning_effort."""
-    template = request.chat_template_kwargs or _TemplateOptions()
+    then the template's variables, then OpenAI's reasoning_effort, then OpenRouter's reasoning."""
+    template, reasoning = request.chat_template_kwargs or _TemplateOptions(), request.reasoning or _Reasoning()
     said = (
-        request.thinking.type == "enabled" if request.thinking else None,
+        request.thinking.type != "disabled" if request.thinking else None,
         template.thinking,
         template.enable_thinking,
         request.enable_thinking,
         request.reasoning_effort != "none" if request.reasoning_effort else None,
+        reasoning.enabled,
+        reasoning.effort != "none" if reasoning.effort else None,
     )
     thinking = next((choice for choice in said if choice is not None), defaults.thinking)
     return thinking, bool(template.preserve_thinking) or bool(request.thinking and request.thinking.keep == "all")
+
+
+def _thinking_budget(request: _Chat) -> int | None:
+    """The least of all spellings."""
+    said = (
+        request.thinking_token_budget,
+        request.thinking_budget,
+        request.thinking.budget_tokens if request.thinking else None,
+        request.chat_template_kwargs.thinking_budget if request.chat_template_kwargs else None,
+        request.reasoning.max_tokens if request.reasoning else None,
+    )
+    return min((most for most in said if most is not None), default=None)
 
 
 def tools_wanted(raw: msgspec.Raw) -> bool:
@@ -766,7 +803,7 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: Objects) ->
 
 def _message(message: _Message, place: str, objects: Objects) -> Message:
     role = "system" if message.role == "developer" else message.role
-    content = _content(message.content, f"{place}.content")
+    content = _content(message.content, f"{place}.content", role)
     if role == "assistant" and message.content is None:
         content = message.refusal or ""
     if role == "tool" and not message.tool_call_id:
@@ -779,7 +816,7 @@ def _message(message: _Message, place: str, objects: Objects) -> Message:
         role=role,
         content=content,
         name=message.name,
-        reasoning=message.reasoning_content or message.reasoning or "",
+        reasoning=message.reasoning_content or message.reasoning or _thoughts(message.content),
         tool_calls=tuple(
             _call(call, f"{place}.tool_calls[{index}].function.arguments", objects)
             for index, call in enumerate(message.tool_calls or ())
@@ -787,19 +824,41 @@ def _message(message: _Message, place: str, objects: Objects) -> Message:
     )
 
 
-def _content(content: str | list[_Part] | None, place: str) -> str:
+_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # types of parts that gateways make of other dialects'
+
+
+def _content(content: str | list[_Part] | None, place: str, role: str) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    for index, part in enumerate(content):
-        if part.type == "refusal" and part.refusal is not None:
-            continue
-        if part.type != "text":
-            raise RequestError(f"content of type {part.type} is not supported: text only", f"{place}[{index}].type")
-        if part.text is None:
-            raise RequestError("a part of type text needs text", f"{place}[{index}].text")
-    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
+    return "".join(_text_of(part, f"{place}[{index}]", role) for index, part in enumerate(content))
+
+
+def _text_of(part: _Part, place: str, role: str) -> str:
+    match part.type:
+        case "text":
+            if part.text is None:
+                raise RequestError("a part of type text needs text", f"{place}.text")
+            return part.text
+        case "refusal" if part.refusal is not None:
+            return part.refusal
+        case kind if role == "assistant" and kind in _THOUGHTS:
+            return ""  # see _thoughts
+        case kind if role == "tool" and (instead := media.in_result(kind)) is not None:
+            return instead
+        case kind:
+            raise media.refused(kind, f"{place}.type", f"content of type {kind} is not supported: text only")
+
+
+def _thoughts(content: str | list[_Part] | None) -> str:
+    """The reasoning that stands among the parts of an assistant's content."""
+    found: list[str] = []
+    for part in content if isinstance(content, list) else ():
+        if part.type in _THOUGHTS:
+            thought = part.thinking if part.thinking is not None else part.text or ""
+            found.append(thought if isinstance(thought, str) else "".join(one.text or "" for one in thought))
+    return "\n".join(filter(None, found))
 
 
 def _call(call: _Call, place: str, objects: Objects) -> ToolCall:
@@ -865,6 +924,7 @@ class _Tokenize(_RefusedInPrompt, kw_only=True):
     thinking: _Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: _Effort | None = None
+    reasoning: _Reasoning | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None

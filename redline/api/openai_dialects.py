@@ -20,13 +20,17 @@ def _chat_stream(reply: Reply[ChatRequest]) -> ChatStream:
     how = reply.asked.stream or Streaming()
     logprobs = reply.asked.ask.sampling.logprobs is not None
     id, token_bytes = f"chatcmpl-{uuid.uuid4().hex}", reply.tokenizer.token_bytes
-    return ChatStream(id, reply.created, reply.model, prompts, reply.generation.n, how, logprobs, token_bytes)
+    return ChatStream(
+        *(id, reply.created, reply.model, prompts, reply.generation.n, how, logprobs, token_bytes),
+        reply.asked.reasoning_field,
+    )
 
 
 def _chat_answer(reply: Reply[ChatRequest], choices: Sequence[Choice]) -> bytes:
     logprobs = reply.asked.ask.sampling.logprobs is not None
     id, token_bytes = f"chatcmpl-{uuid.uuid4().hex}", reply.tokenizer.token_bytes
-    return chat_answer(id, reply.created, reply.model, choices, logprobs, token_bytes)
+    field = reply.asked.reasoning_field
+    return chat_answer(id, reply.created, reply.model, choices, logprobs, token_bytes, field)
 
 
 def _completion_stream(reply: Reply[CompletionRequest]) -> CompletionStream:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
@@ -219,7 +220,7 @@ def _messages(given: str | list[_Input], limits: Limits) -> tuple[Message, ...]:
                 if not item.call_id:
                     raise RequestError("an output needs the call_id of its call", f"{place}.call_id")
                 turn.end(found)
-                content = _content(item.output, f"{place}.output")
+                content = _content(item.output, f"{place}.output", of_result=True)
                 found.append(Message(role="tool", content=content, tool_call_id=item.call_id))
             case kind:
                 raise RequestError(f"an item of type {kind} is not supported", f"{place}.type")
@@ -278,14 +279,18 @@ def _reasoning(item: _Input, place: str) -> str:
     return unseal(item.encrypted_content or "") or _content(item.summary, f"{place}.summary")
 
 
-def _content(content: str | list[_Part] | None, place: str) -> str:
+def _content(content: str | list[_Part] | None, place: str, *, of_result: bool = False) -> str:
+    """of_result: it is a tool's result, in which a text takes the place of a picture."""
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in (*_TEXTS, "refusal"):
-            raise RequestError(f"content of type {part.type} is not supported: text only", f"{place}[{index}].type")
+        if of_result and (instead := media.in_result(part.type)) is not None:
+            text = instead
+        elif part.type not in (*_TEXTS, "refusal"):
+            otherwise = f"content of type {part.type} is not supported: text only"
+            raise media.refused(part.type, f"{place}[{index}].type", otherwise)
         if text is None:
             raise RequestError(f"a part of type {part.type} needs its text", f"{place}[{index}]")
         texts.append(text)

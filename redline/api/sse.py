@@ -98,6 +98,7 @@ class ChatStream(_ChunkWriter):
         how: Streaming,
         logprobs: bool,
         token_bytes: TokenBytes,
+        reasoning_field: str,
     ) -> None:
         super().__init__(id, "chat.completion.chunk", created, model, prompts, n, how)
         self._logprobs = logprobs
@@ -108,8 +109,9 @@ class ChatStream(_ChunkWriter):
         self._plain = not (logprobs or how.continuous or how.proposers)
         self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
+        self._as_thought = b'"delta":{"%b":' % reasoning_field.encode()
         self._thought = [
-            b'%b[{"index":%d,"delta":{"reasoning":' % (self._head, index) for index in range(len(self._ends))
+            b'%b[{"index":%d,%b' % (self._head, index, self._as_thought) for index in range(len(self._ends))
         ]
 
     def write(self, batches: Sequence[Batch]) -> bytes:
@@ -133,9 +135,7 @@ class ChatStream(_ChunkWriter):
                     case Text(text=text):
                         chunks.append(self._piece(choice, self._text[choice], b'"delta":{"content":', _json(text)))
                     case Thought(text=text):
-                        piece = _json(text)
-                        both = piece + b',"reasoning_content":' + piece
-                        chunks.append(self._piece(choice, self._thought[choice], b'"delta":{"reasoning":', both))
+                        chunks.append(self._piece(choice, self._thought[choice], self._as_thought, _json(text)))
                     case CallBegin(index=index, id=id, name=name):
                         function = {"name": name, "arguments": ""}
                         call = {"index": index, "id": id, "type": "function", "function": function}

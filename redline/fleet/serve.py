@@ -388,6 +388,6 @@ def _announce(
         "for line in urllib.request.urlopen(request):\n"
         '    if line.startswith(b"data: {"):\n'
         '        delta = json.loads(line[6:])["choices"][0]["delta"]\n'
-        '        print(delta.get("reasoning") or delta.get("content") or "", end="", flush=True)\n',
+        f'        print(delta.get("{config.reasoning_field}") or delta.get("content") or "", end="", flush=True)\n',
         flush=True,
     )

@@ -77,7 +77,7 @@ REFUSED: list[tuple[str, Any]] = [
     ("priority", 1), ("kv_transfer_params", {"do_remote_decode": True}), ("regex", "a+"), ("ebnf", 'root ::= "a"'),
     ("structural_tag", '{"type": "structural_tag"}'), ("json_schema", "{}"), ("separate_reasoning", False),
     ("stream_reasoning", False), ("stop_regex", "a"), ("no_stop_trim", True), ("lora_path", "x"), ("extra_key", "x"),
-    ("return_hidden_states", True), ("vllm_xargs", {"a": 1}), ("reasoning", {"effort": "low"}), ("input_ids", [1]),
+    ("return_hidden_states", True), ("vllm_xargs", {"a": 1}), ("input_ids", [1]),
     ("custom_logit_processor", "x"), ("bootstrap_room", 7), ("echo", True), ("moderation", {"model": "x"}),
 ]  # fmt: skip
 
@@ -106,7 +106,8 @@ async def test_values_that_change_nothing_pass() -> None:
     [
         ({"reasoning_effort": "bogus"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"thinking": False, "tone": "curt"}}, "chat_template_kwargs.tone"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking.budget_tokens"),
+        ({"reasoning": {"effort": "bogus"}}, "reasoning.effort"),
         ({"enable_thinking": "no"}, "enable_thinking"),
         ({"include_reasoning": 0}, "include_reasoning"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
@@ -134,7 +135,7 @@ async def test_enable_thinking_is_served_wherever_it_stands() -> None:
     async with World(say([*ids("yes"), END])) as world:
         for body in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}}):
             message = (await ask(world, extra_body=body)).choices[0].message
-            assert (message.content, hasattr(message, "reasoning")) == ("yes", False)
+            assert (message.content, hasattr(message, "reasoning_content")) == ("yes", False)
         count = await world.http.post("/tokenize", json={"messages": HELLO, "enable_thinking": False})
     assert count.json()["tokens"] == list(world.engine.jobs[0].tokens)
 
@@ -202,7 +203,7 @@ async def test_a_partial_message_is_gone_on_with_and_counted_by_tokenize() -> No
         stream = await chunks(world, messages=BEGUN)
         count = await world.http.post("/tokenize", json={"messages": BEGUN})
     assert whole.choices[0].message.content == joined(stream, "content") == " a time"
-    assert not hasattr(whole.choices[0].message, "reasoning")
+    assert not hasattr(whole.choices[0].message, "reasoning_content")
     tokens = world.engine.jobs[0].tokens
     assert TOKENIZER.decode_bytes(tokens).decode().endswith(f"<|im_end|>{OPEN}<think></think>Once upon")
     assert (count.json()["tokens"], whole.usage.prompt_tokens) == (list(tokens), len(tokens))
@@ -243,7 +244,7 @@ async def test_reasoning_that_has_begun_is_gone_on_with() -> None:
     message = {"role": "assistant", "content": "", "reasoning_content": "let me", "partial": True}
     async with World(answer("yes", thought=" see")) as world:
         whole = await ask(world, messages=[*HELLO, message])
-    assert (whole.choices[0].message.reasoning, whole.choices[0].message.content) == (" see", "yes")
+    assert (whole.choices[0].message.reasoning_content, whole.choices[0].message.content) == (" see", "yes")
 
 
 @pytest.mark.parametrize(
@@ -308,6 +309,10 @@ async def thinking_of(**fields: Any) -> Thinking | None:
         ({"thinking_token_budget": 64}, 64),
         ({"thinking_token_budget": 0}, 0),
         ({"thinking_budget": 9.0, "thinking_token_budget": 64}, 9),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 9),
+        ({"chat_template_kwargs": {"thinking_budget": 9}}, 9),
+        ({"reasoning": {"max_tokens": 9, "effort": "high"}}, 9),
+        ({"reasoning": {"max_tokens": 9, "enabled": False}}, None),
         ({"max_tokens": 100, "response_format": {"type": "json_object"}}, 74),
         ({"max_tokens": 100, "thinking_budget": 90, "response_format": {"type": "json_object"}}, 74),
         ({"max_tokens": 100, "thinking_budget": 30, "response_format": {"type": "json_object"}}, 30),
@@ -357,9 +362,9 @@ async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
             choice
             for chunk in told
             for choice in chunk.choices
-            if choice.index == index and getattr(choice.delta, "reasoning", None)
+            if choice.index == index and getattr(choice.delta, "reasoning_content", None)
         ]
-        assert [(piece.delta.reasoning, piece.proposer) for piece in thought] == [("hm", "learned")]
+        assert [(piece.delta.reasoning_content, piece.proposer) for piece in thought] == [("hm", "learned")]
         if logprobs:
             assert [len(piece.logprobs.content) for piece in pieces] == [2, 2, 2, 2, 1]
     assert not any(hasattr(choice, "proposer") for chunk in bare for choice in chunk.choices)

@@ -226,7 +226,7 @@ function again(index) {
 }
 
 function tell_pieces(pieces, by, delta) {
-  const thought = delta?.reasoning ?? "";
+  const thought = delta?.reasoning_content ?? delta?.reasoning ?? "";
   for (const [text, isThought] of [[thought, true], [delta?.content ?? "", false]]) {
     if (!text) continue;
     const last = pieces.at(-1);
@@ -280,7 +280,7 @@ async function answer() {
       if (by in PROPOSERS && tokens > until) message.proposed[by] = (message.proposed[by] ?? 0) + tokens - until;
       const delta = chunk.choices?.[0]?.delta;
       if (delta && !first) first = performance.now();
-      message.reasoning += delta?.reasoning ?? delta?.reasoning_content ?? "";
+      message.reasoning += delta?.reasoning_content ?? delta?.reasoning ?? "";
       message.content += delta?.content ?? "";
       if (by in PROPOSERS) tell_pieces(message.pieces, by, delta);
       for (const call of delta?.tool_calls ?? []) {
