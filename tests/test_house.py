@@ -115,8 +115,8 @@ FLAGS = {
 PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
-    weights host port api_replicas served_model_name keys_file responses_file reasoning_field cors_origins metrics_port page log_level
-    access_log drain_s
+    weights host port api_replicas served_model_name keys_file responses_file reasoning_field cors_origins
+    metrics_port page log_level access_log drain_s
     resume_s admin_port
     admin_keys_file unix_socket
     tls_cert tls_key
