@@ -648,10 +648,8 @@ async def test_a_call_of_a_namespaces_function_comes_and_goes_under_both_names()
     for response in (whole, streamed):
         [call] = (item for item in response.output if item.type == "function_call")
         assert (call.name, call.namespace, call.call_id) == ("now", "mcp__clock", "functions.mcp__clock__now:0")
-    told = [
-        data["item"] for name, data in stream if name.startswith("response.output_item.") and "name" in data["item"]
-    ]
-    assert {(item["name"], item["namespace"]) for item in told} == {("now", "mcp__clock")}
+    told = [data["item"] for name, data in stream if name.startswith("response.output_item.")]
+    assert {(item["name"], item["namespace"]) for item in told if "name" in item} == {("now", "mcp__clock")}
     assert [data["name"] for name, data in stream if name == "response.function_call_arguments.done"] == ["now"]
     assert all(CALLED in prompt and "## Return of functions.mcp__clock__now:0\nnoon" in prompt for prompt in prompts)
 
@@ -682,7 +680,7 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
         {"type": "web_search", "external_web_access": False},
         {"type": "tool_search", "execution": "client", "description": "finds", "parameters": {"type": "object"}},
         {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
-        {"type": "x" * 200 + "\r\nset-cookie: é"},
+        {"type": "a\r\nset-cookie: é" + "x" * 200},
     ]
     items: list[dict[str, Any]] = [
         {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
@@ -704,7 +702,7 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
     assert world.engine.jobs[0].tokens == world.engine.jobs[1].tokens
     for one in (given[0], streamed, counted):
         assert one.headers["x-redline-warning"] == (
-            f"left out, as this server runs functions only: web_search, tool_search, custom, {'x' * 64}, "
+            f"left out, as this server runs functions only: web_search, tool_search, custom, a??set-cookie???{'x' * 48}, "
             "web_search_call, custom_tool_call, custom_tool_call_output, tool_search_call, computer_call_output, "
             "mcp_call, of_tomorrow"
         )
@@ -833,13 +831,7 @@ async def test_the_input_of_a_response_is_read_page_by_page(tmp_path: Path) -> N
         with pytest.raises(NotFoundError):
             await items.list("resp_1")
     told: list[Any] = [item.model_dump(exclude_none=True) for item in listed]
-    assert [item["type"] for item in told] == [
-        "message",
-        "reasoning",
-        "message",
-        "function_call",
-        "function_call_output",
-    ]
+    assert [item["type"] for item in told] == ["message", *(item.get("type", "message") for item in given[1:])]
     assert [told[0]["content"][0]["text"], told[1]["content"][0]["text"], told[2]["content"][0]["text"]] == [
         "one", "why", "two",
     ]  # fmt: skip
