@@ -245,7 +245,8 @@ def resolved(asked: ResponsesRequest, kept: Mapping[str, bytes], limits: Limits)
     Raises RequestError where one was not found that is no reasoning, and beyond the bounds."""
     flat = {of: flat for flat, of in asked.namespaces.items()}
     found = {id: read(item, _Input) for id, item in kept.items()}
-    return _saying(asked, _Items(asked.given, limits, flat, found).messages)
+    whole = _saying(asked, _Items(asked.given, limits, flat, found).messages)
+    return msgspec.structs.replace(whole, references=(), given=[])  # what is given holds the whole body
 
 
 def behind(asked: ResponsesRequest, history: tuple[Message, ...], limits: Limits) -> ResponsesRequest:

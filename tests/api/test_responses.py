@@ -702,7 +702,8 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
     assert world.engine.jobs[0].tokens == world.engine.jobs[1].tokens
     for one in (given[0], streamed, counted):
         assert one.headers["x-redline-warning"] == (
-            f"left out, as this server runs functions only: web_search, tool_search, custom, a??set-cookie???{'x' * 48}, "
+            "left out, as this server runs functions only: web_search, tool_search, custom, "
+            f"a??set-cookie???{'x' * 48}, "
             "web_search_call, custom_tool_call, custom_tool_call_output, tool_search_call, computer_call_output, "
             "mcp_call, of_tomorrow"
         )
