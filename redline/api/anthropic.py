@@ -359,7 +359,7 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
     tools = request.tools or ()
     if len(tools) > limits.tools:
         raise RequestError(f"at most {limits.tools} tools in one request", "tools")
-    # The search that Anthropic runs would find them; here nobody does.
+    # Deferred tools that Anthropic's own search would find, which does not run here, are declared at once.
     searched = any((tool.type or "").startswith("tool_search_tool") for tool in tools)
     found: list[Tool] = []
     for index, tool in enumerate(tools):
@@ -367,7 +367,7 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
         if not _is_function(tool):
             if not is_absent(tool.input_schema):
                 raise RequestError(f"a tool with a schema is of type custom, not {tool.type}", f"tools[{index}].type")
-            continue  # nobody here could run it; the answer's headers say so
+            continue  # left out: see Asked.left_out
         if tool.name is None:
             raise RequestError("a tool needs its name", f"tools[{index}].name")
         schema = {} if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)

@@ -897,7 +897,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
                 raise RequestError(
                     f"a tool with a function is of type function, not {tool.type}", f"tools[{index}].type"
                 )
-            continue  # nobody here could run it; the answer's headers say so
+            continue  # left out: see Asked.left_out
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"

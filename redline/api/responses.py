@@ -491,7 +491,7 @@ def _declare(tool: _Function, place: str, objects: Objects, found: list[Tool], l
     if tool.type != "function":
         if tool.name and not is_absent(tool.parameters):
             raise RequestError(f"a tool with parameters is of type function, not {tool.type}", f"{place}.type")
-        left_out[tool.type] = None  # nobody here could run it
+        left_out[tool.type] = None
         return
     if not tool.name:
         raise RequestError("a function needs its name", f"{place}.name")
