@@ -208,6 +208,8 @@ def read_input_tokens(body: bytes, limits: Limits, defaults: Defaults) -> Respon
     """Read the body of POST /v1/responses/input_tokens: its prompt is what /v1/responses would answer. Raises
     RequestError, naming the field."""
     request = read(body, _Prompt)
+    if request.input is None and request.instructions is None and request.previous_response_id is None:
+        raise RequestError("there is nothing to count: give input, instructions or previous_response_id", "input")
     _refuse_in_prompt(request)
     return _prompted(request, limits, defaults, Objects(limits))[0]
 

@@ -204,6 +204,7 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
         "Tokens",
         "OpenAI's: how many tokens a response's input has",
         shape(object=always("response.input_tokens"), input_tokens=COUNT),
+        notes=("One of input, instructions and previous_response_id has to be there.",),
         body=responses.InputTokensBody,
         example={"input": "Hello!"},
         raw=raw,

@@ -805,7 +805,9 @@ async def test_input_tokens_are_those_of_the_prompt(tmp_path: Path) -> None:
             counted = await world.client.responses.input_tokens.count(model=MODEL, **fields)
             assert counted.object == "response.input_tokens"
             assert counted.input_tokens == (await ask(world, **fields)).usage.input_tokens
-        assert (await world.client.responses.input_tokens.count()).input_tokens > 0
+        assert (await world.client.responses.input_tokens.count(instructions="be kind")).input_tokens > 0
+        with pytest.raises(BadRequestError, match="nothing to count"):
+            await world.client.responses.input_tokens.count(tools=[TOOL])  # type: ignore[list-item]
         with pytest.raises(BadRequestError, match="verbosity"):
             await world.client.responses.input_tokens.count(input="x", text={"verbosity": "low"})
 
