@@ -49,7 +49,7 @@ class _Block(Item, gc=False):
     name: _FunctionName | None = None
     input: msgspec.Raw = ABSENT  # dict[str, Any]
     tool_use_id: Name | None = None
-    content: msgspec.Raw = ABSENT  # of a tool_result: see _Result; of what other tools gave: anything
+    content: msgspec.Raw = ABSENT  # of a tool_result: see _RESULT; of blocks that are left out: anything
 
 
 _RESULT = msgspec.json.Decoder(str | list[_Text] | None)

@@ -759,7 +759,7 @@ def _calls(request: "_Chat", tools: Sequence[Tool]) -> Calls:
     if isinstance(choice, str):
         return calls_of(choice, None, tools, parallel, "tool_choice")
     if (allowed := choice.allowed_tools) is None or choice.type == "function":
-        assert choice.function is not None, "_choice has looked"
+        assert choice.function is not None, "a choice of another type was refused"
         return calls_of("required", [choice.function.name], tools, parallel, "tool_choice")
     names: list[str] = []
     for index, tool in enumerate(allowed.tools):

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -110,7 +110,7 @@ class ResponseStore:
         """The conversation that ends with the response. Raises Refusal (404) where the owner has none of that id."""
         return await self._found(lambda: _MESSAGES.decode(self._row(id, owner)[1]))
 
-    async def items(self, ids: Sequence[str], owner: str) -> dict[str, bytes]:
+    async def items(self, ids: Iterable[str], owner: str) -> dict[str, bytes]:
         """The items of the owner's responses that have these ids, as JSON; those that are not kept are missing."""
         return await self._found(lambda: self._items(ids, owner))
 
@@ -186,7 +186,7 @@ class ResponseStore:
             raise _unknown(id)
         return found
 
-    def _items(self, ids: Sequence[str], owner: str) -> dict[str, bytes]:
+    def _items(self, ids: Iterable[str], owner: str) -> dict[str, bytes]:
         file, since, found = self._open(), self._clock() - self._limits.age_s, dict[str, bytes]()
         for id in ids:
             row = file.execute(

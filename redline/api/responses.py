@@ -233,7 +233,7 @@ def _prompted(
         ask=Ask(prompts=(conversation,), sampling=Sampling(max_tokens=1), param="input"),
         said=items.messages,
         previous=request.previous_response_id,
-        references=tuple(dict.fromkeys(items.references)),
+        references=tuple(items.references),
         given=given if items.references and not isinstance(given, str) else [],
         namespaces={flat: of for of, flat in declared.flat.items()},
         instructions=request.instructions,
@@ -245,6 +245,8 @@ def _prompted(
 def resolved(asked: ResponsesRequest, kept: Mapping[str, bytes], limits: Limits) -> ResponsesRequest:
     """The same request, with items in the place of references. kept: those that were found, as JSON, by their id.
     Raises RequestError where one was not found that is no reasoning, and beyond the bounds."""
+    if sum(len(kept.get(id, b"")) for id in asked.references) > limits.body_bytes:  # as often as it is referred to
+        raise RequestError(f"the items that it refers to are more than {limits.body_bytes} bytes together", "input")
     flat = {of: flat for flat, of in asked.namespaces.items()}
     found = {id: read(item, _Input) for id, item in kept.items()}
     whole = _saying(asked, _Items(asked.given, limits, flat, found).messages)

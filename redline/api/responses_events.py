@@ -316,7 +316,7 @@ def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesR
     async def recall(asked: ResponsesRequest) -> ResponsesRequest:
         asked = msgspec.structs.replace(asked, owner=owner())
         if asked.references:
-            kept = {} if store is None else await store.items(asked.references, asked.owner)
+            kept = {} if store is None else await store.items(dict.fromkeys(asked.references), asked.owner)
             asked = await asyncio.to_thread(resolved, asked, kept, limits)
         if asked.previous is None:
             return asked

@@ -25,7 +25,7 @@ from redline.chat.conversation import Conversation, Message
 from redline.errors import ConfigError, RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
-from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
+from tests.api.world import CALLS, MODEL, PATIENT, TOKENIZER, World, answer, ids, named_events
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S, eventually
 
@@ -769,6 +769,16 @@ async def test_references_to_items_that_are_kept_are_read_as_the_items(tmp_path:
     assert len({job.tokens for job in jobs}) == 1
     assert counted.input_tokens == len(jobs[0].tokens)
     assert "<think>why</think>so" + CALLED in TOKENIZER.decode_bytes(jobs[0].tokens).decode()
+
+
+async def test_items_are_referred_to_as_long_as_they_are_no_more_than_a_body_holds(tmp_path: Path) -> None:
+    limits = msgspec.structs.replace(PATIENT, body_bytes=20_000)
+    async with World(answer("a" * 500), limits, responses_file=str(tmp_path / "kept")) as world:
+        reference = {"type": "item_reference", "id": (await ask(world)).output[-1].id}
+        await ask(world, input=[reference] * 3)
+        with pytest.raises(BadRequestError, match="more than 20000 bytes together") as refused:
+            await ask(world, input=[reference] * 100)
+    assert refused.value.param == "input"
 
 
 async def test_a_reference_to_reasoning_is_left_out_where_nothing_is_kept() -> None:
