@@ -19,7 +19,7 @@ from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
-from redline.api.openai import ABSENT, Item, Name, Objects, StopText, check_stops, is_absent, read
+from redline.api.openai import ABSENT, Item, Name, Objects, StopText, calls_of, check_stops, decoded, is_absent, read
 from redline.api.sealed import unseal
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -55,6 +55,7 @@ class _Text(Item, gc=False):
     context: str | None = None
     source: str | _Source | None = None
     content: str | list[_Plain] | None = None
+    tool_name: _FunctionName | None = None
 
 
 class _Block(Item, gc=False):
@@ -69,7 +70,10 @@ class _Block(Item, gc=False):
     name: _FunctionName | None = None
     input: msgspec.Raw = ABSENT  # dict[str, Any]
     tool_use_id: Name | None = None
-    content: str | list[_Text] | None = None
+    content: msgspec.Raw = ABSENT  # of a tool_result, a search_result: see _RESULT; of blocks left out: anything
+
+
+_RESULT = msgspec.json.Decoder(str | list[_Text] | None)
 
 
 class _Message(Item, gc=False):
@@ -78,11 +82,12 @@ class _Message(Item, gc=False):
 
 
 class _Tool(Item, gc=False):
-    name: _FunctionName
+    name: _FunctionName | None = None
     type: Name | None = None
     description: str | None = None
     input_schema: msgspec.Raw = ABSENT  # dict[str, Any]
     strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class _ToolChoice(msgspec.Struct):
@@ -179,12 +184,18 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
         reasoning=conversation.thinking,
     )
     omits = request.thinking is not None and request.thinking.display == "omitted"
+    tools = [tool.type for tool in request.tools or () if tool.type and not _is_function(tool)]
+    blocks = [
+        block.type for message in request.messages if not isinstance(message.content, str)
+        for block in message.content if _is_foreign(block)
+    ]  # fmt: skip
     return MessagesRequest(
         model=_model(request.model),
         ask=ask,
         stream=Streaming() if request.stream else None,
         name=request.model,
         omits=omits,
+        left_out=tuple(dict.fromkeys(tools + blocks)),
     )
 
 
@@ -203,7 +214,8 @@ def _conversation(request: _Prompt, limits: Limits, objects: Objects) -> Convers
         raw: msgspec.Raw = getattr(request, field)
         if not is_absent(raw) and bytes(raw) != b"[]":
             raise RequestError(f"{field} is not supported", field)
-    messages = _messages(request, limits)
+    tools = _tools(request, limits, objects)
+    messages = _messages(request, limits, {tool.name: tool for tool in tools if tool.deferred})
     last = request.messages[-1]
     continues = last.role == "assistant"
     if continues and messages[-1].tool_calls:
@@ -214,7 +226,7 @@ def _conversation(request: _Prompt, limits: Limits, objects: Objects) -> Convers
         raise RequestError("an answer that goes on with the assistant's message cannot think first", "thinking")
     return Conversation(
         messages=messages,
-        tools=_tools(request, limits, objects),
+        tools=tools,
         thinking=thinking,
         preserve_thinking=_keeps_thinking(request.context_management),
         add_generation_prompt=not continues,
@@ -232,7 +244,8 @@ def _keeps_thinking(management: _ContextManagement | None) -> bool:
     return keeps
 
 
-def _messages(request: _Prompt, limits: Limits) -> tuple[Message, ...]:
+def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool]) -> tuple[Message, ...]:
+    """deferred: tools by name; where a result refers to one for the first time, the message declares it."""
     found: list[Message] = []
     match request.system:
         case None | "":
@@ -253,7 +266,7 @@ def _messages(request: _Prompt, limits: Limits) -> tuple[Message, ...]:
             found.append(_assistant(blocks, place))
             calls += len(found[-1].tool_calls)
         else:
-            found += _user(message.role, blocks, place)
+            found += _user(message.role, blocks, place, deferred)
         if len(found) > limits.messages:
             raise RequestError(f"at most {limits.messages} messages in one request", "messages")
         if calls > limits.calls:
@@ -261,7 +274,7 @@ def _messages(request: _Prompt, limits: Limits) -> tuple[Message, ...]:
     return tuple(found)
 
 
-def _user(role: str, blocks: Sequence[_Block], place: str) -> list[Message]:
+def _user(role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, Tool]) -> list[Message]:
     """Results of tools are messages of their own; texts that stand side by side are one."""
     found: list[Message] = []
     texts: list[str] = []
@@ -279,16 +292,38 @@ def _user(role: str, blocks: Sequence[_Block], place: str) -> list[Message]:
                 show()
                 if not block.tool_use_id:
                     raise RequestError("a result needs the id of its call", f"{place}[{index}].tool_use_id")
-                content = block.content or ""
-                if not isinstance(content, str):
-                    content = "\n".join(_texts(content, f"{place}[{index}].content", of_result=True))
-                found.append(Message(role="tool", content=content, tool_call_id=block.tool_use_id))
+                found.append(_result(block, block.tool_use_id, f"{place}[{index}].content", deferred))
+            case _ if _is_foreign(block):
+                pass
             case kind:
                 if (text := _document(block, f"{place}[{index}]")) is None:
                     raise media.refused(kind, f"{place}[{index}].type", _unread(kind))
                 texts.append(text)
     show()
     return found or [Message(role=role)]
+
+
+def _result(block: _Block, call: str, place: str, deferred: dict[str, Tool]) -> Message:
+    content = None if is_absent(block.content) else decoded(_RESULT, block.content, place)
+    if content is None or isinstance(content, str):
+        return Message(role="tool", content=content or "", tool_call_id=call)
+    texts: list[str] = []
+    declares: list[Tool] = []
+    for index, part in enumerate(content):
+        if part.type != "tool_reference":
+            texts.append(_text_of(part, f"{place}[{index}]", of_result=True))
+            continue
+        if part.tool_name is None:
+            raise RequestError("a reference needs the name of its tool", f"{place}[{index}].tool_name")
+        texts.append(part.tool_name)
+        if (tool := deferred.pop(part.tool_name, None)) is not None:
+            declares.append(tool)
+    return Message(role="tool", content="\n".join(texts), tool_call_id=call, declares=tuple(declares))
+
+
+def _is_foreign(block: _Block) -> bool:
+    """Whether a block is of a tool that ran at Anthropic: what it was asked for, or what it gave."""
+    return block.type in ("server_tool_use", "mcp_tool_use") or block.type.endswith("_tool_result")
 
 
 def _assistant(blocks: Sequence[_Block], place: str) -> Message:
@@ -305,6 +340,8 @@ def _assistant(blocks: Sequence[_Block], place: str) -> Message:
                 pass  # nobody but who made it can read it
             case "tool_use":
                 calls.append(_call(block, f"{place}[{index}]"))
+            case _ if _is_foreign(block):
+                pass
             case kind:
                 raise RequestError(_unread(kind), f"{place}[{index}].type")
     return Message(role="assistant", content="".join(texts), reasoning="\n".join(thoughts), tool_calls=tuple(calls))
@@ -322,18 +359,18 @@ def _call(block: _Block, place: str) -> ToolCall:
         raise RequestError("the input is not valid UTF-8", f"{place}.input") from None
 
 
-def _texts(blocks: Sequence[_Text], place: str, *, of_result: bool = False) -> list[str]:
-    """of_result: the blocks are a tool's result, in which a text takes the place of a picture."""
-    found: list[str] = []
-    for index, block in enumerate(blocks):
-        at = f"{place}[{index}]"
-        text = _text(block.text, at) if block.type == "text" else _document(block, at)
-        if text is None and of_result:
-            text = media.in_result(block.type)
-        if text is None:
-            raise media.refused(block.type, f"{at}.type", _unread(block.type))
-        found.append(text)
-    return found
+def _texts(blocks: Sequence[_Text], place: str) -> list[str]:
+    return [_text_of(block, f"{place}[{index}]") for index, block in enumerate(blocks)]
+
+
+def _text_of(block: _Text, place: str, *, of_result: bool = False) -> str:
+    """of_result: the block is part of a tool's result, in which a text takes the place of a picture."""
+    text = _text(block.text, place) if block.type == "text" else _document(block, place)
+    if text is None and of_result:
+        text = media.in_result(block.type)
+    if text is None:
+        raise media.refused(block.type, f"{place}.type", _unread(block.type))
+    return text
 
 
 def _document(block: _Text | _Block, place: str) -> str | None:
@@ -344,7 +381,10 @@ def _document(block: _Text | _Block, place: str) -> str | None:
         case "document", _Source(type="content", content=(str() | list()) as content):
             text = _joined(content, f"{place}.source.content")
         case "search_result", str() as address:
-            text = f"{address}\n{_joined(block.content, f'{place}.content')}"
+            content = block.content
+            if isinstance(content, msgspec.Raw):
+                content = None if is_absent(content) else decoded(_RESULT, content, f"{place}.content")
+            text = f"{address}\n{_joined(content, f'{place}.content')}"
         case _:
             return None
     return "\n".join(filter(None, (block.title, block.context, text)))
@@ -373,33 +413,48 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
     tools = request.tools or ()
     if len(tools) > limits.tools:
         raise RequestError(f"at most {limits.tools} tools in one request", "tools")
+    # Deferred tools that Anthropic's own search would find, which does not run here, are declared at once.
+    searched = any((tool.type or "").startswith("tool_search_tool") for tool in tools)
     found: list[Tool] = []
     for index, tool in enumerate(tools):
-        if tool.type not in (None, "custom"):
-            raise RequestError(f"a tool of type {tool.type} is not supported: custom only", f"tools[{index}].type")
         place = f"tools[{index}].input_schema"
+        if not _is_function(tool):
+            if not is_absent(tool.input_schema):
+                raise RequestError(f"a tool with a schema is of type custom, not {tool.type}", f"tools[{index}].type")
+            continue  # left out: see Asked.left_out
+        if tool.name is None:
+            raise RequestError("a tool needs its name", f"tools[{index}].name")
         schema = {} if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)
         found.append(
-            Tool(name=tool.name, description=tool.description or "", parameters=schema, strict=bool(tool.strict))
+            Tool(
+                name=tool.name,
+                description=tool.description or "",
+                parameters=schema,
+                strict=bool(tool.strict),
+                deferred=bool(tool.defer_loading) and not searched,
+                param=place,
+            )
         )
     wanted = request.tool_choice is None or request.tool_choice.type != "none"
     return tuple(found) if wanted else ()
 
 
+def _is_function(tool: _Tool) -> bool:
+    return tool.type in (None, "custom")
+
+
 def _calls(request: _Prompt, tools: Sequence[Tool]) -> Calls:
-    choice = request.tool_choice
-    if choice is None:
-        return Calls()
+    choice = request.tool_choice or _ToolChoice(type="auto")
     parallel = not choice.disable_parallel_tool_use
-    if choice.type in ("auto", "none"):
-        return Calls(parallel=parallel)
-    if not tools:
-        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if choice.type == "any":
-        return Calls(mode="required", parallel=parallel)
-    if all(tool.name != choice.name for tool in tools):
-        raise RequestError(f"{choice.name!r} is not among the tools", "tool_choice.name")
-    return Calls(mode="required", named=choice.name, parallel=parallel)
+    match choice.type:
+        case "tool":
+            if choice.name is None:
+                raise RequestError("a choice of type tool needs its name", "tool_choice.name")
+            return calls_of("required", [choice.name], tools, parallel, "tool_choice.name")
+        case "any":
+            return calls_of("required", None, tools, parallel, "tool_choice")
+        case "auto" | "none":
+            return Calls(parallel=parallel)
 
 
 def _constraint(request: _Messages, objects: Objects) -> Constraint | None:

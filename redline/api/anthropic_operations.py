@@ -79,6 +79,7 @@ _FORMAT: Schema = {
 }
 _RAW: dict[str, Any] = {
     "_Block.input": {"type": "object", "description": "Required of a block of type tool_use."},
+    "_Block.content": {"description": "Of a block of type tool_result: a text, or a list of blocks."},
     "_Tool.input_schema": _SCHEMA,
     "_OutputConfig.format": _FORMAT,
     "_Edit.keep": {"description": "`all`: thinking of every past turn stays."},

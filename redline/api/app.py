@@ -6,8 +6,9 @@ that met it and no other. The two generating routes are plain ASGI, since that i
 
 import asyncio
 import logging
+import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from redline.api.answers import (
 )
 from redline.api.anthropic import read_count
 from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
+from redline.api.ask import Prompt
 from redline.api.chat_page import FILES, EngineView, page_routes
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
@@ -49,7 +51,8 @@ from redline.api.passage import Passage
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.response_store import ResponseStore
-from redline.api.responses_events import KeptResponses, responses
+from redline.api.responses import ResponsesRequest, read_input_tokens
+from redline.api.responses_events import KeptResponses, count_input, responses
 from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
@@ -63,8 +66,12 @@ QUIET_PATHS = {
 }  # asked every few seconds by machines: access lines at debug only
 REQUEST_ID_CHARS = 128
 SHOWN_PATH_CHARS = 200
+SHOWN_TYPES = 16  # of what a request's prompt does not have
+WARNING = "x-redline-warning"
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 access_log = logging.getLogger("redline.access")
+log = logging.getLogger("redline.api")
 
 T = TypeVar("T")
 Respond = Callable[[Send], Awaitable[None]]
@@ -92,8 +99,9 @@ def create_app(
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,
         "/v1/messages": MESSAGES,
-        "/v1/responses": responses(store, config.limits),
+        "/v1/responses": (of_responses := responses(store, config.limits)),
     }
+    count_input_tokens = partial(api.count_input_tokens, of_responses)
     routes = [
         *(page_routes() if config.page else [Route("/", api.version)]),
         Route("/engine", EngineView(gateway, edge).stream),
@@ -112,12 +120,14 @@ def create_app(
             for path, dialect in dialects.items()
         ),
         Route("/v1/messages/count_tokens", _Post(api.count_tokens, config, bodies), methods=["POST"]),
+        Route("/v1/responses/input_tokens", _Post(count_input_tokens, config, bodies), methods=["POST"]),
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
     if store is not None:
         kept = KeptResponses(store)
         routes.append(Route("/v1/responses/{id}", kept.read))
+        routes.append(Route("/v1/responses/{id}/input_items", kept.input_items))
         routes.append(Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]))
     api.routes = [f"{_method(route)} {route.path_format}" for route in routes if not route.path.startswith("/page/")]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
@@ -312,8 +322,15 @@ async def _send(send: Send, answer: Answer) -> None:
         await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-async def _send_json(send: Send, body: bytes) -> None:
-    await _send(send, Answer(200, body, {}))
+async def _send_json(send: Send, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
+    await _send(send, Answer(200, body, dict(headers)))
+
+
+def _warning(left_out: Sequence[str]) -> dict[str, str]:
+    """The header that names the types that a prompt does not have, as they stand in a plain line."""
+    types = [re.sub("[^A-Za-z0-9_.-]", "?", one[:64]) for one in left_out[:SHOWN_TYPES]]
+    more = ["..."] if len(left_out) > SHOWN_TYPES else []
+    return {WARNING: f"left out, as this server runs functions only: {', '.join(types + more)}"} if types else {}
 
 
 class _Bodies:
@@ -504,23 +521,27 @@ class _Api:
         gateway = self._gateway
         max_model_len = gateway.max_model_len  # it raises where no worker is ready, as `begin` does
         scope["generation"] = generation = await gateway.begin(asked.ask)  # for the access line
+        if warning := _warning(asked.left_out):
+            log.info("%s, request %s", warning[WARNING], passage.id)
         # Nothing may raise from here on: who has the reply closes the generation.
         reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, max_model_len)
-        return partial(self._reply, dialect, reply)
+        return partial(self._reply, dialect, reply, warning)
 
-    async def _reply(self, dialect: Dialect[A], reply: Reply[A], send: Send) -> None:
+    async def _reply(self, dialect: Dialect[A], reply: Reply[A], headers: Mapping[str, str], send: Send) -> None:
         with reply.generation as generation:
             if reply.asked.stream is not None:
-                await self._stream(send, generation, dialect.stream(reply), max(reply.openings))
+                await self._stream(send, generation, dialect.stream(reply), max(reply.openings), headers)
                 return
             choices = await gather(generation)
             cost = generation.n * sum(reply.openings) + sum(choice.entries for choice in choices)
             body = await self._gateway.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
             if dialect.keep is not None:
                 body = await dialect.keep(reply, choices, body)
-            await _send_json(send, body)
+            await _send_json(send, body, headers)
 
-    async def _stream(self, send: Send, generation: Generation, stream: EventStream, opening: int) -> None:
+    async def _stream(
+        self, send: Send, generation: Generation, stream: EventStream, opening: int, headers: Mapping[str, str]
+    ) -> None:
         """The status leaves at admission, within REFUSAL_S, so that what the engine refuses at once fails with its own
         status. What fails later is an error event, and the end. `opening`: the entries that open a choice."""
         started = False
@@ -528,7 +549,8 @@ class _Api:
         async def start() -> None:
             nonlocal started
             started = True
-            await send(dict(STREAM_START))
+            more = [(name.encode(), value.encode()) for name, value in headers.items()]
+            await send({**STREAM_START, "headers": [*STREAM_START["headers"], *more]})
             if opened := stream.open():
                 await _send_parts(send, opened)
 
@@ -553,10 +575,7 @@ class _Api:
         request = await self._read(body, read_tokenize)
         self._model(request.model)
         param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-        most = self._limits.tokens
-        tokens = await self._gateway.encode(request.prompt, param, most)
-        if len(tokens) > most:
-            raise RequestError(f"{param} is {len(tokens)} tokens; at most {most} in one request", param)
+        tokens = await self._encoded(request.prompt, param)
         token_bytes = self._gateway.tokenizer.token_bytes if request.token_strs else None
         answer = await self._gateway.in_thread(
             len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
@@ -567,11 +586,25 @@ class _Api:
         """Anthropic's: how many tokens a message's prompt has."""
         request = await self._read(body, read_count)
         self._model(request.model)
+        return partial(_send_json, body=count_answer(len(await self._encoded(request.conversation, "messages"))))
+
+    async def count_input_tokens(self, dialect: Dialect[ResponsesRequest], body: bytes, scope: Scope) -> Respond:
+        """OpenAI's: how many tokens a response's input has."""
+        asked = await self._read(body, read_input_tokens)
+        self._model(asked.model)
+        if dialect.recall is not None:
+            asked = await dialect.recall(asked)
+        [prompt] = asked.ask.prompts
+        tokens = await self._encoded(prompt, "input")
+        return partial(_send_json, body=count_input(len(tokens)), headers=_warning(asked.left_out))
+
+    async def _encoded(self, prompt: Prompt, param: str) -> Sequence[int]:
+        """Raises RequestError for more tokens than a request may have."""
         most = self._limits.tokens
-        tokens = await self._gateway.encode(request.conversation, "messages", most)
+        tokens = await self._gateway.encode(prompt, param, most)
         if len(tokens) > most:
-            raise RequestError(f"messages is {len(tokens)} tokens; at most {most} in one request", "messages")
-        return partial(_send_json, body=count_answer(len(tokens)))
+            raise RequestError(f"{param} is {len(tokens)} tokens; at most {most} in one request", param)
+        return tokens
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
         most = self._gateway.max_model_len

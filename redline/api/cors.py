@@ -16,7 +16,9 @@ ASKED_BYTES = 2048  # of header names that a page wants to send
 
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 _NAMES = re.compile(rb"[A-Za-z0-9\-]+(\s*,\s*[A-Za-z0-9\-]+)*")
-_EXPOSED = b"x-request-id, request-id, retry-after"  # what a page may read besides the few headers that it always may
+_EXPOSED = (  # what a page may read besides the few headers that it always may
+    b"x-request-id, request-id, retry-after, x-redline-warning"
+)
 
 
 def check_origins(origins: Sequence[str]) -> frozenset[bytes]:

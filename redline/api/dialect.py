@@ -35,6 +35,7 @@ class Asked(Record, frozen=True):
     ask: Ask
     stream: Streaming | None = None  # None: the answer comes whole
     echo: bool = False  # the prompt opens the answer
+    left_out: tuple[str, ...] = ()  # types of tools, and of items, that the client sent and the prompt does not have
 
 
 A = TypeVar("A", bound=Asked)

@@ -103,8 +103,8 @@ class _Function(msgspec.Struct, gc=False):
 
 class _Call(Item, gc=False):
     id: Name
-    function: _Function
-    type: Literal["function"] = "function"
+    function: _Function | None = None
+    type: Literal["function", "custom"] = "function"
 
 
 class _Message(Item, gc=False):
@@ -129,6 +129,26 @@ class _Declared(msgspec.Struct, gc=False):
 class _Tool(Item, gc=False):
     type: Name
     function: _Declared | None = None
+
+
+class _Named(msgspec.Struct, gc=False):
+    name: str
+
+
+class _NamedTool(Item, gc=False):
+    type: Name
+    function: _Named | None = None
+
+
+class _Allowed(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[_NamedTool], Meta(min_length=1)]
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Name
+    function: _Named | None = None
+    allowed_tools: _Allowed | None = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -337,7 +357,7 @@ class _Field(Generic[T]):
         data = memoryview(raw)
         if data.nbytes > self._most_bytes:
             raise RequestError(f"more than {self._most_bytes} bytes of JSON", place)
-        return _decoded(self._decoder, data, place)
+        return decoded(self._decoder, data, place)
 
 
 def is_absent(raw: msgspec.Raw) -> bool:
@@ -355,6 +375,8 @@ _LOGIT_BIAS: _Field[dict[int, float]] = _Field(
 )
 REFUSED_BYTES = 1 << 10  # of a field that is not served: what passes, since it changes nothing, is a word or two
 _SMALL = _Field(msgspec.json.Decoder(Any), REFUSED_BYTES)
+CHOICE_BYTES = 128 << 10  # of a tool_choice: it may list the names of as many tools as a request declares
+_CHOICE: "_Field[str | _ToolChoice]" = _Field(msgspec.json.Decoder(str | _ToolChoice), CHOICE_BYTES)
 # float_hook: some numbers that msgspec spends microseconds on cost Python's own reader a fifth of one.
 _OBJECT = msgspec.json.Decoder(dict[str, Any], float_hook=float)
 _TEXT = msgspec.json.Decoder(str)
@@ -400,14 +422,18 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     hidden = request.include_reasoning is False or (request.reasoning is not None and request.reasoning.exclude)
     ask = _ask(
         *(request, (conversation,), sampling, "messages", limits),
-        calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
+        calls=_calls(request, conversation.tools),
         reasoning=not hidden,
         thinking_budget=_thinking_budget(request),
     )
     if conversation.continues and ask.constraint is not None:
         raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
     return ChatRequest(
-        model=request.model, ask=ask, stream=_streaming(request), reasoning_field=defaults.reasoning_field
+        model=request.model,
+        ask=ask,
+        stream=_streaming(request),
+        left_out=tuple(dict.fromkeys(tool.type for tool in request.tools or () if tool.type != "function")),
+        reasoning_field=defaults.reasoning_field,
     )
 
 
@@ -444,10 +470,10 @@ _COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
 
 def read(body: bytes, shape: type[T]) -> T:
     """JSON decoded as `shape`. Raises RequestError, whose `param` is the place, as in `messages[2].role`."""
-    return _decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
+    return decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
 
 
-def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
+def decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
     """`data` decoded; place: where it stands in the body, empty where it is all of it. Raises RequestError."""
     try:
         return decoder.decode(data)
@@ -642,18 +668,18 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
     data = memoryview(raw)
     first = _FIRST.match(data)
     if first is None:
-        return (_decoded(_TEXT, data, "prompt"),)
+        return (decoded(_TEXT, data, "prompt"),)
     match first[1]:
         case b"]":
             raise RequestError("prompt is empty", "prompt")
         case b'"' if _strings(bytes(data)) > limits.prompts:
             raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
         case b'"':
-            prompts: tuple[Prompt, ...] = tuple(_decoded(_TEXTS, data, "prompt"))
+            prompts: tuple[Prompt, ...] = tuple(decoded(_TEXTS, data, "prompt"))
         case b"[" if bytes(data).count(b"[") > limits.prompts + 1:
             raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
         case b"[":
-            prompts = tuple(map(tuple, _decoded(_LISTS_OF_IDS, data, "prompt")))
+            prompts = tuple(map(tuple, decoded(_LISTS_OF_IDS, data, "prompt")))
         case _:
             return (_ids(raw, "prompt", limits.tokens),)
     if len(prompts) > limits.prompts:
@@ -671,7 +697,7 @@ def _ids(raw: msgspec.Raw, place: str, most: int) -> tuple[int, ...]:
     data = memoryview(raw)
     if bytes(data).count(b",") >= most:
         raise RequestError(f"at most {most} token ids in one request", place)
-    return tuple(_decoded(_IDS, data, place))
+    return tuple(decoded(_IDS, data, place))
 
 
 def _conversation(
@@ -684,7 +710,7 @@ def _conversation(
         raise RequestError("false is not supported but with continue_final_message", "add_generation_prompt")
     return Conversation(
         messages=_messages(messages, limits, objects),
-        tools=_tools(request.tools, limits, objects) if tools_wanted(request.tool_choice) else (),
+        tools=_tools(request.tools, limits, objects) if _choice(request.tool_choice) != "none" else (),
         thinking=thinking,
         preserve_thinking=preserve,
         add_generation_prompt=not continues and request.add_generation_prompt is not False,
@@ -740,34 +766,64 @@ def _thinking_budget(request: _Chat) -> int | None:
     return min((most for most in said if most is not None), default=None)
 
 
-def tools_wanted(raw: msgspec.Raw) -> bool:
-    """Whether the model is told of the tools. Raises RequestError for a tool_choice that is not one."""
-    choice = _SMALL.read(raw, "tool_choice")
-    match choice:
-        case None | "auto" | "required" | {"type": "function", "function": {"name": str()}}:
-            return True
-        case "none":
-            return False
-        case {"type": str() as kind}:
-            raise RequestError(f"tool_choice of type {kind} is not supported", "tool_choice")
-        case _:
-            raise RequestError("tool_choice has to be auto, none, required or name a function", "tool_choice")
+def _choice(raw: msgspec.Raw) -> "str | _ToolChoice":
+    """Raises RequestError for a tool_choice that is not one."""
+    choice = _CHOICE.read(raw, "tool_choice")
+    if choice is None or isinstance(choice, str):
+        return check_word("auto" if choice is None else choice)
+    if choice.type not in ("function", "allowed_tools"):
+        raise RequestError(
+            f"tool_choice of type {choice.type} is not supported: only functions are called", "tool_choice"
+        )
+    if choice.type == "function" and choice.function is None:
+        raise RequestError("a choice of type function needs its function's name", "tool_choice.function.name")
+    if choice.type == "allowed_tools" and choice.allowed_tools is None:
+        raise RequestError("a choice of type allowed_tools needs its mode and tools", "tool_choice.allowed_tools")
+    return choice
 
 
-def calls_of(raw: msgspec.Raw, tools: Sequence[Tool], parallel: bool) -> Calls:
+def check_word(choice: str) -> str:
+    """The same tool_choice. Raises RequestError for a word that is none."""
+    if choice not in ("auto", "none", "required"):
+        raise RequestError(
+            f"{choice[:64]!r} is no tool_choice: say auto, none or required, or name a function", "tool_choice"
+        )
+    return choice
+
+
+def _calls(request: "_Chat", tools: Sequence[Tool]) -> Calls:
     """Which of the declared tools may be called. Raises RequestError where a call is asked for that cannot be made."""
-    choice = _SMALL.read(raw, "tool_choice")
-    match choice:
-        case "required":
-            named = None
-        case {"function": {"name": str() as named}}:
-            if all(tool.name != named for tool in tools):
-                raise RequestError(f"tool_choice names {named!r}, which is not among the tools", "tool_choice")
-        case _:
-            return Calls(parallel=parallel)
-    if not tools:
-        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    return Calls(mode="required", named=named, parallel=parallel)
+    choice, parallel = _choice(request.tool_choice), request.parallel_tool_calls is not False
+    if isinstance(choice, str):
+        return calls_of(choice, None, tools, parallel, "tool_choice")
+    if (allowed := choice.allowed_tools) is None or choice.type == "function":
+        assert choice.function is not None, "a choice of another type was refused"
+        return calls_of("required", [choice.function.name], tools, parallel, "tool_choice")
+    names: list[str] = []
+    for index, tool in enumerate(allowed.tools):
+        if tool.type == "function":
+            if tool.function is None:
+                place = f"tool_choice.allowed_tools.tools[{index}].function"
+                raise RequestError("a tool of type function needs its function's name", place)
+            names.append(tool.function.name)
+    return calls_of(allowed.mode, names, tools, parallel, "tool_choice.allowed_tools.tools")
+
+
+def calls_of(mode: str, names: Sequence[str] | None, tools: Sequence[Tool], parallel: bool, place: str) -> Calls:
+    """Which of the declared tools may be called: mode is auto, none or required, names are those that a choice lists.
+    Raises RequestError, naming `place`, where none is declared, or one that is listed is not."""
+    declared = {tool.name for tool in tools}
+    if (unknown := next((name for name in names or () if name not in declared), None)) is not None:
+        raise RequestError(f"tool_choice names {unknown!r}, which is not among the functions of tools", place)
+    if names is not None and not names:
+        raise RequestError("tool_choice lists no function: list one of those that tools declares", place)
+    if mode == "required" and not tools:
+        raise RequestError("tool_choice asks for a call, and tools declares no function", "tool_choice")
+    return Calls(
+        mode="required" if mode == "required" else "auto",
+        names=None if names is None else frozenset(names),
+        parallel=parallel,
+    )
 
 
 class Objects:
@@ -787,7 +843,7 @@ class Objects:
                 f"{self._limits.json_bytes} bytes together",
                 place,
             )
-        value = _decoded(_OBJECT, data, place)
+        value = decoded(_OBJECT, data, place)
         if _depth(value) > self._limits.json_depth:
             raise RequestError(f"nested more than {self._limits.json_depth} deep", place)
         return value
@@ -798,7 +854,19 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: Objects) ->
         raise RequestError(f"at most {limits.messages} messages in one request", "messages")
     if sum(len(message.tool_calls or ()) for message in messages) > limits.calls:
         raise RequestError(f"at most {limits.calls} tool calls in one request", "messages")
-    return tuple(_message(message, f"messages[{index}]", objects) for index, message in enumerate(messages))
+    custom = {call.id for message in messages for call in message.tool_calls or () if call.type == "custom"}
+    return tuple(
+        _message(message, f"messages[{index}]", objects)
+        for index, message in enumerate(messages)
+        if not (custom and _is_custom(message, custom))
+    )
+
+
+def _is_custom(message: _Message, custom: set[str]) -> bool:
+    """Whether a message does nothing but make calls of custom tools, or answer one. custom: the ids of such calls."""
+    if message.role == "tool":
+        return message.tool_call_id in custom
+    return not message.content and bool(calls := message.tool_calls) and all(call.type == "custom" for call in calls)
 
 
 def _message(message: _Message, place: str, objects: Objects) -> Message:
@@ -818,8 +886,9 @@ def _message(message: _Message, place: str, objects: Objects) -> Message:
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning or _thoughts(message.content),
         tool_calls=tuple(
-            _call(call, f"{place}.tool_calls[{index}].function.arguments", objects)
+            _call(call, f"{place}.tool_calls[{index}].function", objects)
             for index, call in enumerate(message.tool_calls or ())
+            if call.type == "function"
         ),
     )
 
@@ -862,14 +931,16 @@ def _thoughts(content: str | list[_Part] | None) -> str:
 
 
 def _call(call: _Call, place: str, objects: Objects) -> ToolCall:
-    raw = call.function.arguments
+    if call.function is None:
+        raise RequestError("Object missing required field `function`", place)
+    raw, place = call.function.arguments, f"{place}.arguments"
     data = memoryview(raw)
     if not data.nbytes:
         arguments = ""
     elif bytes(data[:1]) == b"{":
         arguments = msgspec.json.encode(objects.read(raw, place)).decode()
     else:
-        arguments = _decoded(_TEXT, data, place)
+        arguments = decoded(_TEXT, data, place)
     return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
@@ -880,9 +951,13 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
         raise RequestError(f"at most {limits.tools} tools in one request", "tools")
     read: list[Tool] = []
     for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise RequestError(f"a tool of type {tool.type} is not supported", f"tools[{index}].type")
         function = tool.function
+        if tool.type != "function":
+            if function is not None:
+                raise RequestError(
+                    f"a tool with a function is of type function, not {tool.type}", f"tools[{index}].type"
+                )
+            continue  # left out: see Asked.left_out
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"
@@ -893,6 +968,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
                 description=function.description or "",
                 parameters=parameters,
                 strict=bool(function.strict),
+                param=place,
             )
         )
     return tuple(read)

@@ -129,7 +129,25 @@ _NAMED: Schema = {
     },
     "required": ["type", "function"],
 }
-_CHOICE_OF_TOOL: Schema = {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED], "default": "auto"}
+_ALLOWED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": always("allowed_tools"),
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
+_CHOICE_OF_TOOL: Schema = {
+    "anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED, _ALLOWED],
+    "default": "auto",
+}
 _FORMATTED: Schema = {
     "type": "object",
     "properties": {

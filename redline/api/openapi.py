@@ -135,6 +135,7 @@ def _operation(operation: Operation, keys: bool) -> Schema:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "example": operation.example}
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
+    parameters += [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
     if operation.body is not None:
         name = f"{_dialect(operation.body.__module__)}.{operation.body.__name__.removeprefix('_')}"
         body = {"schema": {"$ref": _REF + name}, "example": operation.example}

@@ -29,7 +29,7 @@ class Operation(NamedTuple):
     - `answer`: the schema of a 200. `text`: its media type, if not JSON. `event`: the schema of the data of a
       streamed answer's events, None where it never streams. `framing`: what an event looks like.
     - `errors`: their shape. `unready`: what a 503 has instead, where it does. `missing`: what a 404 says, where a route
-      without a body has one.
+      without a body has one. `query`: the parameters behind the path, none of which has to be there.
     """
 
     method: str
@@ -49,6 +49,7 @@ class Operation(NamedTuple):
     errors: ErrorShape | None = None
     unready: Schema | None = None
     missing: str | None = None
+    query: Mapping[str, Schema] = _NOTHING
 
 
 def shape(*, optional: tuple[str, ...] = (), **members: Schema) -> Schema:

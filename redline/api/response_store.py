@@ -9,9 +9,10 @@ import contextlib
 import logging
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ from redline.errors import ConfigError
 from redline.wire.base import Record
 
 MIB = 1 << 20
+NO_ITEMS: Mapping[str, bytes] = MappingProxyType({})
 T = TypeVar("T")
 
 log = logging.getLogger("redline.api")
@@ -36,6 +38,10 @@ _TABLES = """
         number INTEGER PRIMARY KEY, id TEXT UNIQUE, owner TEXT, created REAL, size INTEGER, body BLOB, messages BLOB
     );
     CREATE TABLE IF NOT EXISTS totals (rows INTEGER, bytes INTEGER);
+    CREATE TABLE IF NOT EXISTS items (id TEXT PRIMARY KEY, response INTEGER, body BLOB);
+    CREATE INDEX IF NOT EXISTS of_response ON items (response);
+    CREATE TRIGGER IF NOT EXISTS forgotten AFTER DELETE ON responses
+        BEGIN DELETE FROM items WHERE response = OLD.number; END;
     INSERT INTO totals SELECT (SELECT COUNT(*) FROM responses), (SELECT COALESCE(SUM(size), 0) FROM responses)
         WHERE NOT EXISTS (SELECT * FROM totals);
     CREATE TRIGGER IF NOT EXISTS counted AFTER INSERT ON responses
@@ -78,19 +84,23 @@ class ResponseStore:
             self._thread.shutdown()
             raise
 
-    async def keep(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> bool:
-        """Keep a response: its body as JSON, and the conversation with it. Whether it is kept; why it is not is
-        logged."""
+    async def keep(
+        self, id: str, owner: str, body: bytes, messages: Sequence[Message], items: Mapping[str, bytes] = NO_ITEMS
+    ) -> bool:
+        """Keep a response: its body as JSON, the conversation with it, and the items of its output, as JSON too, by
+        their ids. Whether it is kept; why it is not is logged."""
         try:
-            written = asyncio.wrap_future(self.put(id, owner, body, messages))
+            written = asyncio.wrap_future(self.put(id, owner, body, messages, items))
             return await asyncio.wait_for(written, self._limits.wait_s)
         except TimeoutError:
             log.warning("a response is not kept: %s took no write for %g s", self._path, self._limits.wait_s)
             return False
 
-    def put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> Future[bool]:
+    def put(
+        self, id: str, owner: str, body: bytes, messages: Sequence[Message], items: Mapping[str, bytes] = NO_ITEMS
+    ) -> Future[bool]:
         """As `keep`, without waiting."""
-        return self._thread.submit(self._put, id, owner, body, messages)
+        return self._thread.submit(self._put, id, owner, body, messages, items)
 
     async def body(self, id: str, owner: str) -> bytes:
         """The response as it was answered. Raises Refusal (404) where the owner has none of that id."""
@@ -99,6 +109,10 @@ class ResponseStore:
     async def messages(self, id: str, owner: str) -> tuple[Message, ...]:
         """The conversation that ends with the response. Raises Refusal (404) where the owner has none of that id."""
         return await self._found(lambda: _MESSAGES.decode(self._row(id, owner)[1]))
+
+    async def items(self, ids: Iterable[str], owner: str) -> dict[str, bytes]:
+        """The items of the owner's responses that have these ids, as JSON; those that are not kept are missing."""
+        return await self._found(lambda: self._items(ids, owner))
 
     async def delete(self, id: str, owner: str) -> None:
         """Forget a response. Raises Refusal (404) where the owner has none of that id."""
@@ -130,18 +144,19 @@ class ResponseStore:
             self._removed = False
         return self._file
 
-    def _put(self, id: str, owner: str, body: bytes, messages: Sequence[Message]) -> bool:
+    def _put(self, id: str, owner: str, body: bytes, messages: Sequence[Message], items: Mapping[str, bytes]) -> bool:
         said = msgspec.json.encode(messages)
-        size = len(body) + len(said)
+        size = len(body) + len(said) + sum(map(len, items.values()))
         if size > self._limits.row_bytes:
             log.warning("a response of %d bytes is not kept; at most %d are", size, self._limits.row_bytes)
             return False
         row = (id, owner, self._clock(), size, body, said)
         try:
             with self._open() as file:
-                file.execute(
+                number = file.execute(
                     "INSERT INTO responses (id, owner, created, size, body, messages) VALUES (?, ?, ?, ?, ?, ?)", row
-                )
+                ).lastrowid
+                file.executemany("INSERT INTO items VALUES (?, ?, ?)", [(one, number, items[one]) for one in items])
                 self._make_room(file)
         except (sqlite3.Error, OSError, ConfigError) as error:
             log.error("a response is not kept: %s", error)
@@ -169,6 +184,18 @@ class ResponseStore:
         )
         if found is None:
             raise _unknown(id)
+        return found
+
+    def _items(self, ids: Iterable[str], owner: str) -> dict[str, bytes]:
+        file, since, found = self._open(), self._clock() - self._limits.age_s, dict[str, bytes]()
+        for id in ids:
+            row = file.execute(
+                "SELECT items.body FROM items JOIN responses ON number = response "
+                "WHERE items.id = ? AND owner = ? AND created >= ?",
+                (id, owner, since),
+            ).fetchone()
+            if row is not None:
+                found[id] = row[0]
         return found
 
     def _delete(self, id: str, owner: str) -> None:
@@ -208,7 +235,7 @@ def _check(path: Path, file: sqlite3.Connection) -> None:
     named = file.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite!_%' ESCAPE '!'")
     tables = {name for (name,) in named}
     columns = [column[1] for column in file.execute("PRAGMA table_info(responses)")]
-    if tables - {"responses", "totals"} or (tables and columns != _COLUMNS):
+    if tables - {"responses", "totals", "items"} or (tables and columns != _COLUMNS):
         raise ConfigError(
             f"responses_file: {path} is a SQLite database of another program (its tables: "
             f"{', '.join(sorted(tables))}): name another file"

@@ -5,9 +5,10 @@ cannot honour are refused by name. The items of an input that the assistant said
 calls) become one message, as the model had said them.
 """
 
+import itertools
 import json
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -16,7 +17,19 @@ from redline.api import media
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
-from redline.api.openai import ABSENT, Item, Name, Objects, is_absent, one_line, read
+from redline.api.openai import (
+    ABSENT,
+    CHOICE_BYTES,
+    Item,
+    Name,
+    Objects,
+    calls_of,
+    check_word,
+    decoded,
+    is_absent,
+    one_line,
+    read,
+)
 from redline.api.sealed import unseal
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -27,7 +40,18 @@ from redline.wire.job import Sampling
 _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 _FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-CHOICE_BYTES = 1 << 10
+MOST_REFERENCES = 1024  # to items that the server keeps, in one request
+REASONING = "rs"  # begins the ids of items of reasoning
+
+# Items about tools that only OpenAI runs, and members that are words of the conversation in items of other types.
+_HOSTED = frozenset({
+    "additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "computer_call",
+    "computer_call_output", "custom_tool_call", "custom_tool_call_output", "file_search_call", "image_generation_call",
+    "local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call",
+    "mcp_list_tools", "program", "program_output", "shell_call", "shell_call_output", "tool_search_call",
+    "tool_search_output", "web_search_call",
+})  # fmt: skip
+_WORDS = ("role", "content", "summary", "encrypted_content", "arguments", "output")
 
 
 class _Part(Item, gc=False):
@@ -42,18 +66,28 @@ class _Input(Item, gc=False):
     content: str | list[_Part] | None = None
     summary: list[_Part] | None = None
     encrypted_content: str | None = None
+    id: str | None = None
     call_id: Name | None = None
     name: _FunctionName | None = None
-    arguments: str | None = None
-    output: str | list[_Part] | None = None
+    namespace: _FunctionName | None = None
+    arguments: msgspec.Raw = ABSENT  # of a function_call: see _ARGUMENTS; of items that are skipped: anything
+    output: msgspec.Raw = ABSENT  # likewise, of a function_call_output: see _OUTPUT
 
 
-class _Tool(Item, gc=False):
+_ARGUMENTS = msgspec.json.Decoder(str | None)
+_OUTPUT = msgspec.json.Decoder(str | list[_Part] | None)
+
+
+class _Function(Item, gc=False):
     type: Name
     name: _FunctionName | None = None
     description: str | None = None
     parameters: msgspec.Raw = ABSENT  # dict[str, Any] | None
     strict: bool | None = None
+
+
+class _Tool(_Function, gc=False):
+    tools: list[_Function] | None = None  # of a namespace
 
 
 class _Reasoning(msgspec.Struct):
@@ -66,21 +100,30 @@ class _Text(msgspec.Struct):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class _Responses(msgspec.Struct, kw_only=True):
-    input: str | Annotated[list[_Input], Meta(min_length=1)]
+class _Prompt(msgspec.Struct, kw_only=True):
+    """What decides the prompt: all of a body of /v1/responses/input_tokens."""
+
+    input: str | list[_Input] | None = None
     model: Name | None = None
     instructions: str | None = None
-    max_output_tokens: _Count | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    stream: bool | None = None
-    store: bool | None = None
     previous_response_id: Name | None = None
     tools: msgspec.Raw = ABSENT  # list[_Tool], which answers repeat
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     text: _Text | None = None
+    truncation: Name | None = None
+    conversation: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
+
+
+class _Responses(_Prompt, kw_only=True):
+    input: str | Annotated[list[_Input], Meta(min_length=1)]  # type: ignore[assignment]
+    max_output_tokens: _Count | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    store: bool | None = None
     include: Annotated[list[Name], Meta(max_length=16)] | None = None
     metadata: (
         Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
@@ -88,9 +131,6 @@ class _Responses(msgspec.Struct, kw_only=True):
     ) = None
     background: bool | None = None
     top_logprobs: int | None = None
-    truncation: Name | None = None
-    conversation: msgspec.Raw = ABSENT
-    prompt: msgspec.Raw = ABSENT
 
 
 class ResponsesRequest(Asked, frozen=True):
@@ -98,6 +138,11 @@ class ResponsesRequest(Asked, frozen=True):
 
     said: tuple[Message, ...] = ()  # the conversation but for the instructions, which hold for one answer
     previous: str | None = None  # the response that it goes on with
+    references: tuple[str, ...] = ()  # ids of items that the server keeps
+    given: list[_Input] = msgspec.field(default_factory=list[_Input])  # where it has references
+    namespaces: dict[str, tuple[str, str]] = msgspec.field(
+        default_factory=dict[str, tuple[str, str]]
+    )  # what the model calls a function of a namespace -> the namespace's name and the function's
     stores: bool = False  # the client would have the response kept
     sealed: bool = False  # reasoning comes in encrypted_content too
     owner: str = ""  # whose response it is: the name of the key
@@ -107,9 +152,14 @@ class ResponsesRequest(Asked, frozen=True):
     format: bytes = b'{"type":"text"}'
     parallel: bool = True
     effort: str | None = None
-    summary: str | None = None
+    summary: str | None = None  # as the client said it
     metadata: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     max_output_tokens: int | None = None
+
+    @property
+    def summarised(self) -> bool:
+        """Whether reasoning is told as its summary."""
+        return self.summary not in (None, "none")
 
 
 def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> ResponsesRequest:
@@ -120,19 +170,12 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
     request = read(body, _Responses)
     _refuse(request)
     objects = Objects(limits)
-    tools = _tools(request.tools, limits, objects)
-    choice = _choice(request.tool_choice)
-    said = _messages(request.input, limits)
+    asked, choice, declared = _prompted(request, limits, defaults, objects)
     reasoning, text = request.reasoning or _Reasoning(), request.text or _Text()
     constraint = None if is_absent(text.format) else _constraint(objects.read(text.format, "text.format"))
     parallel = request.parallel_tool_calls is not False
-    conversation = Conversation(
-        messages=(*_instructions(request.instructions), *said),
-        tools=() if choice == "none" else tools,
-        thinking=defaults.thinking if reasoning.effort is None else reasoning.effort != "none",
-    )
-    ask = Ask(
-        prompts=(conversation,),
+    ask = msgspec.structs.replace(
+        asked.ask,
         sampling=Sampling(
             max_tokens=request.max_output_tokens or WHAT_IS_LEFT,
             temperature=defaults.temperature if request.temperature is None else request.temperature,
@@ -142,18 +185,14 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
             repetition_penalty=defaults.repetition_penalty,
         ),
         constraint=constraint,
-        calls=_calls(choice, tools, parallel),
-        param="input",
+        calls=_calls(choice, declared, parallel),
     )
-    return ResponsesRequest(
-        model=request.model,
+    return msgspec.structs.replace(
+        asked,
         ask=ask,
         stream=Streaming() if request.stream else None,
-        said=said,
-        previous=request.previous_response_id,
         stores=request.store is not False,
         sealed="reasoning.encrypted_content" in (request.include or ()),
-        instructions=request.instructions,
         tools=b"[]" if is_absent(request.tools) else one_line(request.tools, "tools"),
         tool_choice=b'"auto"' if is_absent(request.tool_choice) else one_line(request.tool_choice, "tool_choice"),
         format=b'{"type":"text"}' if is_absent(text.format) else one_line(text.format, "text.format"),
@@ -165,10 +204,63 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
     )
 
 
+def read_input_tokens(body: bytes, limits: Limits, defaults: Defaults) -> ResponsesRequest:
+    """Read the body of POST /v1/responses/input_tokens: its prompt is what /v1/responses would answer. Raises
+    RequestError, naming the field."""
+    request = read(body, _Prompt)
+    if request.input is None and request.instructions is None and request.previous_response_id is None:
+        raise RequestError("there is nothing to count: give input, instructions or previous_response_id", "input")
+    _refuse_in_prompt(request)
+    return _prompted(request, limits, defaults, Objects(limits))[0]
+
+
+def _prompted(
+    request: _Prompt, limits: Limits, defaults: Defaults, objects: Objects
+) -> "tuple[ResponsesRequest, str | _Choice, _Declared]":
+    """What decides the prompt, in a request that asks for one token."""
+    declared = _tools(request.tools, limits, objects)
+    choice = _choice(request.tool_choice)
+    given = request.input or []
+    items = _Items(given, limits, declared.flat)
+    effort = request.reasoning.effort if request.reasoning else None
+    conversation = Conversation(
+        messages=(*_instructions(request.instructions), *items.messages),
+        tools=() if choice == "none" else declared.tools,
+        thinking=defaults.thinking if effort is None else effort != "none",
+    )
+    asked = ResponsesRequest(
+        model=request.model,
+        ask=Ask(prompts=(conversation,), sampling=Sampling(max_tokens=1), param="input"),
+        said=items.messages,
+        previous=request.previous_response_id,
+        references=tuple(items.references),
+        given=given if items.references and not isinstance(given, str) else [],
+        namespaces={flat: of for of, flat in declared.flat.items()},
+        instructions=request.instructions,
+        left_out=tuple(dict.fromkeys((*declared.left_out, *items.left_out))),
+    )
+    return asked, choice, declared
+
+
+def resolved(asked: ResponsesRequest, kept: Mapping[str, bytes], limits: Limits) -> ResponsesRequest:
+    """The same request, with items in the place of references. kept: those that were found, as JSON, by their id.
+    Raises RequestError where one was not found that is no reasoning, and beyond the bounds."""
+    if sum(len(kept.get(id, b"")) for id in asked.references) > limits.body_bytes:  # as often as it is referred to
+        raise RequestError(f"the items that it refers to are more than {limits.body_bytes} bytes together", "input")
+    flat = {of: flat for flat, of in asked.namespaces.items()}
+    found = {id: read(item, _Input) for id, item in kept.items()}
+    whole = _saying(asked, _Items(asked.given, limits, flat, found).messages)
+    return msgspec.structs.replace(whole, references=(), given=[])  # what is given holds the whole body
+
+
 def behind(asked: ResponsesRequest, history: tuple[Message, ...], limits: Limits) -> ResponsesRequest:
     """The same request, behind a conversation that went before. Raises RequestError beyond the bounds."""
     said = (*history, *asked.said)
     _check_bounds(said, limits)
+    return _saying(asked, said)
+
+
+def _saying(asked: ResponsesRequest, said: tuple[Message, ...]) -> ResponsesRequest:
     [conversation] = asked.ask.prompts
     assert isinstance(conversation, Conversation)
     whole = msgspec.structs.replace(conversation, messages=(*_instructions(asked.instructions), *said))
@@ -185,6 +277,10 @@ def _refuse(request: _Responses) -> None:
         raise RequestError("background is not supported: responses are answered while their client waits", "background")
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
         raise RequestError("log probabilities are not supported here: ask /v1/chat/completions", "top_logprobs")
+    _refuse_in_prompt(request)
+
+
+def _refuse_in_prompt(request: _Prompt) -> None:
     if request.truncation not in (None, "disabled"):
         raise RequestError("truncation is not supported: disabled only", "truncation")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
@@ -194,14 +290,42 @@ def _refuse(request: _Responses) -> None:
             raise RequestError(f"{field} is not supported", field)
 
 
-def _messages(given: str | list[_Input], limits: Limits) -> tuple[Message, ...]:
-    if isinstance(given, str):
-        return (Message(role="user", content=given),)
-    found: list[Message] = []
-    turn = _Turn()
-    for index, item in enumerate(given):
-        place = f"input[{index}]"
+class _Items:
+    """The messages that an input's items make."""
+
+    def __init__(
+        self,
+        given: str | Sequence[_Input],
+        limits: Limits,
+        flat: Mapping[tuple[str, str], str],
+        kept: Mapping[str, _Input] | None = None,
+    ) -> None:
+        """flat: see `_Declared`. kept: items by id, for references to them; None: references are collected only.
+        Raises RequestError, naming the item."""
+        self._flat = flat
+        self._kept = kept
+        self._turn = _Turn()
+        self.references: list[str] = []
+        self.left_out: dict[str, None] = {}  # types of items that are about tools of others
+        found: list[Message] = []
+        if isinstance(given, str):
+            found.append(Message(role="user", content=given))
+        else:
+            for index, item in enumerate(given):
+                self._add(item, f"input[{index}]", found)
+                if len(found) > limits.messages:
+                    break
+        self._turn.end(found)
+        _check_bounds(found, limits)
+        self.messages = tuple(found)
+
+    def _add(self, item: _Input, place: str, found: list[Message]) -> None:
+        turn = self._turn
         match item.type:
+            case None if item.id and item.role is None and item.content is None:
+                self._refer(item, place, found)
+            case "item_reference":
+                self._refer(item, place, found)
             case None | "message" if item.role == "assistant":
                 turn.say(_content(item.content, f"{place}.content"), found)
             case None | "message":
@@ -215,20 +339,38 @@ def _messages(given: str | list[_Input], limits: Limits) -> tuple[Message, ...]:
             case "function_call":
                 if not item.call_id or not item.name:
                     raise RequestError("a call needs its call_id and name", place)
-                turn.calls.append(ToolCall(id=item.call_id, name=item.name, arguments=item.arguments or ""))
+                arguments = None
+                if not is_absent(item.arguments):
+                    arguments = decoded(_ARGUMENTS, item.arguments, f"{place}.arguments")
+                name = _flat_name(item.namespace, item.name, self._flat)
+                turn.calls.append(ToolCall(id=item.call_id, name=name, arguments=arguments or ""))
             case "function_call_output":
                 if not item.call_id:
                     raise RequestError("an output needs the call_id of its call", f"{place}.call_id")
                 turn.end(found)
-                content = _content(item.output, f"{place}.output", of_result=True)
+                output = None if is_absent(item.output) else decoded(_OUTPUT, item.output, f"{place}.output")
+                content = _content(output, f"{place}.output", of_result=True)
                 found.append(Message(role="tool", content=content, tool_call_id=item.call_id))
+            case kind if kind in _HOSTED or not any(getattr(item, word) for word in _WORDS):
+                self.left_out[kind] = None
             case kind:
                 raise RequestError(f"an item of type {kind} is not supported", f"{place}.type")
-        if len(found) > limits.messages:
-            break
-    turn.end(found)
-    _check_bounds(found, limits)
-    return tuple(found)
+
+    def _refer(self, item: _Input, place: str, found: list[Message]) -> None:
+        if not item.id:
+            raise RequestError("a reference needs the id of its item", f"{place}.id")
+        if len(self.references) == MOST_REFERENCES:
+            raise RequestError(f"at most {MOST_REFERENCES} references to items in one request", place)
+        self.references.append(item.id)
+        if self._kept is None:
+            return
+        if (kept := self._kept.get(item.id)) is not None:
+            self._add(kept, place, found)
+        elif not item.id.startswith(f"{REASONING}_"):
+            raise RequestError(
+                f"no item {item.id[:64]!r} is kept here for this key: send the item itself, not a reference to it",
+                f"{place}.id",
+            )
 
 
 def _check_bounds(messages: Sequence[Message], limits: Limits) -> None:
@@ -297,64 +439,155 @@ def _content(content: str | list[_Part] | None, place: str, *, of_result: bool =
     return "".join(texts)
 
 
-def _tools(raw: msgspec.Raw, limits: Limits, objects: Objects) -> tuple[Tool, ...]:
+class _Declared(NamedTuple):
+    """What a list of tools holds."""
+
+    tools: tuple[Tool, ...] = ()
+    flat: Mapping[tuple[str, str], str] = {}  # a namespace's name and a function's of it -> the name in the prompt
+    left_out: tuple[str, ...] = ()  # types of those that are no functions
+
+
+def _tools(raw: msgspec.Raw, limits: Limits, objects: Objects) -> _Declared:
     if is_absent(raw):
-        return ()
+        return _Declared()
     if memoryview(raw).nbytes > 2 * limits.json_bytes:
         raise RequestError(f"more than {2 * limits.json_bytes} bytes of JSON", "tools")
     tools = read(b'{"tools":%b}' % bytes(raw), _Tools).tools
-    if len(tools) > limits.tools:
+    if sum(len(tool.tools or (tool,)) for tool in tools) > limits.tools:
         raise RequestError(f"at most {limits.tools} tools in one request", "tools")
     found: list[Tool] = []
+    flat = _flattened(tools)
+    left_out: dict[str, None] = {}
     for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise RequestError(f"a tool of type {tool.type} is not supported: function only", f"tools[{index}].type")
-        if not tool.name:
-            raise RequestError("a function needs its name", f"tools[{index}].name")
-        parameters: dict[str, Any] = {}
-        if not is_absent(tool.parameters):
-            parameters = objects.read(tool.parameters, f"tools[{index}].parameters")
-        description, strict = tool.description or "", bool(tool.strict)
-        found.append(Tool(name=tool.name, description=description, parameters=parameters, strict=strict))
-    return tuple(found)
+        if tool.type != "namespace":
+            _declare(tool, f"tools[{index}]", objects, found, left_out)
+            continue
+        if not (namespace := tool.name):
+            raise RequestError("a namespace needs its name", f"tools[{index}].name")
+        members: list[Tool] = []
+        for within, member in enumerate(tool.tools or ()):
+            _declare(member, f"tools[{index}].tools[{within}]", objects, members, left_out)
+        for place, member in enumerate(members):
+            # There is no place for the words about a namespace but before its first function's.
+            about = [tool.description, member.description] if place == 0 else [member.description]
+            description = "\n".join(text for text in about if text)
+            name = flat[namespace, member.name]
+            found.append(msgspec.structs.replace(member, name=name, description=description))
+    return _Declared(tuple(found), flat, tuple(left_out))
+
+
+def namespaces_of(tools: bytes) -> dict[str, tuple[str, str]]:
+    """What the model calls the functions of namespaces, in a list of tools that was read before -> the names of the
+    namespace and of the function."""
+    return {flat: of for of, flat in _flattened(msgspec.json.decode(tools, type=list[_Tool])).items()}
+
+
+def _flattened(tools: Sequence[_Tool]) -> dict[tuple[str, str], str]:
+    """For the names of a namespace and of a function in it, the one by which the model calls that: no other has it."""
+    taken = {tool.name for tool in tools if tool.type == "function"}
+    flat: dict[tuple[str, str], str] = {}
+    for tool in tools:
+        for member in (tool.tools or ()) if tool.type == "namespace" else ():
+            if tool.name and member.name and member.type == "function" and (tool.name, member.name) not in flat:
+                name = next(name for name in _spellings(tool.name, member.name) if name not in taken)
+                flat[tool.name, member.name] = name
+                taken.add(name)
+    return flat
+
+
+def _declare(tool: _Function, place: str, objects: Objects, found: list[Tool], left_out: dict[str, None]) -> None:
+    if tool.type != "function":
+        if tool.name and not is_absent(tool.parameters):
+            raise RequestError(f"a tool with parameters is of type function, not {tool.type}", f"{place}.type")
+        left_out[tool.type] = None
+        return
+    if not tool.name:
+        raise RequestError("a function needs its name", f"{place}.name")
+    param = f"{place}.parameters"
+    parameters = {} if is_absent(tool.parameters) else objects.read(tool.parameters, param)
+    description, strict = tool.description or "", bool(tool.strict)
+    found.append(Tool(name=tool.name, description=description, parameters=parameters, strict=strict, param=param))
+
+
+def _spellings(namespace: str, name: str) -> Iterator[str]:
+    """Names for a function of a namespace, the usual one first."""
+    first = f"{namespace.rstrip('_')}__{name}"
+    yield first
+    yield from (f"{first}_{number}" for number in itertools.count(2))
+
+
+def _flat_name(namespace: str | None, name: str, flat: Mapping[tuple[str, str], str]) -> str:
+    """What the model calls a function; of a namespace that is not declared any more, what it usually would."""
+    return name if not namespace else flat.get((namespace, name)) or next(_spellings(namespace, name))
 
 
 class _Tools(msgspec.Struct):
     tools: list[_Tool]
 
 
-class _Named(msgspec.Struct):
+class _Named(Item, gc=False):
     type: Name
     name: Name | None = None
+    namespace: Name | None = None
 
 
 class _Choice(msgspec.Struct):
-    tool_choice: str | _Named
+    type: Name
+    name: Name | None = None
+    namespace: Name | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[_Named] | None = None
 
 
-def _choice(raw: msgspec.Raw) -> str | _Named:
+_CHOICE = msgspec.json.Decoder(str | _Choice)
+
+
+def _choice(raw: msgspec.Raw) -> str | _Choice:
     if is_absent(raw):
         return "auto"
     if memoryview(raw).nbytes > CHOICE_BYTES:
         raise RequestError(f"more than {CHOICE_BYTES} bytes of JSON", "tool_choice")
-    choice = read(b'{"tool_choice":%b}' % bytes(raw), _Choice).tool_choice
-    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
-        raise RequestError("tool_choice has to be auto, none, required or name a function", "tool_choice")
-    if isinstance(choice, _Named) and (choice.type != "function" or not choice.name):
-        raise RequestError(f"tool_choice of type {choice.type} is not supported", "tool_choice")
+    choice = decoded(_CHOICE, raw, "tool_choice")
+    if isinstance(choice, str):
+        return check_word(choice)
+    if choice.type == "allowed_tools":
+        if choice.mode is None or choice.tools is None:
+            raise RequestError("a choice of type allowed_tools needs its mode and tools", "tool_choice")
+    elif choice.type not in ("function", "namespace"):
+        raise RequestError(
+            f"tool_choice of type {choice.type} is not supported: only functions are called", "tool_choice"
+        )
+    elif not choice.name:
+        raise RequestError(f"a choice of type {choice.type} needs its name", "tool_choice.name")
     return choice
 
 
-def _calls(choice: str | _Named, tools: Sequence[Tool], parallel: bool) -> Calls:
-    if choice in ("auto", "none"):
-        return Calls(parallel=parallel)
-    if not tools:
-        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+def _calls(choice: str | _Choice, declared: _Declared, parallel: bool) -> Calls:
     if isinstance(choice, str):
-        return Calls(mode="required", parallel=parallel)
-    if all(tool.name != choice.name for tool in tools):
-        raise RequestError(f"tool_choice names {choice.name!r}, which is not among the tools", "tool_choice")
-    return Calls(mode="required", named=choice.name, parallel=parallel)
+        return calls_of(choice, None, declared.tools, parallel, "tool_choice")
+    mode, listed = choice.mode or "required", choice.tools
+    if listed is None or choice.type != "allowed_tools":
+        mode, listed = "required", [_Named(type=choice.type, name=choice.name, namespace=choice.namespace)]
+    return calls_of(mode, _names(listed, declared), declared.tools, parallel, "tool_choice")
+
+
+def _names(listed: Sequence[_Named], declared: _Declared) -> list[str]:
+    """What the model calls the functions that a choice lists; where it lists one that is not declared, its own word."""
+    plain = {tool.name for tool in declared.tools}
+    alike: dict[str, list[str]] = {}  # functions of namespaces by their own name
+    grouped: dict[str, list[str]] = {}  # and by their namespace's
+    for (namespace, name), flat in declared.flat.items():
+        alike.setdefault(name, []).append(flat)
+        grouped.setdefault(namespace, []).append(flat)
+    found: list[str] = []
+    for kind, name, namespace in dict.fromkeys((one.type, one.name or "", one.namespace) for one in listed):
+        if kind == "namespace":
+            found += grouped.get(name, [name])
+        elif kind == "function" and namespace:
+            found.append(declared.flat.get((namespace, name), name))
+        elif kind == "function":
+            found += [name] if name in plain else alike.get(name, [name])
+    return found
 
 
 def _constraint(format: dict[str, Any]) -> Constraint | None:
@@ -371,4 +604,4 @@ def _constraint(format: dict[str, Any]) -> Constraint | None:
 
 # -- What `/openapi.json` is made from -----------------------------------------------------------------------------
 
-ResponsesBody, ToolList = _Responses, list[_Tool]
+ResponsesBody, InputTokensBody, ToolList, Output = _Responses, _Prompt, list[_Tool], str | list[_Part] | None

@@ -4,8 +4,9 @@ A response is a list of items: reasoning, a message, calls. In a stream each ite
 the next one is added. A call's `call_id` is the model's own, so that it finds it again in its history.
 """
 
+import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,13 +21,14 @@ from redline.api.gateway import Batch
 from redline.api.openai_dialects import openai_error
 from redline.api.quota import CALLER
 from redline.api.response_store import ResponseStore
-from redline.api.responses import ResponsesRequest, behind, read_responses
+from redline.api.responses import REASONING, ResponsesRequest, behind, namespaces_of, read_responses, resolved
 from redline.api.sealed import seal
 from redline.chat.conversation import Message, ToolCall
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
 from redline.errors import RequestError
 
 Json = dict[str, Any]
+Namespaces = Mapping[str, tuple[str, str]]
 
 _json = msgspec.json.Encoder().encode
 
@@ -73,6 +75,14 @@ class _Body:
 
 class _Kept(msgspec.Struct):
     id: str
+    output: list[msgspec.Raw]
+
+
+class _KeptItem(msgspec.Struct):
+    id: str
+
+
+_item_of = msgspec.json.Decoder(_KeptItem).decode
 
 
 async def _keep(store: ResponseStore | None, asked: ResponsesRequest, body: bytes, turn: Message) -> bytes:
@@ -80,8 +90,9 @@ async def _keep(store: ResponseStore | None, asked: ResponsesRequest, body: byte
     -> the object to send, which says `store: false` where it could not be kept."""
     if store is None or not asked.stores:
         return body
-    id = msgspec.json.decode(body, type=_Kept).id
-    if await store.keep(id, asked.owner, body, (*asked.said, turn)):
+    kept = msgspec.json.decode(body, type=_Kept)
+    items = {_item_of(item).id: bytes(item) for item in kept.output}
+    if await store.keep(kept.id, asked.owner, body, (*asked.said, turn), items):
         return body
     return _json({**msgspec.json.decode(body, type=dict[str, msgspec.Raw]), "store": False})
 
@@ -96,9 +107,12 @@ def _usage(end: End) -> Json:
     }
 
 
-def _reasoning(id: str, text: str, status: str, sealed: bool) -> Json:
-    item: Json = {"id": id, "type": "reasoning", "summary": [], "status": status}
-    item["content"] = [{"type": "reasoning_text", "text": text}] if text else []
+def _reasoning(id: str, text: str, status: str, sealed: bool, summarised: bool) -> Json:
+    """summarised: the text is told as the summary, where clients look that show no content."""
+    kind, place = ("summary_text", "summary") if summarised else ("reasoning_text", "content")
+    item: Json = {"id": id, "type": "reasoning", "summary": [], "status": status, "content": []}
+    if text:
+        item[place] = [{"type": kind, "text": text}]
     return {**item, "encrypted_content": seal(text)} if sealed and text else item
 
 
@@ -111,9 +125,16 @@ def _said(id: str, text: str, status: str) -> Json:
     return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
-def _called(id: str, call: CallBegin, arguments: str, status: str) -> Json:
-    item = {"id": id, "type": "function_call", "call_id": call.id, "name": call.name, "arguments": arguments}
-    return {**item, "status": status}
+def _called(id: str, call: CallBegin, arguments: str, status: str, namespaces: Namespaces) -> Json:
+    item: Json = {"id": id, "type": "function_call", "call_id": call.id, **_named(call.name, namespaces)}
+    return {**item, "arguments": arguments, "status": status}
+
+
+def _named(name: str, namespaces: Namespaces) -> Json:
+    """The members that name a function: a namespace's is declared under another name (`responses.Declared`)."""
+    if (of := namespaces.get(name)) is None:
+        return {"name": name}
+    return {"name": of[1], "namespace": of[0]}
 
 
 def _id(kind: str) -> str:
@@ -127,7 +148,7 @@ class ResponseStream:
         self._asked, self._store = reply.asked, store
         self._body = _Body(reply, store is not None and reply.asked.stores)
         self._end: End | None = None
-        self._sealed = reply.asked.sealed
+        self._sealed, self._summarised = reply.asked.sealed, reply.asked.summarised
         self._number = 0  # of the next event
         self._output: list[Json] = []  # items that are done
         self._choice = Choice()
@@ -209,8 +230,13 @@ class ResponseStream:
         self._head = b"event: %b\ndata: %b" % (delta.encode(), _json(place)[:-1])
 
     def _open_reasoning(self, out: list[bytes]) -> None:
-        item = _reasoning("", "", "in_progress", sealed=False)
-        self._open("reasoning", "rs", item, "response.reasoning_text.delta", {"content_index": 0}, out)
+        item = _reasoning("", "", "in_progress", sealed=False, summarised=self._summarised)
+        if self._summarised:
+            self._open("reasoning", REASONING, item, "response.reasoning_summary_text.delta", {"summary_index": 0}, out)
+            part = {"type": "summary_text", "text": ""}
+            out.append(self._of_item("response.reasoning_summary_part.added", {"summary_index": 0, "part": part}))
+            return
+        self._open("reasoning", REASONING, item, "response.reasoning_text.delta", {"content_index": 0}, out)
         part = {"type": "reasoning_text", "text": ""}
         out.append(self._of_item("response.content_part.added", {"content_index": 0, "part": part}))
 
@@ -220,7 +246,7 @@ class ResponseStream:
         out.append(self._of_item("response.content_part.added", {"content_index": 0, "part": _output_text("")}))
 
     def _open_call(self, call: CallBegin, out: list[bytes]) -> None:
-        item = _called("", call, "", "in_progress")
+        item = _called("", call, "", "in_progress", self._asked.namespaces)
         self._open("function_call", "fc", item, "response.function_call_arguments.delta", {}, out)
         self._call = call
 
@@ -229,21 +255,27 @@ class ResponseStream:
         text = "".join(self._pieces)
         self._pieces.clear()
         match self._kind:
+            case "reasoning" if self._summarised:
+                item = _reasoning(self._id, text, status, self._sealed, summarised=True)
+                fields: Json = {"summary_index": 0, "text": text}
+                out.append(self._of_item("response.reasoning_summary_text.done", fields))
+                part = {"type": "summary_text", "text": text}
+                out.append(self._of_item("response.reasoning_summary_part.done", {"summary_index": 0, "part": part}))
             case "reasoning":
-                item = _reasoning(self._id, text, status, self._sealed)
+                item = _reasoning(self._id, text, status, self._sealed, summarised=False)
                 out.append(self._of_item("response.reasoning_text.done", {"content_index": 0, "text": text}))
                 part = {"type": "reasoning_text", "text": text}
                 out.append(self._of_item("response.content_part.done", {"content_index": 0, "part": part}))
             case "message":
                 item = _said(self._id, text, status)
-                fields: Json = {"content_index": 0, "text": text, "logprobs": []}
+                fields = {"content_index": 0, "text": text, "logprobs": []}
                 out.append(self._of_item("response.output_text.done", fields))
                 part = {"content_index": 0, "part": _output_text(text)}
                 out.append(self._of_item("response.content_part.done", part))
             case "function_call":
                 assert self._call is not None
-                item = _called(self._id, self._call, text, status)
-                fields = {"name": self._call.name, "arguments": text}
+                item = _called(self._id, self._call, text, status, self._asked.namespaces)
+                fields = {"name": item["name"], "arguments": text}
                 out.append(self._of_item("response.function_call_arguments.done", fields))
             case _:
                 return
@@ -266,11 +298,12 @@ def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], s
     [choice] = choices
     output: list[Json] = []
     if thought := "".join(choice.thought):
-        output.append(_reasoning(_id("rs"), thought, "completed", reply.asked.sealed))
+        asked = reply.asked
+        output.append(_reasoning(_id(REASONING), thought, "completed", asked.sealed, asked.summarised))
     if text := "".join(choice.text):
         output.append(_said(_id("msg"), text, "completed"))
     for call, pieces in choice.calls:
-        output.append(_called(_id("fc"), call, "".join(pieces), "completed"))
+        output.append(_called(_id("fc"), call, "".join(pieces), "completed", reply.asked.namespaces))
     end = choice.ended()
     if end.finish == "length" and output:
         output[-1]["status"] = "incomplete"
@@ -282,6 +315,9 @@ def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesR
 
     async def recall(asked: ResponsesRequest) -> ResponsesRequest:
         asked = msgspec.structs.replace(asked, owner=owner())
+        if asked.references:
+            kept = {} if store is None else await store.items(dict.fromkeys(asked.references), asked.owner)
+            asked = await asyncio.to_thread(resolved, asked, kept, limits)
         if asked.previous is None:
             return asked
         if store is None:
@@ -309,11 +345,68 @@ class KeptResponses:
         body = await self._store.body(request.path_params["id"], owner())
         return Response(body, media_type="application/json")
 
+    async def input_items(self, request: Request) -> Response:
+        """GET: the items that the response answers, a page of them."""
+        id, query = request.path_params["id"], request.query_params
+        limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= 100):
+            raise RequestError(f"limit is {limit[:64]!r}: a whole number from 1 to 100 is asked for", "limit")
+        if order not in ("asc", "desc"):
+            raise RequestError(f"order is {order[:64]!r}: asc or desc is asked for", "order")
+        body, messages = await self._store.body(id, owner()), await self._store.messages(id, owner())
+        page = await asyncio.to_thread(_page, id, body, messages[:-1], int(limit), order == "desc", after)
+        return Response(page, media_type="application/json")
+
     async def delete(self, request: Request) -> Response:
         """DELETE: the response is forgotten."""
         id = request.path_params["id"]
         await self._store.delete(id, owner())
         return Response(_json({"id": id, "object": "response", "deleted": True}), media_type="application/json")
+
+
+class _Said(msgspec.Struct):
+    tools: msgspec.Raw
+
+
+def _page(
+    id: str, body: bytes, messages: Sequence[Message], limit: int, newest_first: bool, after: str | None
+) -> bytes:
+    """The items of these messages, behind the one whose id is `after`. Raises RequestError where there is none such."""
+    items: list[Json] = []
+    namespaces = namespaces_of(msgspec.json.decode(body, type=_Said).tools)
+
+    def add(prefix: str, kind: str, **fields: Any) -> None:
+        items.append({"id": f"{prefix}_{id.removeprefix('resp_')}_{len(items)}", "type": kind, **fields})
+
+    for message in messages:
+        if message.role == "tool":
+            add("fco", "function_call_output", call_id=message.tool_call_id, output=message.content, status="completed")
+            continue
+        if message.reasoning:
+            add(REASONING, "reasoning", summary=[], content=[{"type": "reasoning_text", "text": message.reasoning}])
+        if message.content or not (message.reasoning or message.tool_calls):
+            said = message.role == "assistant"
+            part = _output_text(message.content) if said else {"type": "input_text", "text": message.content}
+            add("msg", "message", role=message.role, content=[part], status="completed")
+        for call in message.tool_calls:
+            named = _named(call.name, namespaces)
+            add("fc", "function_call", call_id=call.id, **named, arguments=call.arguments, status="completed")
+    if newest_first:
+        items.reverse()
+    if after is not None:
+        place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise RequestError(f"after is {after[:64]!r}, which is no item of this response's input", "after")
+        items = items[place + 1 :]
+    shown = items[:limit]
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    more = {"first_id": first, "last_id": last, "has_more": len(items) > limit}
+    return _json({"object": "list", "data": shown, **more})
+
+
+def count_input(tokens: int) -> bytes:
+    """The body of an answer to /v1/responses/input_tokens."""
+    return _json({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def owner() -> str:

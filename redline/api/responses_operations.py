@@ -30,6 +30,18 @@ _USAGE = shape(
 )
 _STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
 _THOUGHT = shape(type=always("reasoning_text"), text=TEXT)
+_SUMMARY = shape(type=always("summary_text"), text=TEXT)
+_ASKED = shape(type=always("input_text"), text=TEXT)
+_CALL = shape(
+    optional=("namespace",),
+    id=TEXT,
+    type=always("function_call"),
+    call_id=TEXT,
+    name=TEXT,
+    namespace=TEXT,
+    arguments=TEXT,
+    status=_STATUS,
+)
 _NOTHING: Schema = {"type": "array", "maxItems": 0}
 _SAID = shape(type=always("output_text"), text=TEXT, annotations=_NOTHING, logprobs=_NOTHING)
 _ITEM: Schema = {
@@ -38,13 +50,21 @@ _ITEM: Schema = {
             optional=("encrypted_content",),
             id=TEXT,
             type=always("reasoning"),
-            summary=_NOTHING,
+            summary=listed(_SUMMARY),
             status=_STATUS,
             content=listed(_THOUGHT),
             encrypted_content=TEXT,
         ),
         shape(id=TEXT, type=always("message"), role=always("assistant"), status=_STATUS, content=listed(_SAID)),
-        shape(id=TEXT, type=always("function_call"), call_id=TEXT, name=TEXT, arguments=TEXT, status=_STATUS),
+        _CALL,
+    ]
+}
+_GIVEN: Schema = {
+    "anyOf": [
+        shape(id=TEXT, type=always("reasoning"), summary=_NOTHING, content=listed(_THOUGHT)),
+        shape(id=TEXT, type=always("message"), role=TEXT, status=_STATUS, content=listed({"anyOf": [_SAID, _ASKED]})),
+        _CALL,
+        shape(id=TEXT, type=always("function_call_output"), call_id=TEXT, output=TEXT, status=_STATUS),
     ]
 }
 _RESPONSE = shape(
@@ -86,12 +106,19 @@ def _of_part(name: str, /, **members: Schema) -> Schema:
     return _of_item(name, content_index=COUNT, **members)
 
 
+def _of_summary(name: str, /, **members: Schema) -> Schema:
+    return _of_item(f"reasoning_summary_{name}", summary_index=COUNT, **members)
+
+
 _PART: Schema = {"anyOf": [_THOUGHT, _SAID]}
 _EVENT: Schema = {
     "anyOf": [
         *(_event(name, response=_RESPONSE) for name in ("created", "in_progress", "completed", "incomplete", "failed")),
         *(_event(f"output_item.{name}", output_index=COUNT, item=_ITEM) for name in ("added", "done")),
         *(_of_part(f"content_part.{name}", part=_PART) for name in ("added", "done")),
+        *(_of_summary(f"part.{name}", part=_SUMMARY) for name in ("added", "done")),
+        _of_summary("text.delta", delta=TEXT),
+        _of_summary("text.done", text=TEXT),
         _of_part("reasoning_text.delta", delta=TEXT),
         _of_part("reasoning_text.done", text=TEXT),
         _of_part("output_text.delta", delta=TEXT, logprobs=_NOTHING),
@@ -111,24 +138,44 @@ _FORMAT: Schema = {
         {"type": "null"},
     ]
 }
+_NAME: Schema = {"type": "string", "minLength": 1, "maxLength": 256}
 _NAMED: Schema = {
     "type": "object",
-    "properties": {"type": always("function"), "name": {"type": "string", "minLength": 1, "maxLength": 256}},
+    "properties": {"type": {"enum": ["function", "namespace"]}, "name": _NAME, "namespace": _NAME},
     "required": ["type", "name"],
+}
+_ALLOWED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": always("allowed_tools"),
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": _NAMED, "minItems": 1},
+    },
+    "required": ["type", "mode", "tools"],
 }
 _UNKNOWN = "No response of that id is kept for this key"
 
 
 def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operation, ...]:
     """A record for each route. stored: whether the server keeps responses."""
+    parameters: Schema = {"type": ["object", "null"], "description": "A JSON schema."}
     raw: dict[str, Any] = {
         "tools": responses.ToolList | None,
-        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED], "default": "auto"},
-        "_Tool.parameters": {"type": ["object", "null"], "description": "A JSON schema."},
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED, _ALLOWED], "default": "auto"},
+        "_Tool.parameters": parameters,
+        "_Function.parameters": parameters,
+        "_Input.arguments": {"description": "Of a function_call: JSON, as text."},
+        "_Input.output": {"description": "Of a function_call_output: a text, or a list of parts."},
         "_Text.format": _FORMAT,
     }
     kept = "store is true unless it is said to be false: responses are kept, and previous_response_id goes on with one."
     forgotten = "This server keeps no responses: answers say `store: false`, and previous_response_id is refused."
+    prompt: dict[str, Schema] = {
+        "tools": {"maxItems": limits.tools},
+        "truncation": {"enum": [None, "disabled"]},
+        **({} if stored else {"previous_response_id": {"enum": [None]}}),
+    }
+    refused: dict[str, list[Any]] = {"conversation": [None], "prompt": [None]}
     respond = Operation(
         "POST",
         "/v1/responses",
@@ -140,25 +187,55 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
         example={"input": "Hello!", "max_output_tokens": 16},
         raw=raw,
         bounds={
-            "tools": {"maxItems": limits.tools},
+            **prompt,
             "background": {"enum": [None, False]},
-            "truncation": {"enum": [None, "disabled"]},
             "top_logprobs": {"enum": [None, 0]},
             "include": {"items": {"not": always("message.output_text.logprobs")}},
-            **({} if stored else {"previous_response_id": {"enum": [None]}}),
             **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p")},
         },
-        refused={"conversation": [None], "prompt": [None]},
+        refused=refused,
         event=_EVENT,
         framing="each a line `event: NAME` and a line `data: JSON`; the last one is response.completed, "
         "response.incomplete or response.failed",
     )
+    count = Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        "Tokens",
+        "OpenAI's: how many tokens a response's input has",
+        shape(object=always("response.input_tokens"), input_tokens=COUNT),
+        notes=("One of input, instructions and previous_response_id has to be there.",),
+        body=responses.InputTokensBody,
+        example={"input": "Hello!"},
+        raw=raw,
+        bounds=prompt,
+        refused=refused,
+    )
     if not stored:
-        return (respond,)
+        return (respond, count)
     path, group = "/v1/responses/{id}", "Kept responses"
     gone = shape(id=TEXT, object=always("response"), deleted=always(True))
+    page = shape(
+        object=always("list"),
+        data=listed(_GIVEN),
+        first_id=nullable(TEXT),
+        last_id=nullable(TEXT),
+        has_more=YES,
+    )
+    query: dict[str, Schema] = {
+        "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+        "order": {"enum": ["asc", "desc"], "default": "desc"},
+        "after": {"type": "string", "description": "The id of the item that comes before the page."},
+    }
     return (
         respond,
+        count,
+        Operation(
+            *("GET", f"{path}/input_items", group, "The items that a response answers", page),
+            example="resp_0",
+            missing=_UNKNOWN,
+            query=query,
+        ),
         Operation("GET", path, group, "A response as it was answered", _RESPONSE, example="resp_0", missing=_UNKNOWN),
         Operation("DELETE", path, group, "Forget a response", gone, example="resp_0", missing=_UNKNOWN),
     )

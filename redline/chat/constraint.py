@@ -37,8 +37,12 @@ class Calls(Record, frozen=True):
     """Which tools may be called."""
 
     mode: Literal["auto", "required"] = "auto"
-    named: str | None = None  # the only one that may be
+    names: frozenset[str] | None = None  # of those that may be; None: all
     parallel: bool = True  # several in one answer
+
+    def allow(self, tool: Tool) -> bool:
+        """Whether the answer may call this tool."""
+        return self.names is None or tool.name in self.names
 
 
 class Part(NamedTuple):
@@ -93,10 +97,9 @@ def compose(
         assert conversation is not None, "tools are declared in a conversation"
         rules += _call_rules(tools, calls, _first_index(conversation), tokenizer)
         for place, tool in enumerate(tools):
-            if calls.named in (None, tool.name):
+            if calls.allow(tool):
                 others.append({"name": f"arguments{place}", "json_schema": _arguments(tool, loose=place in loose)})
-                param = f"tools[{place}].function.parameters"
-                parts.append(Part(param, others[-1], None if tool.strict else place))
+                parts.append(Part(tool.param, others[-1], None if tool.strict else place))
         starts.append(f"<[{section}]> calls")
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":
@@ -167,7 +170,7 @@ def _call_rules(tools: Sequence[Tool], calls: Calls, first: int, tokenizer: Toke
     token = tokenizer.specials.__getitem__
     begin, arguments = token("<|tool_call_begin|>"), token("<|tool_call_argument_begin|>")
     end, section_end = token("<|tool_call_end|>"), token("<|tool_calls_section_end|>")
-    callable_tools = [(place, tool) for place, tool in enumerate(tools) if calls.named in (None, tool.name)]
+    callable_tools = [(place, tool) for place, tool in enumerate(tools) if calls.allow(tool)]
     yield f"calls: <[{begin}]> (first) <[{end}]> {'next* ' if calls.parallel else ''}<[{section_end}]>"
     heads = {place: json.dumps(f"functions.{tool.name}:") for place, tool in callable_tools}
     rest = {place: f"<[{arguments}]> call{place}" for place, _ in callable_tools}

@@ -22,6 +22,8 @@ class Tool(Record, frozen=True):
     description: str = ""
     parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # JSON schema
     strict: bool = False  # a schema that cannot be followed is refused; else such a tool takes any JSON object
+    deferred: bool = False  # it may be called, and a message of the conversation declares it, not the prompt's opening
+    param: str = "tools"  # the field that its parameters came from, for errors
 
 
 class Message(Record, frozen=True):
@@ -33,6 +35,7 @@ class Message(Record, frozen=True):
     reasoning: str = ""  # assistant only
     tool_calls: tuple[ToolCall, ...] = ()  # assistant only
     tool_call_id: str = ""  # tool only: the call that it answers
+    declares: tuple[Tool, ...] = ()  # tool only: deferred tools, which the model knows from here on
 
 
 class Conversation(Record, frozen=True):

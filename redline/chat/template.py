@@ -97,9 +97,9 @@ def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxs
 
 def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Piece]:
     messages = native_ids(conversation.messages)
-    if conversation.tools:
-        declare = declare_json if style.tools == "json" else declare_typescript
-        yield from _turn("system", "tool_declare", declare(conversation.tools, most))
+    declare = declare_json if style.tools == "json" else declare_typescript
+    if declared := [tool for tool in conversation.tools if not tool.deferred]:
+        yield from _turn("system", "tool_declare", declare(declared, most))
     if style.system is not None and (not messages or messages[0].role != "system"):
         yield from _turn("system", "system", style.system)
 
@@ -121,7 +121,8 @@ def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Pie
                     turn = _unfinished(name, message.content, reasoning, style, thinks=style.thinks(conversation))
                 yield from turn
             case "tool":
-                yield from _turn("system", name, f"## Return of {message.tool_call_id}\n", message.content)
+                known = ("\n", declare(message.declares, most)) if message.declares else ()
+                yield from _turn("system", name, f"## Return of {message.tool_call_id}\n", message.content, *known)
             case _:
                 yield from _turn("system", name, message.content)
 

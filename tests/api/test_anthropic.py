@@ -15,6 +15,7 @@ from redline.api.anthropic import MessagesRequest, read_messages
 from redline.api.config import Defaults, Limits
 from redline.api.sealed import seal
 from redline.chat.conversation import Conversation
+from redline.chat.template import encode
 from redline.errors import RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
@@ -31,6 +32,7 @@ TOOL: dict[str, Any] = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 THINK = {"type": "enabled", "budget_tokens": 1024}
+SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 MESSAGES = "/v1/messages"
 
 
@@ -68,6 +70,13 @@ def conversation(**fields: Any) -> Conversation:
     (prompt,) = request(**fields).ask.prompts
     assert isinstance(prompt, Conversation)
     return prompt
+
+
+def returned(*content: Any, id: str = "toolu_1") -> list[Any]:
+    """A conversation in which a call has given this content."""
+    call = {"type": "tool_use", "id": id, "name": "find", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": id, "content": content}
+    return [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
 
 
 async def test_an_answer_comes_whole() -> None:
@@ -341,13 +350,67 @@ def test_the_last_message_of_the_assistant_is_gone_on_with() -> None:
         ({"type": "auto"}, ("auto", None, True)),
         ({"type": "auto", "disable_parallel_tool_use": True}, ("auto", None, False)),
         ({"type": "any"}, ("required", None, True)),
-        ({"type": "tool", "name": "get"}, ("required", "get", True)),
+        ({"type": "tool", "name": "get"}, ("required", {"get"}, True)),
     ],
 )
-def test_which_tools_may_be_called(choice: dict[str, Any], calls: tuple[str, str | None, bool]) -> None:
+def test_which_tools_may_be_called(choice: dict[str, Any], calls: tuple[str, set[str] | None, bool]) -> None:
     read = request(tools=[TOOL], tool_choice=choice).ask
-    assert (read.calls.mode, read.calls.named, read.calls.parallel) == calls
+    assert (read.calls.mode, read.calls.names, read.calls.parallel) == calls
     assert conversation(tools=[TOOL], tool_choice={"type": "none"}).tools == ()
+
+
+async def test_tools_that_anthropic_runs_are_left_out_with_what_they_gave_and_a_header_says_so() -> None:
+    foreign: list[dict[str, Any]] = [
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": [
+            {"type": "web_search_result", "url": "https://a.example", "title": "A", "encrypted_content": "xx"}]},
+        {"type": "code_execution_tool_result", "tool_use_id": "srvtoolu_2", "content": {
+            "type": "code_execution_result", "stdout": "1", "stderr": "", "return_code": 0, "content": []}},
+    ]  # fmt: skip
+    said = {"type": "text", "text": "it is so"}
+    tools = [SEARCH, {"type": "bash_20250124", "name": "bash"}, {"type": "mcp_toolset", "mcp_server_name": "s"}, TOOL]
+    async with World(say(ids("a<|im_end|>"))) as world:
+        bodies = [
+            {"messages": [*HELLO, {"role": "assistant", "content": [*blocks, said]}, *HELLO], "tools": declared}
+            for blocks, declared in ((foreign, tools), ([], [TOOL]))
+        ]
+        given = [await world.http.post(MESSAGES, json={**body, "max_tokens": 9}) for body in bodies]
+        streamed = await world.http.post(MESSAGES, json={**bodies[0], "max_tokens": 9, "stream": True})
+        counted = await world.http.post(f"{MESSAGES}/count_tokens", json=bodies[0])
+    assert [answer.status_code for answer in given] == [200, 200], given[0].text
+    assert world.engine.jobs[0].tokens == world.engine.jobs[1].tokens
+    assert counted.json()["input_tokens"] == len(world.engine.jobs[0].tokens)
+    for one in (given[0], streamed):
+        told = one.headers["x-redline-warning"]
+        assert told.endswith(
+            ": web_search_20250305, bash_20250124, mcp_toolset, server_tool_use, web_search_tool_result, "
+            "code_execution_tool_result"
+        )
+    assert "x-redline-warning" not in given[1].headers
+
+
+def test_a_tool_that_is_found_is_declared_where_it_was_found() -> None:
+    """So the prompt up to there, which is cached, does not change when a search finds a tool."""
+    found = {**TOOL, "name": "found", "defer_loading": True}
+    reference = {"type": "tool_reference", "tool_name": "found"}
+    unknown = {"type": "tool_reference", "tool_name": "gone"}
+    before = conversation(tools=[TOOL], messages=HELLO)
+    history = returned(reference, unknown, {"type": "text", "text": "two"})
+    read = conversation(tools=[TOOL, found], messages=[*history, *returned(reference, id="toolu_2")[1:]])
+    first, again = (message for message in read.messages if message.role == "tool")
+    assert (first.content, [tool.name for tool in first.declares]) == ("found\ngone\ntwo", ["found"])
+    assert (again.content, again.declares) == ("found", ())
+    opening, prompt = (TOKENIZER.decode_bytes(encode(one, TOKENIZER)).decode() for one in (before, read))
+    assert prompt.startswith(opening.removesuffix("<|im_assistant|>assistant<|im_middle|><think></think>"))
+    assert prompt.count("type found = ") == 1
+    assert "found\ngone\ntwo\n# Tools\n\n## functions\nnamespace functions {\n// the weather\ntype found = " in prompt
+    assert request(tools=[found], messages=history, tool_choice={"type": "tool", "name": "found"}).ask.calls.names
+
+
+def test_where_anthropic_would_search_all_tools_are_declared_at_once() -> None:
+    search = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    read = conversation(tools=[search, {**TOOL, "defer_loading": True}])
+    assert [tool.deferred for tool in read.tools] == [False]
 
 
 def test_a_form_of_the_answer_is_a_constraint() -> None:
@@ -385,8 +448,23 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages[0].content[0].input",
         ),
         ({"system": [IMAGE]}, "system[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{**TOOL, "type": "costum"}]}, "tools[0].type"),
+        ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
+        ({"tools": [SEARCH, TOOL], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice.name"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tol_result", "content": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"messages": returned({"type": "tool_reference"})}, "messages[2].content[0].content[0].tool_name"),
+        ({"messages": returned({"type": "text"}, {"type": "image"})}, "messages[2].content[0].content[0].text"),
+        (
+            {"messages": returned({"type": "text", "text": "a"}, {"type": "x"})},
+            "messages[2].content[0].content[1].type",
+        ),
+        ({"messages": returned(3)}, "messages[2].content[0].content[0]"),
+        ({"tools": [TOOL] * 1025}, "tools"),
         ({"tools": [{**TOOL, "input_schema": 3}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice.name"),

@@ -261,8 +261,18 @@ async def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_canno
         assert texts["arguments0"]["properties"] == {"n": {"type": "integer"}}
         assert {key for key in texts["arguments1"] if key != "x-guidance"} == {"type"}
         with pytest.raises(RequestError, match="uniqueItems") as refused:
-            await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED, strict=True)))
-        assert refused.value.param == "tools[1].function.parameters"
+            await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED, strict=True, param="x")))
+        assert refused.value.param == "x"
+
+
+async def test_only_the_tools_that_may_be_called_have_a_place_in_the_grammar():
+    declared = tools(*(Tool(name=name) for name in ("f", "g", "h")))
+    async with opened() as grammars:
+        for mode in ("auto", "required"):
+            given = await grammar_of(grammars, declared, mode=mode, names=frozenset({"f", "h"}))
+            assert given is not None
+            text = json.loads(given.text)["grammars"][0]["lark_grammar"]
+            assert ["functions.f:" in text, "functions.g:" in text, "functions.h:" in text] == [True, False, True]
 
 
 async def test_when_a_grammar_begins_and_what_cannot_come_before():
@@ -328,7 +338,7 @@ def test_what_a_request_says_of_its_answer(fields: dict[str, Any], constraint: t
         ({"tools": TOOLS, "tool_choice": "required"}, Calls(mode="required")),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
-            Calls(mode="required", named="g"),
+            Calls(mode="required", names=frozenset({"g"})),
         ),
     ],
 )

@@ -14,6 +14,13 @@ from redline.errors import RequestError
 HELLO = [{"role": "user", "content": "hello"}]
 BOUNDS = (Limits(), Defaults())
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CUSTOM = {"type": "custom", "custom": {"name": "c"}}
+
+
+def allowed(*names: str, mode: str = "auto") -> dict[str, Any]:
+    """A tool_choice of these functions."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def chat(defaults: Defaults = Defaults(), **fields: Any) -> ChatRequest:  # noqa: B008
@@ -80,13 +87,20 @@ def conversation(**fields: Any) -> Conversation:
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"tools": [TOOL] * 129}, "tools"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].type"),
+        ({"tools": [TOOL] * 1025}, "tools"),
+        ({"tools": [{**TOOL, "type": "functions"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
-        ({"tool_choice": {"type": "allowed_tools", "tools": []}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": []}, "tools": [TOOL]}, "tool_choice.allowed_tools"),
+        ({"tool_choice": allowed(), "tools": [TOOL]}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed("f", "g"), "tools": [TOOL]}, "tool_choice.allowed_tools.tools"),
+        ({"tool_choice": allowed("f", mode="none"), "tools": [TOOL]}, "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "c"}}, "tools": [CUSTOM, TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "c"}}, "tools": [CUSTOM, TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}, "tools": [TOOL]}, "tool_choice.function.name"),
+        ({"tool_choice": "required", "tools": [CUSTOM]}, "tool_choice"),
         ({"tool_choice": "required", "tools": [TOOL], "min_tokens": 3}, "min_tokens"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tool_choice": 3}, "tool_choice"),
@@ -318,6 +332,36 @@ def test_thinking_may_be_off_by_default() -> None:
     assert not prompt.thinking
 
 
+def test_a_choice_of_allowed_tools_bounds_what_is_called_and_not_what_is_declared() -> None:
+    others = [{"type": "function", "function": {"name": f"other_{index}" * 20}} for index in range(200)]
+    for mode in ("auto", "required"):
+        read = chat(tools=[TOOL, *others], tool_choice=allowed("f", "other_3" * 20, mode=mode)).ask
+        assert (read.calls.mode, read.calls.names) == (mode, {"f", "other_3" * 20})
+        assert read.prompts == chat(tools=[TOOL, *others]).ask.prompts
+    everything = allowed(*(f"other_{index}" * 20 for index in range(200)))
+    assert len(chat(tools=others, tool_choice=everything).ask.calls.names or ()) == 200
+
+
+def test_a_tool_that_is_no_function_is_left_out_with_its_calls() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    custom = {"id": "c2", "type": "custom", "custom": {"name": "c", "input": "x"}}
+    history = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call, custom]},
+        {"role": "tool", "tool_call_id": "c1", "content": "one"},
+        {"role": "tool", "tool_call_id": "c2", "content": "two"},
+        {"role": "assistant", "content": None, "tool_calls": [{**custom, "id": "c3"}]},
+        {"role": "tool", "tool_call_id": "c3", "content": "three"},
+    ]
+    tools = [CUSTOM, TOOL, {"type": "web_search"}, CUSTOM]
+    read = conversation(messages=history, tools=tools)
+    plain = conversation(messages=[*HELLO, {**history[1], "tool_calls": [call]}, history[2]], tools=[TOOL])
+    assert chat(messages=history, tools=tools).left_out == ("custom", "web_search")
+    assert read.messages == plain.messages
+    [tool] = read.tools
+    assert (tool.name, tool.param) == ("f", "tools[1].function.parameters")
+
+
 def test_tool_choice_none_hides_the_tools() -> None:
     assert [tool.name for tool in conversation(tools=[TOOL]).tools] == ["f"]
     assert conversation(tools=[TOOL], tool_choice="none").tools == ()
@@ -372,7 +416,7 @@ def test_tokenize_reads_the_conversation_that_a_chat_request_is(fields: dict[str
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"chat_template": "x"}, "chat_template"),
         ({"documents": [{}]}, "documents"),
         ({"continue_final_message": True}, "continue_final_message"),

@@ -137,7 +137,10 @@ async def test_what_a_deployment_says_of_max_tokens_is_told() -> None:
         ("/v1/messages/count_tokens", HELLO | {"system": "s"}),
         ("/v1/responses", {"input": "hello", "tools": FLAT_TOOLS, "include": ["reasoning.encrypted_content"]}),
         ("/v1/responses", {"input": HELLO["messages"], "max_output_tokens": 4, "reasoning": {"effort": "low"}}),
+        ("/v1/responses", {"input": "hello", "tools": FLAT_TOOLS, "reasoning": {"summary": "auto"}}),
+        ("/v1/responses", {"input": "hello", "tools": [{"type": "namespace", "name": "n", "tools": FLAT_TOOLS}]}),
         ("/v1/responses", {"input": []}),
+        ("/v1/responses/input_tokens", {"input": "hello", "tools": FLAT_TOOLS}),
         ("/v1/chat/completions", {}),
         ("/detokenize", {"tokens": ["a"]}),
         ("/v1/completions", {"prompt": "a", "model": "none"}),
@@ -184,6 +187,10 @@ async def test_responses_that_are_kept_are_told_as_the_document_says(tmp_path: P
         document = (await world.http.get("/openapi.json")).json()
         told = document["paths"]["/v1/responses/{id}"]
         id = (await world.http.post("/v1/responses", json={"input": "hello"})).json()["id"]
+        page = await world.http.get(f"/v1/responses/{id}/input_items?limit=1")
+        of_page = document["paths"]["/v1/responses/{id}/input_items"]["get"]
+        check(document, of_page["responses"]["200"]["content"]["application/json"]["schema"], page.json())
+        assert {one["name"] for one in of_page["parameters"] if one["in"] == "query"} == {"limit", "order", "after"}
         for method, status in (("get", 200), ("delete", 200), ("get", 404), ("delete", 404)):
             response = await world.http.request(method, f"/v1/responses/{id}")
             assert response.status_code == status

@@ -25,7 +25,7 @@ from redline.chat.conversation import Conversation, Message
 from redline.errors import ConfigError, RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
-from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
+from tests.api.world import CALLS, MODEL, PATIENT, TOKENIZER, World, answer, ids, named_events
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S, eventually
 
@@ -38,6 +38,25 @@ TOOL: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
 }
+
+CLOCK: dict[str, Any] = {
+    "type": "namespace",
+    "name": "mcp__clock",
+    "description": "About time.",
+    "tools": [
+        {"type": "function", "name": "now", "description": "The time.", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "raw"},
+        {"type": "function", "name": "get"},
+    ],
+}
+CALLED = (  # as the model calls a function of that namespace
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.mcp__clock__now:0<|tool_call_argument_begin|>"
+    "{}<|tool_call_end|><|tool_calls_section_end|>"
+)
+
+
+def allowed(names: list[str], mode: str = "auto") -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
 
 
 @pytest.fixture
@@ -526,19 +545,38 @@ def test_items_of_one_turn_become_one_message() -> None:
         ({"input": [{"type": "message", "role": "user"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "x"}] * 1025}, "input[1024]"),
+        ({"input": [{"type": "mesage", "role": "user", "content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "functoin_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": {}}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": 3}]}, "input[0].output"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": [{}]}]}, "input[0].output[0].type"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{**TOOL, "type": "funktion"}]}, "tools[0].type"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{**CLOCK, "tools": [{**TOOL, "type": "funktion"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{**CLOCK, "tools": [TOOL] * 1025}]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": 3}, "tools"),
         ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters"),
-        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL] * 1025}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "x"}, "tool_choice"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": allowed(["x"]), "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": allowed([]), "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}, "tools": [{"type": "web_search"}, TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "name": "c"}, "tools": [{"type": "custom", "name": "c"}]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "c"}, "tools": [{"type": "custom", "name": "c"}]}, "tool_choice"),
+        ({"tool_choice": "required", "tools": [{"type": "web_search"}]}, "tool_choice"),
+        ({"tool_choice": {"type": "namespace"}, "tools": [CLOCK]}, "tool_choice.name"),
+        ({"tool_choice": {"type": "namespace", "name": "x"}, "tools": [CLOCK]}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "now", "namespace": "x"}, "tools": [CLOCK]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}, "tool_choice"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
@@ -560,10 +598,272 @@ def test_a_request_is_refused_by_the_name_of_its_field(fields: dict[str, Any], p
 
 def test_which_tools_may_be_called_and_what_the_answer_has_to_be() -> None:
     named = request(tools=[TOOL], tool_choice={"type": "function", "name": "get"}, parallel_tool_calls=False).ask
-    assert (named.calls.mode, named.calls.named, named.calls.parallel) == ("required", "get", False)
+    assert (named.calls.mode, named.calls.names, named.calls.parallel) == ("required", {"get"}, False)
     assert conversation(tools=[TOOL], tool_choice="none").tools == ()
     schema = {"type": "object", "properties": {}}
     format = {"type": "json_schema", "name": "x", "schema": schema}
     constraint = request(text={"format": format}).ask.constraint
     assert constraint is not None
     assert json.loads(constraint.text) == schema
+
+
+def test_functions_of_a_namespace_are_declared_under_names_of_their_own() -> None:
+    declared = [
+        TOOL,
+        CLOCK,
+        {**CLOCK, "name": "mcp__clock__", "description": None},
+        {"type": "function", "name": "mcp__clock__get"},
+    ]
+    read = request(tools=declared)
+    assert [(tool.name, tool.description) for tool in conversation(tools=declared).tools] == [
+        ("get", "the weather"),
+        ("mcp__clock__now", "About time.\nThe time."),
+        ("mcp__clock__get_2", ""),
+        ("mcp__clock__now_2", "The time."),
+        ("mcp__clock__get_3", ""),
+        ("mcp__clock__get", ""),
+    ]
+    assert read.namespaces["mcp__clock__get_3"] == ("mcp__clock__", "get")
+    assert [tool.param for tool in conversation(tools=[CLOCK]).tools] == [
+        "tools[0].tools[0].parameters",
+        "tools[0].tools[2].parameters",
+    ]
+    assert read.left_out == ("custom",)
+
+
+async def test_a_call_of_a_namespaces_function_comes_and_goes_under_both_names() -> None:
+    async with World(answer(CALLED)) as world:
+        whole = await ask(world, tools=[CLOCK])
+        stream = await events(world, tools=[CLOCK])
+        async with world.client.responses.stream(model=MODEL, input="hello", tools=[CLOCK]) as typed:  # type: ignore[arg-type]
+            async for _ in typed:
+                pass
+            streamed = await typed.get_final_response()
+        items = [item.model_dump(exclude_none=True) for item in whole.output]
+        output = {"type": "function_call_output", "call_id": "functions.mcp__clock__now:0", "output": "noon"}
+        for tools in ([CLOCK], []):
+            await ask(world, tools=tools, input=[{"role": "user", "content": "hello"}, *items, output])
+        await ask(world, input=[{**items[-1], "call_id": "call_1"}, {**output, "call_id": "call_1"}], tools=[CLOCK])
+        prompts = [TOKENIZER.decode_bytes(job.tokens).decode() for job in world.engine.jobs[-3:]]
+    for response in (whole, streamed):
+        [call] = (item for item in response.output if item.type == "function_call")
+        assert (call.name, call.namespace, call.call_id) == ("now", "mcp__clock", "functions.mcp__clock__now:0")
+    told = [data["item"] for name, data in stream if name.startswith("response.output_item.")]
+    assert {(item["name"], item["namespace"]) for item in told if "name" in item} == {("now", "mcp__clock")}
+    assert [data["name"] for name, data in stream if name == "response.function_call_arguments.done"] == ["now"]
+    assert all(CALLED in prompt and "## Return of functions.mcp__clock__now:0\nnoon" in prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        (allowed(["get"]), {"get"}),
+        (allowed(["get", "now"], "required"), {"get", "mcp__clock__now"}),
+        ({**allowed([]), "tools": [{"type": "namespace", "name": "mcp__clock"}, {"type": "mcp", "server_label": "x"}]},
+         {"mcp__clock__now", "mcp__clock__get"}),
+        ({"type": "namespace", "name": "mcp__clock"}, {"mcp__clock__now", "mcp__clock__get"}),
+        ({"type": "function", "name": "now"}, {"mcp__clock__now"}),
+        ({"type": "function", "name": "mcp__clock__now"}, {"mcp__clock__now"}),
+        ({"type": "function", "name": "get", "namespace": "mcp__clock"}, {"mcp__clock__get"}),
+        ({"type": "function", "name": "get"}, {"get"}),
+    ],
+)  # fmt: skip
+def test_a_choice_bounds_what_is_called_and_not_what_is_declared(choice: dict[str, Any], names: set[str]) -> None:
+    declared = [TOOL, CLOCK, {"type": "mcp", "server_label": "x"}]
+    read = request(tools=declared, tool_choice=choice).ask
+    assert (read.calls.mode, read.calls.names) == (choice.get("mode", "required"), names)
+    assert read.prompts == request(tools=declared).ask.prompts
+
+
+async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
+    hosted = [
+        {"type": "web_search", "external_web_access": False},
+        {"type": "tool_search", "execution": "client", "description": "finds", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+        {"type": "a\r\nset-cookie: é" + "x" * 200},
+    ]
+    items: list[dict[str, Any]] = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+        {"type": "tool_search_call", "arguments": {"query": "x"}, "call_id": "t"},
+        {"type": "computer_call_output", "call_id": "d", "output": {"type": "computer_screenshot"}},
+        {"type": "mcp_call", "id": "m", "name": "f", "server_label": "s", "arguments": "{}", "output": "x"},
+        {"type": "of_tomorrow", "id": "x", "action": {"content": [1, 2]}},
+    ]
+    said = {"role": "user", "content": "hello"}
+    async with World(answer("a")) as world:
+        bodies = [{"input": [said, *items, said], "tools": [*hosted, TOOL]}, {"input": [said, said], "tools": [TOOL]}]
+        given = [await world.http.post(RESPONSES, json=body) for body in bodies]
+        streamed = await world.http.post(RESPONSES, json={**bodies[0], "stream": True})
+        counted = await world.http.post(f"{RESPONSES}/input_tokens", json=bodies[0])
+        await world.client.responses.create(model=MODEL, **bodies[0])
+    assert [one.status_code for one in given] == [200, 200], given[0].text
+    assert world.engine.jobs[0].tokens == world.engine.jobs[1].tokens
+    for one in (given[0], streamed, counted):
+        assert one.headers["x-redline-warning"] == (
+            "left out, as this server runs functions only: web_search, tool_search, custom, "
+            f"a??set-cookie???{'x' * 48}, "
+            "web_search_call, custom_tool_call, custom_tool_call_output, tool_search_call, computer_call_output, "
+            "mcp_call, of_tomorrow"
+        )
+        assert "set-cookie" not in one.headers
+    assert "x-redline-warning" not in given[1].headers
+
+
+async def test_reasoning_comes_as_its_summary_where_that_is_asked_for() -> None:
+    async with World(answer("so", thought="why — so")) as world:
+        for summary in ("auto", "concise", "detailed"):
+            how: dict[str, Any] = {"reasoning": {"summary": summary}, "include": ["reasoning.encrypted_content"]}
+            whole = await ask(world, **how)
+            stream = await events(world, **how)
+            async with world.client.responses.stream(model=MODEL, input="hello", **how) as typed:
+                types = [event.type async for event in typed]
+                streamed = await typed.get_final_response()
+        plain = [await ask(world, **how) for how in ({}, {"reasoning": {"summary": None}})]
+        back = [streamed.output[0].model_dump(exclude_none=True), {"role": "assistant", "content": ""}]
+        del back[0]["encrypted_content"]
+    for response in (whole, streamed):
+        assert [(part.type, part.text) for part in response.output[0].summary] == [("summary_text", "why — so")]
+        assert (response.output[0].content, response.output_text) == ([], "so")
+    names = [name.removeprefix("response.") for name, _ in stream]
+    assert [name for place, name in enumerate(names) if name not in names[:place]][2:7] == [
+        "output_item.added",
+        *("reasoning_summary_part.added", "reasoning_summary_text.delta"),
+        *("reasoning_summary_text.done", "reasoning_summary_part.done"),
+    ]
+    assert types.count("response.reasoning_summary_part.added") == 1
+    deltas = [data["delta"] for name, data in stream if name == "response.reasoning_summary_text.delta"]
+    assert "".join(deltas) == "why — so"
+    assert "reasoning_text.delta" not in names
+    for response in plain:
+        assert (response.output[0].summary, response.output[0].content[0].text) == ([], "why — so")
+    assert conversation(input=back).messages[0].reasoning == "why — so"
+
+
+async def test_references_to_items_that_are_kept_are_read_as_the_items(tmp_path: Path) -> None:
+    said = {"role": "user", "content": "hello"}
+    async with World(answer("so" + CALLED, thought="why"), responses_file=str(tmp_path / "kept")) as world:
+        first = await ask(world, tools=[CLOCK])
+        output = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "noon"}
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        references = [{"type": "item_reference", "id": item["id"]} for item in items]
+        untyped = [{"id": item["id"]} for item in items]
+        for asked in (items, references, [references[0], *items[1:]], untyped):
+            await ask(world, tools=[CLOCK], input=[said, *asked, output])
+        counted = await world.client.responses.input_tokens.count(
+            model=MODEL,
+            tools=[CLOCK],  # type: ignore[arg-type]
+            input=[said, *references, output],  # type: ignore[list-item]
+        )
+        jobs = world.engine.jobs[1:]
+        unknown = {"type": "item_reference", "id": "rs_1"}
+        await ask(world, input=[said, unknown])
+        assert b"rs_1" not in TOKENIZER.decode_bytes(world.engine.jobs[-1].tokens)
+        with pytest.raises(BadRequestError, match="no item 'msg_1' is kept here") as refused:
+            await ask(world, input=[said, {**unknown, "id": "msg_1"}])
+        assert refused.value.param == "input[1].id"
+        await world.client.responses.delete(first.id)
+        with pytest.raises(BadRequestError, match="is kept here"):
+            await ask(world, input=[said, *references])
+    assert len({job.tokens for job in jobs}) == 1
+    assert counted.input_tokens == len(jobs[0].tokens)
+    assert "<think>why</think>so" + CALLED in TOKENIZER.decode_bytes(jobs[0].tokens).decode()
+
+
+async def test_items_are_referred_to_as_long_as_they_are_no_more_than_a_body_holds(tmp_path: Path) -> None:
+    limits = msgspec.structs.replace(PATIENT, body_bytes=20_000)
+    async with World(answer("a" * 500), limits, responses_file=str(tmp_path / "kept")) as world:
+        reference = {"type": "item_reference", "id": (await ask(world)).output[-1].id}
+        await ask(world, input=[reference] * 3)
+        with pytest.raises(BadRequestError, match="more than 20000 bytes together") as refused:
+            await ask(world, input=[reference] * 100)
+    assert refused.value.param == "input"
+
+
+async def test_a_reference_to_reasoning_is_left_out_where_nothing_is_kept() -> None:
+    said = {"role": "user", "content": "hello"}
+    async with World(answer("a")) as world:
+        for asked in ([said], [said, {"type": "item_reference", "id": "rs_1"}]):
+            await ask(world, input=asked)
+        with pytest.raises(BadRequestError, match="send the item itself"):
+            await ask(world, input=[said, {"type": "item_reference", "id": "fc_1"}])
+    assert len({job.tokens for job in world.engine.jobs}) == 1
+
+
+async def test_an_item_is_its_keys_alone(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    files = {"keys_file": str(tmp_path / "keys"), "responses_file": str(tmp_path / "kept")}
+    async with World(answer("a"), **files) as world:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        first = (await world.http.post(RESPONSES, json={"input": "hello"}, headers=mine)).json()
+        body = {"input": [{"type": "item_reference", "id": first["output"][-1]["id"]}]}
+        statuses = [(await world.http.post(RESPONSES, json=body, headers=who)).status_code for who in (mine, other)]
+        path = f"{RESPONSES}/{first['id']}/input_items"
+        statuses += [(await world.http.get(path, headers=who)).status_code for who in (mine, other)]
+    assert statuses == [200, 400, 200, 404]
+
+
+async def test_input_tokens_are_those_of_the_prompt(tmp_path: Path) -> None:
+    async with World(answer("a"), responses_file=str(tmp_path / "kept")) as world:
+        first = await ask(world)
+        for fields in (
+            {"input": "hello", "instructions": "be kind", "tools": [TOOL], "reasoning": {"effort": "none"}},
+            {"input": "and then?", "previous_response_id": first.id},
+            {"input": "hello", "tools": [TOOL], "tool_choice": "none"},
+        ):
+            counted = await world.client.responses.input_tokens.count(model=MODEL, **fields)
+            assert counted.object == "response.input_tokens"
+            assert counted.input_tokens == (await ask(world, **fields)).usage.input_tokens
+        assert (await world.client.responses.input_tokens.count(instructions="be kind")).input_tokens > 0
+        with pytest.raises(BadRequestError, match="nothing to count"):
+            await world.client.responses.input_tokens.count(tools=[TOOL])  # type: ignore[list-item]
+        with pytest.raises(BadRequestError, match="verbosity"):
+            await world.client.responses.input_tokens.count(input="x", text={"verbosity": "low"})
+
+
+async def test_the_input_of_a_response_is_read_page_by_page(tmp_path: Path) -> None:
+    given: list[dict[str, Any]] = [
+        {"role": "user", "content": "one"},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "why"}]},
+        {"role": "assistant", "content": "two"},
+        {"type": "function_call", "call_id": "c1", "namespace": "mcp__clock", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "noon"},
+    ]
+    async with World(answer("so"), responses_file=str(tmp_path / "kept")) as world:
+        first = await ask(world, input=given, tools=[CLOCK], instructions="be kind")
+        items = world.client.responses.input_items
+        listed = [item async for item in await items.list(first.id, order="asc", limit=2)]
+        newest = await items.list(first.id)
+        second = await ask(world, previous_response_id=first.id, input="and then?")
+        words = [item.type async for item in await items.list(second.id, order="asc")]
+        for wrong in ({"limit": 0}, {"order": "up"}, {"after": "x"}):
+            with pytest.raises(BadRequestError) as refused:
+                await items.list(first.id, extra_query=wrong)
+            assert refused.value.param in wrong
+        with pytest.raises(NotFoundError):
+            await items.list("resp_1")
+    told: list[Any] = [item.model_dump(exclude_none=True) for item in listed]
+    assert [item["type"] for item in told] == ["message", *(item.get("type", "message") for item in given[1:])]
+    assert [told[0]["content"][0]["text"], told[1]["content"][0]["text"], told[2]["content"][0]["text"]] == [
+        "one", "why", "two",
+    ]  # fmt: skip
+    assert (told[3]["namespace"], told[3]["name"], told[4]["output"]) == ("mcp__clock", "now", "noon")
+    assert [item.id for item in newest.data] == [item.id for item in reversed(listed)]
+    assert (newest.first_id, newest.last_id, newest.has_more) == (listed[-1].id, listed[0].id, False)
+    assert words == [*(item["type"] for item in told), "message", "message"]
+
+
+def test_what_is_kept_of_items_goes_with_their_response(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path / "kept", StoreLimits(rows=2))
+    for number in range(3):
+        store.put(f"resp_{number}", "me", b"{}", (), {f"msg_{number}": b"[%d]" % number})
+
+    def items(owner: str) -> dict[str, bytes]:
+        return asyncio.run(store.items([f"msg_{number}" for number in range(4)], owner))
+
+    assert (items("me"), items("you")) == ({"msg_1": b"[1]", "msg_2": b"[2]"}, {})
+    asyncio.run(store.delete("resp_1", "me"))
+    assert items("me") == {"msg_2": b"[2]"}
+    assert store._thread.submit(lambda: store._file.execute("SELECT COUNT(*) FROM items").fetchone()).result() == (1,)
+    store.close()

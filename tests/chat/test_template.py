@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,20 @@ def test_a_model_of_another_family_is_refused(tmp_path: Path):
 def test_a_folder_without_a_config_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         style_of(tmp_path)
+
+
+@pytest.mark.parametrize(("style", "declare"), [(K2, declare_json), (K2_6, declare_typescript)])
+def test_a_deferred_tool_is_declared_by_the_result_that_found_it(style: Style, declare: Callable[..., str]):
+    known, found = Tool(name="f"), Tool(name="g", description="D", deferred=True)
+    asked = user("hello"), calls(("functions.f:0", "f"))
+    answered = msgspec.structs.replace(result("functions.f:0", "g"), declares=(found,))
+    before = Conversation(messages=asked, tools=(known,), add_generation_prompt=False)
+    after = Conversation(messages=(*asked, answered), tools=(known, found), add_generation_prompt=False)
+    assert shown(after, style).removeprefix(shown(before, style)) == (
+        f"<|im_system|>tool<|im_middle|>## Return of functions.f:0\ng\n{declare((found,))}<|im_end|>"
+    )
+    unknown = Conversation(messages=asked, tools=(found,), add_generation_prompt=False)
+    assert "tool_declare" not in shown(unknown, style)
 
 
 @pytest.mark.parametrize("style", [K2, K2_6])

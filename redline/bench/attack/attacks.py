@@ -194,7 +194,7 @@ def nested_tokenize(world: World) -> Fire:
 
 @attack("A2", "128 tools whose parameters have 500 properties each")
 def wide_tools(world: World) -> Fire:
-    """One chat request of as many tools as are accepted, each of 500 properties with nine equal choices."""
+    """One chat request of 128 tools, each of 500 properties with nine equal choices."""
     schema = {"type": "object", "properties": {f"p{k}": {"type": "string", "enum": ["a"] * 9} for k in range(500)}}
     tools = [tool(schema, "d" * 500, f"f{k}") for k in range(128)]
     return in_turn(world, [post(CHAT, body(messages=user("Hello"), tools=tools, max_tokens=1))])
