@@ -78,7 +78,11 @@ class MessageStream:
         """message_start, with the prompt's tokens, and a ping."""
         prompt = len(self._reply.generation.prompts[0])
         message = _message(self._reply, [], None, None, _usage(prompt, 0, 0))
-        return _event("message_start", {"message": message}) + _event("ping", {})
+        return _event("message_start", {"message": message}) + self.keepalive()
+
+    def keepalive(self) -> bytes:
+        """A ping."""
+        return _event("ping", {})
 
     def write(self, batches: Sequence[Batch]) -> bytes:
         """The events of these batches; the last of them close the message."""

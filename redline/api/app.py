@@ -529,9 +529,14 @@ class _Api:
             nonlocal started
             started = True
             await send(dict(STREAM_START))
-            if opened := stream.open():
-                await _send_parts(send, opened)
+            await write(stream.open())
 
+        async def write(body: bytes) -> None:
+            if body:
+                await _send_parts(send, body)
+                generation.wrote()
+
+        generation.break_silence(KEEPALIVE_S)
         try:
             if await generation.admitted(REFUSAL_S):
                 await start()
@@ -539,10 +544,11 @@ class _Api:
                 if not started:
                     await start()
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
-                if body := await self._gateway.in_thread(cost, stream.write, batches):
-                    await _send_parts(send, body)
+                await write(await self._gateway.in_thread(cost, stream.write, batches))
+                if generation.silent:
+                    await write(stream.keepalive())
                 if not opening:  # else a choice may open with what has to be written in a thread
-                    await _send_parts(send, await generation.pour(stream.write))
+                    await write(await generation.pour(stream.write))
             await send({"type": "http.response.body", "body": await stream.close(), "more_body": False})
         except Exception as error:
             if not started:
@@ -631,6 +637,7 @@ class _Departure:
         self._task.cancel()
 
 
+KEEPALIVE_S = 15.0  # of silence at most, then a stream sends a keepalive: proxies give up after 60, clients after 300
 REFUSAL_S = 0.25  # in which an engine that is not in the middle of a step has refused what it cannot take
 
 STREAM_START: Message = {

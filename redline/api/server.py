@@ -353,7 +353,8 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, _until_close(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
+        old: Any = _until_close(cycle, app)
+        super()._start_asgi_task(cycle, old if cycle.scope["http_version"] == "1.0" else app)
 
     def _is_answering(self) -> bool:
         return bool(self.cycle) and not self.cycle.response_complete
@@ -385,8 +386,8 @@ class Connection(HttpToolsProtocol):
 
 
 def _until_close(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """`app` for a client without transfer codings: a body without content-length is sent unframed, and uvicorn closes the
-    connection after it."""
+    """`app` for a client without transfer codings: a body without content-length is sent unframed, and uvicorn closes
+    the connection after it."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_on(message: Message) -> None:

@@ -118,13 +118,13 @@ async def test_a_stream_asked_for_with_http_1_0_ends_with_the_connection(
 ) -> None:
     if not poured:
         monkeypatch.setattr("redline.api.server.Connection.write_part", lambda *_: False)
-    async with World(answer("hello the <|tool_calls_section_begin|> and é")) as world:
-        async with serving(world.app, Limits(), clock) as (port, _):
-            with Client(port) as old, Client(port) as new:
-                # A client of HTTP/1.0 knows no 100 Continue either.
-                asked = posted(path, body, b"1.0", b"connection: keep-alive\r\nexpect: 100-continue\r\n")
-                head, _, streamed = (await old.say(asked).rest()).partition(b"\r\n\r\n")
-                chunked = await new.say(posted(path, body, b"1.1", b"connection: close\r\n")).rest()
+    text = "hello the <|tool_calls_section_begin|> and é"
+    async with World(answer(text)) as world, serving(world.app, Limits(), clock) as (port, _):
+        with Client(port) as old, Client(port) as new:
+            # A client of HTTP/1.0 knows no 100 Continue either.
+            asked = posted(path, body, b"1.0", b"connection: keep-alive\r\nexpect: 100-continue\r\n")
+            head, _, streamed = (await old.say(asked).rest()).partition(b"\r\n\r\n")
+            chunked = await new.say(posted(path, body, b"1.1", b"connection: close\r\n")).rest()
     assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
