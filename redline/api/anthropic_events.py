@@ -77,7 +77,7 @@ class MessageStream:
     def open(self) -> bytes:
         """message_start, with the prompt's tokens, and a ping."""
         prompt = len(self._reply.generation.prompts[0])
-        message = _message(self._reply, [], None, None, _usage(prompt, 0, 0))
+        message = _message(self._reply, [], None, None, _usage(prompt, 0, 0, 0))
         return _event("message_start", {"message": message}) + self.keepalive()
 
     def keepalive(self) -> bytes:
@@ -114,7 +114,7 @@ class MessageStream:
                     case End():
                         self._end(pieces)
                         stop, sequence = _stop_of(self._reply, event, self._calls)
-                        usage = _usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
+                        usage = _usage_of(event)
                         delta = {"stop_reason": stop, "stop_sequence": sequence}
                         pieces.append(_event("message_delta", {"delta": delta, "usage": usage}))
                         pieces.append(_event("message_stop", {}))
@@ -165,8 +165,7 @@ def message_answer(reply: Reply[MessagesRequest], choices: Sequence[Choice]) -> 
             calls += 1
             content.append({"type": "tool_use", "id": _call_id(), "name": call.name, "input": arguments})
     stop, sequence = _stop_of(reply, end, calls)
-    usage = _usage(end.prompt_tokens, end.cached_tokens, end.completion_tokens)
-    return _json(_message(reply, content, stop, sequence, usage))
+    return _json(_message(reply, content, stop, sequence, _usage_of(end)))
 
 
 def _object(text: str) -> msgspec.Raw | None:
@@ -197,13 +196,19 @@ def _signature(thought: str, reply: Reply[MessagesRequest]) -> str:
     return seal(thought) if reply.asked.omits else sign(thought)
 
 
-def _usage(prompt: int, cached: int, completion: int) -> Json:
-    """All counts are tokens; `input_tokens` does not count those that were found in the cache."""
+def _usage_of(end: End) -> Json:
+    return _usage(end.prompt_tokens, end.cached_tokens, end.completion_tokens, end.reasoning_tokens)
+
+
+def _usage(prompt: int, cached: int, completion: int, thinking: int) -> Json:
+    """All counts are tokens; `input_tokens` does not count those that were found in the cache. thinking: of
+    `completion`."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,  # it costs nothing more
         "cache_read_input_tokens": cached,
         "output_tokens": completion,
+        "output_tokens_details": {"thinking_tokens": thinking},
     }
 
 

@@ -27,14 +27,14 @@ def check_origins(origins: Sequence[str]) -> frozenset[bytes]:
     for origin in origins:
         if origin == "null" or origin.startswith("file:"):
             raise ConfigError(
-                f"cors_origins has {origin!r}; pages of files have the origin null, and so has a sandboxed frame of any "
-                "web page: it would let every page in and is not served; serve the page by HTTP, and name its origin"
+                f"cors_origins has {origin!r}; pages of files have the origin null, and so has a sandboxed frame of "
+                "any web page: it would let every page in and is not served; serve the page by HTTP and name its origin"
             )
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
                 f"cors_origins has {origin!r}; expected origins as browsers send them, such as https://chat.example, "
-                "http://localhost:3000 or app://obsidian.md, in lower case and without a path; * would let every page in "
-                "and is not served"
+                "http://localhost:3000 or app://obsidian.md, in lower case and without a path; * would let every page "
+                "in and is not served"
             )
     return frozenset(origin.encode() for origin in origins)
 

@@ -61,6 +61,7 @@ async def test_unknown_routes_and_methods_are_refused_in_openais_shape() -> None
         missing = await world.http.get("/v1/nothing")
         wrong = await world.http.get(CHAT)
         assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+        assert "GET /version lists" in error_of(missing)["message"]
         assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "POST"
 
@@ -278,6 +279,23 @@ async def test_a_server_still_loading_says_so() -> None:
         engine.serve(gateway)
         assert (await world.http.post(CHAT, json=HELLO)).status_code == 200
     gateway.close()
+
+
+async def test_tokenizer_info_is_the_checkpoints_config_with_the_served_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    pad = {"content": "[PAD]", "special": True}
+    own = {"pad_token": pad, "chat_template": "{{ a }}", "model_max_length": 10**30}
+    monkeypatch.setattr(TOKENIZER, "config", TOKENIZER.config | own)
+    async with World(answer("a")) as world:
+        info = (await world.http.get("/tokenizer_info")).json()
+        assert {name: info[name] for name in ("bos_token", "eos_token", "pad_token", "chat_template")} == {
+            "bos_token": "[BOS]",
+            "eos_token": "[EOS]",
+            "pad_token": "[PAD]",
+            "chat_template": "{{ a }}",
+        }
+        assert (info["model_max_length"], info["tokenizer_class"]) == (4096, "TikTokenTokenizer")
+        body = {"prompt": info["eos_token"], "add_special_tokens": False}
+        assert (await world.http.post("/tokenize", json=body)).json()["tokens"] == ids("[EOS]")
 
 
 async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:
