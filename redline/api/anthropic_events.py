@@ -39,13 +39,11 @@ def messages_error(error: Exception, request_id: str) -> Answer:
     """The status and body for an exception, in Anthropic's shape."""
     told = tell(error)
     status = OVERLOADED if told.status == 503 else told.status
-    return Answer(status, _error_body(status, told.message, told.param, request_id), told.headers)
+    return Answer(status, _error_body(status, told.message, request_id), told.headers)
 
 
-def _error_body(status: int, message: str, param: str | None, request_id: str) -> bytes:
+def _error_body(status: int, message: str, request_id: str) -> bytes:
     kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    if param and not message.startswith(param):
-        message = f"{param}: {message}"
     body = {"type": "error", "error": {"type": kind, "message": message}}
     return _json({**body, "request_id": request_id} if request_id else body)
 

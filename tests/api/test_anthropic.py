@@ -268,7 +268,9 @@ async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
         key = {"x-api-key": "good", "anthropic-version": "2023-06-01"}
         missing = await world.http.post(MESSAGES, json={"messages": HELLO}, headers=key)
         assert (missing.status_code, missing.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert missing.json()["error"]["message"].startswith("max_tokens: ")
+        assert missing.json()["error"]["message"] == "Object missing required field `max_tokens`"
+        beyond = await world.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 0}, headers=key)
+        assert beyond.json()["error"]["message"] == "max_tokens: Expected `int` >= 1"
         other = await world.http.get(MESSAGES, headers=key)
         assert (other.status_code, other.json()["type"]) == (405, "error")
         unknown = {"messages": HELLO, "max_tokens": 5, "model": "another"}

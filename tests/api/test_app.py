@@ -13,12 +13,12 @@ from openai import AuthenticationError
 from redline.api.app import create_app
 from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Limits
-from redline.api.errors import answer_to
+from redline.api.errors import answer_to, tell
 from redline.api.gateway import Gateway, Generation, JobFailed
 from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
-from redline.errors import ConfigError, Overloaded
+from redline.errors import ConfigError, Overloaded, RequestError
 from redline.route import links
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
@@ -73,12 +73,45 @@ async def test_models_are_listed_with_their_context() -> None:
         assert models[0].max_model_len == 4096
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "told"),
+    [
+        ("Expected `float` <= 2.0", "temperature", "temperature: Expected `float` <= 2.0"),
+        ("top_k is 3", "top_k", "top_k is 3"),
+        ("Object missing required field `prompt`", "prompt", "Object missing required field `prompt`"),
+        ("the prompts are long", "prompt", "prompt: the prompts are long"),
+        ("not served", "n", "n: not served"),
+        ("n_min is 3", "n", "n: n_min is 3"),
+        ("missing required field `role`", "messages[2].role", "messages[2].role: missing required field `role`"),
+        ("messages[2].role is cook", "messages[2].role", "messages[2].role is cook"),
+        ("messages[12] is cook", "messages[1]", "messages[1]: messages[12] is cook"),
+        ("the body is more than 3 bytes", None, "the body is more than 3 bytes"),
+    ],
+)
+def test_a_message_names_its_field_once(message: str, param: str | None, told: str) -> None:
+    assert tell(RequestError(message, param)).message == told
+
+
+async def test_a_wrong_field_is_named_in_every_dialect() -> None:
+    named = "top_p: Expected `float` <= 1.0"
+    async with World(answer("a")) as world:
+        for path, body in (
+            (CHAT, HELLO),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/messages", {**HELLO, "max_tokens": 9}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            for stream in (False, True):
+                refused = await world.http.post(path, json={**body, "top_p": 9, "stream": stream})
+                assert (refused.status_code, refused.json()["error"]["message"]) == (400, named)
+
+
 async def test_a_wrong_field_is_named_to_the_client() -> None:
     async with World(answer("a")) as world:
         response = await world.http.post(CHAT, json={**HELLO, "temperature": 9})
     assert response.status_code == 400
     assert error_of(response) == {
-        "message": "Expected `float` <= 2.0",
+        "message": "temperature: Expected `float` <= 2.0",
         "type": "invalid_request_error",
         "param": "temperature",
         "code": "invalid_value",
