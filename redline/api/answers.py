@@ -1,9 +1,10 @@
 """Whole answers in OpenAI's shape, and the parts that streams share with them: finish reasons, usage, logprobs."""
 
 import codecs
+import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -252,6 +253,18 @@ def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: Toke
 def detokenize_answer(tokens: Sequence[int], decode_bytes: Callable[[Sequence[int]], bytes]) -> bytes:
     """The body of an answer to /detokenize, as JSON; bytes that are no UTF-8 become U+FFFD."""
     return _json({"prompt": decode_bytes(tokens).decode(errors="replace")})
+
+
+def tokenizer_info(config: Json, max_model_len: int) -> bytes:
+    """The body of an answer to /tokenizer_info, as JSON. config: of the tokenizer, with its chat template."""
+    tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
+    # json, and not msgspec, writes integers of any size.
+    return json.dumps({"chat_template": None, **config, **tokens, "model_max_length": max_model_len}).encode()
+
+
+def _token_text(token: Any) -> str | None:
+    """A token of a tokenizer_config.json is its text, or an object with it."""
+    return cast("Json", token).get("content") if isinstance(token, dict) else token
 
 
 class Opening:

@@ -42,13 +42,11 @@ def messages_error(error: Exception, request_id: str) -> Answer:
     if isinstance(error, PromptTooLong):
         told = told._replace(message=error.in_messages, param=None)
     status = OVERLOADED if told.status == 503 else told.status
-    return Answer(status, _error_body(status, told.message, told.param, request_id), told.headers)
+    return Answer(status, _error_body(status, told.message, request_id), told.headers)
 
 
-def _error_body(status: int, message: str, param: str | None, request_id: str) -> bytes:
+def _error_body(status: int, message: str, request_id: str) -> bytes:
     kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    if param and not message.startswith(param):
-        message = f"{param}: {message}"
     body = {"type": "error", "error": {"type": kind, "message": message}}
     return _json({**body, "request_id": request_id} if request_id else body)
 
@@ -80,8 +78,12 @@ class MessageStream:
     def open(self) -> bytes:
         """message_start, with the prompt's tokens, and a ping."""
         prompt = len(self._reply.generation.prompts[0])
-        message = _message(self._reply, [], None, None, _usage(prompt, 0, 0))
-        return _event("message_start", {"message": message}) + _event("ping", {})
+        message = _message(self._reply, [], None, None, _usage(prompt, 0, 0, 0))
+        return _event("message_start", {"message": message}) + self.keepalive()
+
+    def keepalive(self) -> bytes:
+        """A ping."""
+        return _event("ping", {})
 
     def write(self, batches: Sequence[Batch]) -> bytes:
         """The events of these batches; the last of them close the message."""
@@ -113,7 +115,7 @@ class MessageStream:
                     case End():
                         self._end(pieces)
                         stop, sequence = _stop_of(self._reply, event, self._calls)
-                        usage = _usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens)
+                        usage = _usage_of(event)
                         delta = {"stop_reason": stop, "stop_sequence": sequence}
                         pieces.append(_event("message_delta", {"delta": delta, "usage": usage}))
                         pieces.append(_event("message_stop", {}))
@@ -164,8 +166,7 @@ def message_answer(reply: Reply[MessagesRequest], choices: Sequence[Choice]) -> 
             calls += 1
             content.append({"type": "tool_use", "id": _call_id(), "name": call.name, "input": arguments})
     stop, sequence = _stop_of(reply, end, calls)
-    usage = _usage(end.prompt_tokens, end.cached_tokens, end.completion_tokens)
-    return _json(_message(reply, content, stop, sequence, usage))
+    return _json(_message(reply, content, stop, sequence, _usage_of(end)))
 
 
 def _object(text: str) -> msgspec.Raw | None:
@@ -196,13 +197,19 @@ def _signature(thought: str, reply: Reply[MessagesRequest]) -> str:
     return seal(thought) if reply.asked.omits else sign(thought)
 
 
-def _usage(prompt: int, cached: int, completion: int) -> Json:
-    """All counts are tokens; `input_tokens` does not count those that were found in the cache."""
+def _usage_of(end: End) -> Json:
+    return _usage(end.prompt_tokens, end.cached_tokens, end.completion_tokens, end.reasoning_tokens)
+
+
+def _usage(prompt: int, cached: int, completion: int, thinking: int) -> Json:
+    """All counts are tokens; `input_tokens` does not count those that were found in the cache. thinking: of
+    `completion`."""
     return {
         "input_tokens": prompt - cached,
         "cache_creation_input_tokens": 0,  # it costs nothing more
         "cache_read_input_tokens": cached,
         "output_tokens": completion,
+        "output_tokens_details": {"thinking_tokens": thinking},
     }
 
 

@@ -28,7 +28,11 @@ ERROR = ErrorShape(
     OVERLOADED,
 )
 _USAGE = shape(
-    input_tokens=COUNT, cache_creation_input_tokens=COUNT, cache_read_input_tokens=COUNT, output_tokens=COUNT
+    input_tokens=COUNT,
+    cache_creation_input_tokens=COUNT,
+    cache_read_input_tokens=COUNT,
+    output_tokens=COUNT,
+    output_tokens_details=shape(thinking_tokens=COUNT),
 )
 _BLOCK: Schema = {
     "anyOf": [

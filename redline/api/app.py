@@ -30,6 +30,7 @@ from redline.api.answers import (
     detokenize_answer,
     gather,
     tokenize_answer,
+    tokenizer_info,
 )
 from redline.api.anthropic import read_count
 from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
@@ -112,6 +113,7 @@ def create_app(
         Route("/metrics", api.metrics),
         Route("/version", api.version),
         Route("/v1/models", api.models),
+        Route("/tokenizer_info", api.tokenizer_info),
         Route("/openapi.json", api.openapi),
         Route("/docs", api.docs),
         Route("/v1/models/{id:path}", api.one_model),
@@ -131,8 +133,8 @@ def create_app(
         routes.append(Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]))
     api.routes = [f"{_method(route)} {route.path_format}" for route in routes if not route.path.startswith("/page/")]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
-    tellers["/v1/messages/count_tokens"] = messages_error
-    border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics, tellers)
+    router = Router(routes, redirect_slashes=False)
+    border = Border(router, edge, config, gateway.metrics, tellers, "; GET /version lists the routes")
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
 
@@ -150,11 +152,19 @@ class Border:
     """What surrounds every request: keys, header size, request id, errors, and the access line."""
 
     def __init__(
-        self, app: ASGIApp, edge: Edge, config: ApiConfig, counted: Metrics, tellers: Mapping[str, Teller] = NO_TELLERS
+        self,
+        app: ASGIApp,
+        edge: Edge,
+        config: ApiConfig,
+        counted: Metrics,
+        tellers: Mapping[str, Teller] = NO_TELLERS,
+        hint: str = "",
     ) -> None:
-        """tellers: path -> how errors are told there, where that is not OpenAI's way."""
+        """tellers: path -> how errors are told there; elsewhere Anthropic's clients are told in their way, and others
+        in OpenAI's. hint: ends the message of a 404."""
         self._app = app
         self._tellers = tellers
+        self._hint = hint
         self._edge = edge
         self._open = open_paths(config)
         self._local = config.local
@@ -184,7 +194,7 @@ class Border:
         scope["passage"] = passage
         self._edge.passages.begin(passage)
 
-        tell = self._tellers.get(scope["path"], openai_error)
+        tell = self._tellers.get(scope["path"], messages_error if _is_anthropics(scope) else openai_error)
         # Anthropic's SDK reads the id under a name of its own.
         ids = [(name, request_id) for name in (b"x-request-id", b"request-id")[: 1 + (tell is messages_error)]]
 
@@ -214,7 +224,7 @@ class Border:
             else:
                 await self._app(scope, receive, send_on)
         except HTTPException as error:
-            await _send(send_on, _no_route(scope, error, tell, request_id.decode()))
+            await _send(send_on, _no_route(scope, error, tell, request_id.decode(), self._hint))
         except Exception as error:  # the last place where an exception can end one request only
             answer = tell(error, request_id.decode())
             self._counted.rejected(error)
@@ -270,6 +280,18 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
     )
 
 
+MOST_MODELS = 1000  # of a page of the list of models
+
+
+def _page_limit(said: str | None) -> int:
+    """Raises RequestError."""
+    if said is None:
+        return MOST_MODELS
+    if not (said.isascii() and said.isdigit() and 1 <= int(said[:5]) <= MOST_MODELS):
+        raise RequestError(f"limit is {said[:20]!a}; expected a number from 1 to {MOST_MODELS}", "limit")
+    return int(said)
+
+
 MOST_TIMEOUT_S = 86400.0
 
 
@@ -290,14 +312,19 @@ def _timeout_s(headers: Headers) -> float | None:
     return seconds
 
 
-def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str) -> Answer:
+def _is_anthropics(scope: Scope) -> bool:
+    """Whether a client of Anthropic's dialect asks, at a path that has no dialect of its own."""
+    return f"{scope['path']}/".startswith("/v1/messages/") or bool(header(scope["headers"], b"anthropic-version"))
+
+
+def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str, hint: str) -> Answer:
     """The router's own 404 and 405."""
     if error.status_code == 405:
         refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
     else:
         refusal = Refusal(
             error.status_code,
-            f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET /version lists those of the API",
+            f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}{hint}",
             "not_found",
         )
     return tell(refusal, request_id)._replace(
@@ -494,20 +521,53 @@ class _Api:
         return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+        """OpenAI's list and Anthropic's in one. ?limit, ?after_id, ?before_id: a page, as Anthropic's clients ask."""
+        query = request.query_params
+        begin = 1 + self._place(after, "after_id") if (after := query.get("after_id")) else 0
+        end = self._place(before, "before_id") if (before := query.get("before_id")) else len(self._names)
+        names, limit = self._names[begin:end], _page_limit(query.get("limit"))
+        some = names[-limit:] if before else names[:limit]
+        return json_response(
+            {
+                "object": "list",
+                "data": [self._card(name) for name in some],
+                "has_more": len(some) < len(names),
+                "first_id": some[0] if some else None,
+                "last_id": some[-1] if some else None,
+            }
+        )
 
     async def one_model(self, request: Request) -> Response:
         return json_response(self._card(self._model(request.path_params["id"])))
 
+    def _place(self, name: str, param: str) -> int:
+        if name not in self._names:
+            raise RequestError(f"{param} is {name[:100]!a}, which is not served", param)
+        return self._names.index(name)
+
     def _card(self, name: str) -> dict[str, Any]:
+        """A model as OpenAI has it, with vLLM's `max_model_len`, and as Anthropic has it."""
         ready = self._gateway.ready
+        length = ready.max_model_len if ready else None
+        allowed = [tokens for tokens in (length, self._limits.most_max_tokens) if tokens is not None]
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "redline",
-            "max_model_len": ready.max_model_len if ready else None,
+            "max_model_len": length,
+            "type": "model",
+            "display_name": name,
+            "created_at": clock.strftime("%Y-%m-%dT%H:%M:%SZ", clock.gmtime(self._created)),
+            "lifecycle": "active",
+            "max_input_tokens": length,
+            "max_tokens": min(allowed, default=None),
         }
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """vLLM's: the fields of tokenizer_config.json, with the chat template."""
+        body = tokenizer_info(self._gateway.tokenizer.config, self._gateway.max_model_len)
+        return Response(body, media_type="application/json")
 
     async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
         """Begin what a body asks for in a dialect."""
@@ -551,9 +611,14 @@ class _Api:
             started = True
             more = [(name.encode(), value.encode()) for name, value in headers.items()]
             await send({**STREAM_START, "headers": [*STREAM_START["headers"], *more]})
-            if opened := stream.open():
-                await _send_parts(send, opened)
+            await write(stream.open())
 
+        async def write(body: bytes) -> None:
+            if body:
+                await _send_parts(send, body)
+                generation.wrote()
+
+        generation.break_silence(KEEPALIVE_S)
         try:
             if await generation.admitted(REFUSAL_S):
                 await start()
@@ -561,10 +626,11 @@ class _Api:
                 if not started:
                     await start()
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
-                if body := await self._gateway.in_thread(cost, stream.write, batches):
-                    await _send_parts(send, body)
+                await write(await self._gateway.in_thread(cost, stream.write, batches))
+                if generation.silent:
+                    await write(stream.keepalive())
                 if not opening:  # else a choice may open with what has to be written in a thread
-                    await _send_parts(send, await generation.pour(stream.write))
+                    await write(await generation.pour(stream.write))
             await send({"type": "http.response.body", "body": await stream.close(), "more_body": False})
         except Exception as error:
             if not started:
@@ -664,6 +730,7 @@ class _Departure:
         self._task.cancel()
 
 
+KEEPALIVE_S = 15.0  # of silence at most, then a stream sends a keepalive: proxies give up after 60, clients after 300
 REFUSAL_S = 0.25  # in which an engine that is not in the middle of a step has refused what it cannot take
 
 STREAM_START: Message = {

@@ -1,5 +1,7 @@
 """Pages of other origins that the operator has named: the browser is told that they may ask here, and read the answers.
 
+Pages of desktop and mobile apps and of extensions have origins of schemes of their own, such as `tauri://localhost`.
+
 No origin is let in but by its name, and no cookie counts: who a request is from, its key says, where there are keys.
 """
 
@@ -14,7 +16,7 @@ from redline.errors import ConfigError
 MAX_AGE_S = 600  # in which a browser need not ask again
 ASKED_BYTES = 2048  # of header names that a page wants to send
 
-_ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[a-z0-9._\-\[\]:]+")
 _NAMES = re.compile(rb"[A-Za-z0-9\-]+(\s*,\s*[A-Za-z0-9\-]+)*")
 _EXPOSED = (  # what a page may read besides the few headers that it always may
     b"x-request-id, request-id, retry-after, x-redline-warning"
@@ -22,12 +24,19 @@ _EXPOSED = (  # what a page may read besides the few headers that it always may
 
 
 def check_origins(origins: Sequence[str]) -> frozenset[bytes]:
-    """The origins as browsers send them. Raises ConfigError for what is none, `*` included."""
+    """The origins as browsers send them. Raises ConfigError for what is none, and for `*` and `null`, which every page
+    can have."""
     for origin in origins:
+        if origin == "null" or origin.startswith("file:"):
+            raise ConfigError(
+                f"cors_origins has {origin!r}; pages of files have the origin null, and so has a sandboxed frame of "
+                "any web page: it would let every page in and is not served; serve the page by HTTP and name its origin"
+            )
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(
-                f"cors_origins has {origin!r}; expected origins as browsers send them, such as https://chat.example or "
-                "http://localhost:3000, in lower case and without a path; * would let every page in and is not served"
+                f"cors_origins has {origin!r}; expected origins as browsers send them, such as https://chat.example, "
+                "http://localhost:3000 or app://obsidian.md, in lower case and without a path; * would let every page "
+                "in and is not served"
             )
     return frozenset(origin.encode() for origin in origins)
 

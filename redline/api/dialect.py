@@ -71,6 +71,10 @@ class EventStream(Protocol):
         """The events of these batches, in their order, as server-sent events; empty where they show nothing."""
         ...
 
+    def keepalive(self) -> bytes:
+        """What clients pass over, for a stream that has been silent for long."""
+        ...
+
     async def close(self) -> bytes:
         """What follows the last choice's end."""
         ...

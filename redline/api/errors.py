@@ -5,6 +5,7 @@ What was raised on purpose explains itself to the client; anything else is logge
 
 import logging
 import math
+import re
 from typing import NamedTuple
 
 import msgspec
@@ -48,7 +49,8 @@ def _retry_after(seconds: float) -> str:
 
 
 class Told(NamedTuple):
-    """What a client is told of an exception, in no dialect's shape yet. kind: OpenAI's type."""
+    """What a client is told of an exception, in no dialect's shape yet. kind: OpenAI's type. `message` names the field
+    `param`, since clients show the message alone."""
 
     status: int
     message: str
@@ -63,11 +65,11 @@ def tell(error: Exception) -> Told:
     match error:
         case Refusal(status=429, retry_s=float() as seconds):
             headers = {"retry-after": _retry_after(seconds)}
-            return Told(429, str(error), "rate_limit_error", error.param, error.code, headers)
+            return Told(429, _naming(error), "rate_limit_error", error.param, error.code, headers)
         case RequestError():
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
-            return Told(error.status, str(error), kind, error.param, error.code, headers)
+            return Told(error.status, _naming(error), kind, error.param, error.code, headers)
         case Overloaded():
             return Told(
                 503, str(error), "server_error", None, "overloaded", {"retry-after": _retry_after(error.retry_s)}
@@ -79,6 +81,14 @@ def tell(error: Exception) -> Told:
             known = isinstance(error, RedlineError)
             log.error("a request failed: %s", error, exc_info=None if known else error)
             return Told(500, "The server met an error with this request", "server_error", None, None, {})
+
+
+def _naming(error: RequestError) -> str:
+    """The message of an error, which begins with the field unless it names it as a word of its own."""
+    message, param = str(error), error.param
+    if not param or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message):
+        return message
+    return f"{param}: {message}"
 
 
 def answer_to(error: Exception) -> Answer:

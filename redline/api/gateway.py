@@ -69,6 +69,7 @@ from redline.wire.step import Proposer, TokenLogprobs
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
 NEVER = -100.0  # added to the logit of a token that is to be all but impossible
+LOOKS = 3  # for something that was written, in the time for which a stream may be silent
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
 AHEAD_TOKENS = 64  # of a job that wait for a client which lags, before it gives its pages to others
 MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
@@ -1055,12 +1056,15 @@ class Generation:
 
     Iterating raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed. `prompts`
     holds the token ids of each prompt, `n` the choices for each. `direct` is what `pour` writes to, if there is any.
+    Whoever writes it calls `wrote`, and `break_silence` first where its iteration is to go on while nothing comes.
     """
 
     def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float, caller: Caller) -> None:
         self.n = ask.n
         self.caller = caller
         self._ending: asyncio.TimerHandle | None = None
+        self._silence_due: asyncio.TimerHandle | None = None
+        self._silence = 0  # times that `_silence_due` has run since something was written
         self.direct: Direct | None = None
         self._gateway = gateway
         self._pours = gateway.pours
@@ -1145,7 +1149,10 @@ class Generation:
         if body and not self.direct.write_part(body):
             self._left = body
             wake.set_result(None)
-        elif self._open == 0:
+            return
+        if body:
+            self._silence = 0
+        if self._open == 0:
             wake.set_result(None)
 
     def job_ended(self, tokens: int) -> int | None:
@@ -1168,6 +1175,30 @@ class Generation:
 
         self._ending = asyncio.get_running_loop().call_at(when, end)
 
+    def break_silence(self, seconds: float) -> None:
+        """From now on be `silent` when nothing was written for `seconds`, or for two thirds of them at the least: the
+        iteration then gives what there is, at once, which may be an empty list."""
+        loop = asyncio.get_running_loop()
+
+        def look(due: float) -> None:
+            self._silence += 1
+            if self.silent:
+                self._notify()
+            due += seconds / LOOKS
+            self._silence_due = loop.call_at(due, look, due)
+
+        due = loop.time() + seconds / LOOKS
+        self._silence_due = loop.call_at(due, look, due)
+
+    @property
+    def silent(self) -> bool:
+        """Whether something has to be written, though nothing has come that is shown."""
+        return self._silence >= LOOKS
+
+    def wrote(self) -> None:
+        """The stream of the answer was written to."""
+        self._silence = 0
+
     async def admitted(self, seconds: float) -> bool:
         """False where it is known within so many seconds that nothing will come; it returns as soon as anything is."""
         if not self._arrived and self._failure is None and self._open:
@@ -1179,8 +1210,9 @@ class Generation:
 
     def close(self) -> None:
         """Abort every job of this answer that has not ended; idempotent."""
-        if self._ending is not None:
-            self._ending.cancel()
+        for timer in (self._ending, self._silence_due):
+            if timer is not None:
+                timer.cancel()
         for lane in self.lanes:
             self._gateway.forget(lane, "aborted")
 
@@ -1198,12 +1230,15 @@ class Generation:
     async def __anext__(self) -> list[Batch]:
         while True:
             if arrived := self._take():
-                if batches := [batch for lane, delta in arrived if (batch := self._read(lane, delta))]:
+                batches = [batch for lane, delta in arrived if (batch := self._read(lane, delta))]
+                if batches or self.silent:
                     return batches
             elif self._open == 0:
                 raise StopAsyncIteration
             elif self._failure is not None:
                 raise self._failure
+            elif self.silent:
+                return []
             else:
                 self._wake = asyncio.get_running_loop().create_future()
                 await self._wake

@@ -2,12 +2,31 @@
 
 from redline.api import anthropic_operations, openai_operations, responses_operations
 from redline.api.config import ApiConfig
-from redline.api.operation import COUNT, TEXT, Operation, always, listed, nullable, shape
+from redline.api.operation import COUNT, TEXT, YES, Operation, Schema, always, listed, nullable, shape
 
 _ROOT = shape(name=always("redline"), version=TEXT, models=listed(TEXT), routes=listed(TEXT))
 _READY = shape(status=always("ready"))
 _UNREADY = shape(optional=("reason",), status={"enum": ["loading", "worker lost", "draining", "stalled"]}, reason=TEXT)
-_CARD = shape(id=TEXT, object=always("model"), created=COUNT, owned_by=TEXT, max_model_len=nullable(COUNT))
+_CARD = shape(
+    id=TEXT,
+    object=always("model"),
+    created=COUNT,
+    owned_by=TEXT,
+    max_model_len=nullable(COUNT),
+    type=always("model"),
+    display_name=TEXT,
+    created_at=TEXT,
+    lifecycle=always("active"),
+    max_input_tokens=nullable(COUNT),
+    max_tokens=nullable(COUNT),
+)
+_CARDS = shape(object=always("list"), data=listed(_CARD), has_more=YES, first_id=nullable(TEXT), last_id=nullable(TEXT))
+_TOKENIZER: Schema = {
+    "type": "object",
+    "properties": dict.fromkeys(("bos_token", "eos_token", "pad_token"), nullable(TEXT))
+    | {"model_max_length": {"type": "integer"}, "tokenizer_class": TEXT},
+    "required": ["bos_token", "eos_token", "pad_token", "model_max_length", "chat_template"],
+}
 
 
 def operations(config: ApiConfig) -> tuple[Operation, ...]:
@@ -17,13 +36,13 @@ def operations(config: ApiConfig) -> tuple[Operation, ...]:
     chat, completions, *tokens = openai_operations.operations(limits, defaults)
     messages, count = anthropic_operations.operations(limits, defaults)
     respond, *kept = responses_operations.operations(limits, defaults, config.responses_file is not None)
-    cards = shape(object=always("list"), data=listed(_CARD))
     return (
         *(chat, respond, messages, completions),
         *tokens,
+        Operation("GET", "/tokenizer_info", "Tokens", "vLLM's: the checkpoint's tokenizer_config.json", _TOKENIZER),
         count,
         *kept,
-        Operation("GET", "/v1/models", "Models", "The served names", cards),
+        Operation("GET", "/v1/models", "Models", "The served names", _CARDS),
         Operation("GET", "/v1/models/{id}", "Models", "One of them", _CARD, example=name, missing="It is not served"),
         Operation("GET", "/", "Server", "A page to talk to the model and to watch the engine", TEXT, text="text/html")
         if config.page

@@ -188,6 +188,10 @@ class ResponseStream:
                         self._end = event
         return b"".join(out)
 
+    def keepalive(self) -> bytes:
+        """An event of that name, which OpenAI sends too."""
+        return self._event("keepalive", {})
+
     async def close(self) -> bytes:
         """The last event, response.completed or response.incomplete, once the response is kept."""
         assert self._end is not None

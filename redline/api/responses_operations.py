@@ -113,6 +113,7 @@ def _of_summary(name: str, /, **members: Schema) -> Schema:
 _PART: Schema = {"anyOf": [_THOUGHT, _SAID]}
 _EVENT: Schema = {
     "anyOf": [
+        shape(type=always("keepalive"), sequence_number=COUNT),
         *(_event(name, response=_RESPONSE) for name in ("created", "in_progress", "completed", "incomplete", "failed")),
         *(_event(f"output_item.{name}", output_index=COUNT, item=_ITEM) for name in ("added", "done")),
         *(_of_part(f"content_part.{name}", part=_PART) for name in ("added", "done")),

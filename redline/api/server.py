@@ -15,12 +15,15 @@
   has left is found out by sending it something (`redline.api.departures`).
 - What has arrived is read in shares, a turn of the event loop each (`redline.api.turns`), and the app is told of a body
   when it is whole or has grown by much, not of each piece.
+- A client that asks with HTTP/1.0 knows no transfer codings (RFC 9112, 6.1) and no interim answers (RFC 9110, 15.2): a
+  body of unknown length goes to it as it is, and ends with the connection.
 - A token must leave when it is written. Event loops turn Nagle's delay off, but not on every way that a listening
   socket can be made; with it, a token may wait 40 ms for the client's acknowledgement of the one before.
 """
 
 import asyncio
 import logging
+import math
 import socket
 import ssl
 from collections.abc import Callable, Generator
@@ -30,9 +33,9 @@ from typing import Any, cast
 
 import httptools
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from redline.api.budget import Connections
 from redline.api.config import Limits
@@ -48,7 +51,8 @@ LINGER_S = 1.0  # for a client that was refused, to read that it was
 PROBE_S = 5.0  # between two looks whether a client that sends nothing more has left
 ALIVE_S = 15  # likewise, between two probes of its system, which need no answer to be under way
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client passes over any number of them (RFC 9110, 15.2)
-COMMENT = b"3\r\n:\n\n\r\n"  # a chunk with a comment of an event stream
+COMMENT = b":\n\n"  # of an event stream
+UNKNOWN: Any = math.inf  # bytes of a body that ends with its connection, until its last part has come
 
 log = logging.getLogger("redline.api")
 
@@ -170,8 +174,9 @@ class Connection(HttpToolsProtocol):
         """
         self._untold_bytes = 0
         assert self.parser is not None
+        version = self.parser.get_http_version()
         try:
-            self.url = check_head(self.parser.get_http_version(), self.parser.get_method(), self.url, self.headers)
+            self.url = check_head(version, self.parser.get_method(), self.url, self.headers)
         except Refusal as refusal:
             self._refusal = refusal
             raise
@@ -182,6 +187,8 @@ class Connection(HttpToolsProtocol):
                 400, "nothing is upgraded: send a body as HTTP/1.1, without an Upgrade header", "no_upgrade"
             )
             raise self._refusal
+        if version == "1.0":
+            self.expect_100_continue = False  # RFC 9110, 10.1.1
         super().on_headers_complete()
         self.headers = []  # trailers go there: they are counted, and are no headers of the request
         self._owed_in_time()
@@ -277,8 +284,8 @@ class Connection(HttpToolsProtocol):
             return
         if not (self.flow.write_paused or self.transport.is_closing()):
             if self.cycle.response_started:
-                if self.cycle.chunked_encoding:  # as event streams are, and nothing else
-                    self.transport.write(COMMENT)
+                if self.cycle.chunked_encoding or self.cycle.expected_content_length == UNKNOWN:
+                    self._write_part(COMMENT)  # only event streams have no content-length
             elif self.scope["http_version"] == "1.1":
                 self.transport.write(CONTINUE)
         self._probe_due = self.loop.call_later(PROBE_S, self._probe)
@@ -309,8 +316,11 @@ class Connection(HttpToolsProtocol):
         """Write a part of a streamed body, in the chunk that uvicorn would make of it (`pour.Direct`)."""
         if self.flow.write_paused or self.cycle.disconnected or self.cycle.response_complete:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self._write_part(body)
         return True
+
+    def _write_part(self, body: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self.cycle.chunked_encoding else body)
 
     def pause_writing(self) -> None:
         """The client lags: it must take something every `limits.write_seconds`."""
@@ -342,6 +352,10 @@ class Connection(HttpToolsProtocol):
         self._all.leave(self)
         super().connection_lost(exc)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        old: Any = _until_close(cycle, app)
+        super()._start_asgi_task(cycle, old if cycle.scope["http_version"] == "1.0" else app)
+
     def _is_answering(self) -> bool:
         return bool(self.cycle) and not self.cycle.response_complete
 
@@ -369,6 +383,24 @@ class Connection(HttpToolsProtocol):
             return
         log.info("closed a connection: its client took nothing for %g s", self._limits.write_seconds)
         self.transport.abort()
+
+
+def _until_close(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+    """`app` for a client without transfer codings: a body without content-length is sent unframed, and uvicorn closes
+    the connection after it."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                    cycle.chunked_encoding, cycle.expected_content_length = False, UNKNOWN
+            elif cycle.expected_content_length == UNKNOWN and not message.get("more_body", False):
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_on)
+
+    return serve
 
 
 class Server(uvicorn.Server):

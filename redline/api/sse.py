@@ -33,6 +33,7 @@ from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, T
 from redline.wire.step import Proposer
 
 DONE = b"data: [DONE]\n\n"
+KEEPALIVE = b": keepalive\n\n"  # a comment
 
 _json = msgspec.json.Encoder().encode
 
@@ -68,6 +69,10 @@ class _ChunkWriter:
     def open(self) -> bytes:
         """Nothing: the first chunk of a choice comes with its first tokens."""
         return b""
+
+    def keepalive(self) -> bytes:
+        """A comment."""
+        return KEEPALIVE
 
     def fail(self, error: Exception) -> bytes:
         """The error, as the last event."""

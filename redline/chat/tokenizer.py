@@ -13,6 +13,7 @@ import re
 import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ Piece = Special | str
 class Tokenizer:
     """The vocabulary of one checkpoint. Immutable; safe to share between threads.
 
-    `specials` has the id of every control token by its name, `stop_ids` the ids with which the model ends an answer.
+    `specials` has the id of every control token by its name, `stop_ids` the ids with which the model ends an answer,
+    `config` what tokenizer_config.json says, with the chat template, where it was read from a folder.
     """
 
     def __init__(self, ranks: dict[bytes, int], names: dict[int, str], kept: frozenset[int] = frozenset()) -> None:
@@ -89,6 +91,7 @@ class Tokenizer:
         self.vocab_size = first + RESERVED
         self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
         self.skipped = frozenset(reserved) - kept  # left out of text unless asked for
+        self.config: dict[str, Any] = {}
 
     @property
     def encoding(self) -> tiktoken.Encoding:
@@ -99,11 +102,16 @@ class Tokenizer:
     def open(cls, folder: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint folder. Raises CheckpointError, which names the file."""
         ranks = read_ranks(folder / "tiktoken.model")
-        names, kept = _read_names(folder / "tokenizer_config.json", len(ranks))
+        path = folder / "tokenizer_config.json"
+        config, names, kept = _read_config(path, len(ranks))
         try:
-            return cls(ranks, names, kept)
+            tokenizer = cls(ranks, names, kept)
         except ConfigError as error:
-            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {error}") from None
+            raise CheckpointError(f"{path}: {error}") from None
+        with suppress(OSError, UnicodeDecodeError):  # nothing here renders it: clients may
+            config["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
+        tokenizer.config = config
+        return tokenizer
 
     def special(self, name: str) -> int:
         """The id of a control token. Raises ConfigError where the checkpoint has none of that name."""
@@ -272,10 +280,11 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _read_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]:
-    """The named control tokens of tokenizer_config.json, and which of them are declared `special: false`."""
+def _read_config(path: Path, first: int) -> tuple[dict[str, Any], dict[int, str], frozenset[int]]:
+    """tokenizer_config.json, the control tokens that it names, and which of them are declared `special: false`."""
     try:
-        added: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["added_tokens_decoder"]
+        config: dict[str, Any] = json.loads(path.read_bytes())
+        added: dict[str, dict[str, Any]] = config["added_tokens_decoder"]
         names = {int(token): entry["content"] for token, entry in added.items()}
         kept = frozenset(int(token) for token, entry in added.items() if entry.get("special") is False)
     except OSError as error:
@@ -289,7 +298,7 @@ def _read_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]
             raise CheckpointError(f"{path}: the content of id {token} is {ascii(name)[:80]}; expected a token's text")
         if not first <= token < first + RESERVED:
             raise CheckpointError(f"{path}: {name} has id {token}; expected one in [{first}, {first + RESERVED})")
-    return names, kept
+    return config, names, kept
 
 
 def _is_name(value: Any) -> bool:

@@ -96,6 +96,7 @@ async def test_an_answer_comes_whole() -> None:
     assert usage.input_tokens + usage.cache_read_input_tokens == len(world.engine.jobs[0].tokens)
     assert (usage.cache_read_input_tokens, usage.cache_creation_input_tokens) == (5, 0)
     assert usage.output_tokens == len(ids("the user greets</think>hello there<|im_end|>"))
+    assert usage.output_tokens_details.thinking_tokens == len(ids("the user greets"))
 
 
 async def test_an_answer_that_did_not_ask_for_thinking_has_none() -> None:
@@ -130,9 +131,8 @@ async def test_the_stream_joined_by_the_client_is_the_whole_answer(per_delta: in
         assert all(call.id.startswith("toolu_") for call in calls)
         assert message.stop_reason == "tool_use"
     assert whole.content[0].signature == streamed.content[0].signature
-    assert streamed.usage.model_dump(include={"input_tokens", "output_tokens", "cache_read_input_tokens"}) == (
-        whole.usage.model_dump(include={"input_tokens", "output_tokens", "cache_read_input_tokens"})
-    )
+    counts = {"input_tokens", "output_tokens", "output_tokens_details", "cache_read_input_tokens"}
+    assert streamed.usage.model_dump(include=counts) == whole.usage.model_dump(include=counts)
 
 
 async def test_every_event_comes_in_its_order() -> None:
@@ -277,12 +277,64 @@ async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
         key = {"x-api-key": "good", "anthropic-version": "2023-06-01"}
         missing = await world.http.post(MESSAGES, json={"messages": HELLO}, headers=key)
         assert (missing.status_code, missing.json()["error"]["type"]) == (400, "invalid_request_error")
-        assert missing.json()["error"]["message"].startswith("max_tokens: ")
+        assert missing.json()["error"]["message"] == "Object missing required field `max_tokens`"
+        beyond = await world.http.post(MESSAGES, json={"messages": HELLO, "max_tokens": 0}, headers=key)
+        assert beyond.json()["error"]["message"] == "max_tokens: Expected `int` >= 1"
         other = await world.http.get(MESSAGES, headers=key)
         assert (other.status_code, other.json()["type"]) == (405, "error")
         unknown = {"messages": HELLO, "max_tokens": 5, "model": "another"}
         unknown = await world.http.post(MESSAGES, json=unknown, headers={"authorization": "Bearer good"})
         assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+
+
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("POST", "/v1/messages/batches", {}),
+        ("GET", "/v1/messages/batches/id", {}),
+        ("POST", "/v1/messages/", {}),
+        ("GET", "/v1/files", VERSION),
+        ("GET", "/v1/models/nothing", VERSION),
+        ("POST", "/v1/complete", VERSION),
+    ],
+)
+async def test_what_is_not_there_is_refused_in_anthropics_form(method: str, path: str, headers: dict[str, str]) -> None:
+    async with World(answer("a")) as world:
+        missing = await world.http.request(method, path, content=b"{}", headers=headers)
+        assert missing.status_code == 404
+        assert missing.json() == {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": missing.json()["error"]["message"]},
+            "request_id": missing.headers["request-id"],
+        }
+        for other in ("/v1/messagesx", "/v1/nothing", "/v1/models/nothing"):
+            assert "type" not in (await world.http.get(other)).json()
+
+
+async def test_the_list_of_models_is_anthropics_too() -> None:
+    async with World(answer("a")) as world, client_of(world) as client:
+        whole = await client.models.list(limit=1000)
+        assert [model.id for model in whole.data] == [MODEL, "alias"]
+        assert (whole.has_more, whole.first_id, whole.last_id) == (False, MODEL, "alias")
+        model = await client.models.retrieve("alias")
+        assert (model.id, model.type, model.display_name, model.lifecycle) == ("alias", "model", "alias", "active")
+        assert (model.max_input_tokens, model.max_tokens) == (4096, 4096)
+        card = (await world.http.get("/v1/models/alias")).json()
+        assert model.created_at.timestamp() == card["created"]
+        assert [model.id async for model in client.models.list(limit=1)] == [MODEL, "alias"]
+        assert [model.id for model in (await client.models.list(after_id=MODEL)).data] == ["alias"]
+        before = await client.models.list(before_id="alias", limit=1)
+        assert ([model.id for model in before.data], before.has_more) == ([MODEL], False)
+        nothing = (await client.models.list(before_id=MODEL)).model_dump()
+        assert (nothing["data"], nothing["first_id"], nothing["last_id"]) == ([], None, None)
+        listed = await world.client.models.list()
+        assert [(model.object, model.created) for model in listed.data] == [("model", card["created"])] * 2
+        for query in ("limit=0", "limit=1001", "limit=x", "limit=", "limit=%C2%B2", "after_id=x", "before_id=y"):
+            refused = await world.http.get(f"/v1/models?{query}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, query.partition("=")[0]), query
 
 
 async def test_an_overloaded_server_says_529_and_a_failed_job_says_so_in_the_stream() -> None:

@@ -13,12 +13,12 @@ from openai import AuthenticationError
 from redline.api.app import create_app
 from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Limits
-from redline.api.errors import answer_to
+from redline.api.errors import answer_to, tell
 from redline.api.gateway import Gateway, Generation, JobFailed
 from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
-from redline.errors import ConfigError, Overloaded
+from redline.errors import ConfigError, Overloaded, RequestError
 from redline.route import links
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
@@ -61,6 +61,7 @@ async def test_unknown_routes_and_methods_are_refused_in_openais_shape() -> None
         missing = await world.http.get("/v1/nothing")
         wrong = await world.http.get(CHAT)
         assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+        assert "GET /version lists" in error_of(missing)["message"]
         assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
         assert wrong.headers["allow"] == "POST"
 
@@ -72,12 +73,45 @@ async def test_models_are_listed_with_their_context() -> None:
         assert models[0].max_model_len == 4096
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "told"),
+    [
+        ("Expected `float` <= 2.0", "temperature", "temperature: Expected `float` <= 2.0"),
+        ("top_k is 3", "top_k", "top_k is 3"),
+        ("Object missing required field `prompt`", "prompt", "Object missing required field `prompt`"),
+        ("the prompts are long", "prompt", "prompt: the prompts are long"),
+        ("not served", "n", "n: not served"),
+        ("n_min is 3", "n", "n: n_min is 3"),
+        ("missing required field `role`", "messages[2].role", "messages[2].role: missing required field `role`"),
+        ("messages[2].role is cook", "messages[2].role", "messages[2].role is cook"),
+        ("messages[12] is cook", "messages[1]", "messages[1]: messages[12] is cook"),
+        ("the body is more than 3 bytes", None, "the body is more than 3 bytes"),
+    ],
+)
+def test_a_message_names_its_field_once(message: str, param: str | None, told: str) -> None:
+    assert tell(RequestError(message, param)).message == told
+
+
+async def test_a_wrong_field_is_named_in_every_dialect() -> None:
+    named = "top_p: Expected `float` <= 1.0"
+    async with World(answer("a")) as world:
+        for path, body in (
+            (CHAT, HELLO),
+            ("/v1/completions", {"prompt": "a"}),
+            ("/v1/messages", {**HELLO, "max_tokens": 9}),
+            ("/v1/responses", {"input": "a"}),
+        ):
+            for stream in (False, True):
+                refused = await world.http.post(path, json={**body, "top_p": 9, "stream": stream})
+                assert (refused.status_code, refused.json()["error"]["message"]) == (400, named)
+
+
 async def test_a_wrong_field_is_named_to_the_client() -> None:
     async with World(answer("a")) as world:
         response = await world.http.post(CHAT, json={**HELLO, "temperature": 9})
     assert response.status_code == 400
     assert error_of(response) == {
-        "message": "Expected `float` <= 2.0",
+        "message": "temperature: Expected `float` <= 2.0",
         "type": "invalid_request_error",
         "param": "temperature",
         "code": "invalid_value",
@@ -278,6 +312,23 @@ async def test_a_server_still_loading_says_so() -> None:
         engine.serve(gateway)
         assert (await world.http.post(CHAT, json=HELLO)).status_code == 200
     gateway.close()
+
+
+async def test_tokenizer_info_is_the_checkpoints_config_with_the_served_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    pad = {"content": "[PAD]", "special": True}
+    own = {"pad_token": pad, "chat_template": "{{ a }}", "model_max_length": 10**30}
+    monkeypatch.setattr(TOKENIZER, "config", TOKENIZER.config | own)
+    async with World(answer("a")) as world:
+        info = (await world.http.get("/tokenizer_info")).json()
+        assert {name: info[name] for name in ("bos_token", "eos_token", "pad_token", "chat_template")} == {
+            "bos_token": "[BOS]",
+            "eos_token": "[EOS]",
+            "pad_token": "[PAD]",
+            "chat_template": "{{ a }}",
+        }
+        assert (info["model_max_length"], info["tokenizer_class"]) == (4096, "TikTokenTokenizer")
+        body = {"prompt": info["eos_token"], "add_special_tokens": False}
+        assert (await world.http.post("/tokenize", json=body)).json()["tokens"] == ids("[EOS]")
 
 
 async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:

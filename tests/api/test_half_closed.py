@@ -97,6 +97,24 @@ async def test_a_half_closed_client_gets_its_whole_stream(how: str, begun: bool,
     assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
+async def test_a_half_closed_client_of_http_1_0_gets_its_whole_stream_unframed(clock: FakeClock) -> None:
+    async with World(answer("a" * 40)) as world, serving(world.app, Limits(), clock) as (port, _):
+        world.engine.gate.clear()
+        with Client(port) as client:
+            client.say(asked().replace(b"HTTP/1.1", b"HTTP/1.0"))
+            await eventually(lambda: world.engine.jobs)
+            world.engine.gate.set()
+            await client.until(b'"content":"a')
+            world.engine.gate.clear()
+            client.end()
+            await client.until(b"\n\n:\n\n")  # a comment, as it is
+            world.engine.gate.set()
+            got = await client.rest()
+    assert b"transfer-encoding" not in got
+    assert got.count(b'"content":"a') == 40
+    assert got.endswith(b"data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("how", [PLAIN, FIN, NOTIFY])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 async def test_a_client_that_has_closed_is_noticed_at_once(

@@ -108,6 +108,31 @@ async def test_pages_of_other_origins_learn_nothing(origin: str, tmp_path: Path)
                 assert not [name for name in response.headers if name.startswith("access-control")]
 
 
+APPS = [
+    "app://obsidian.md",
+    "tauri://localhost",
+    "http://tauri.localhost",
+    "capacitor://localhost",
+    "ionic://localhost",
+    "vscode-webview://0fh3k2c9",
+    "chrome-extension://dhdgffkkebhmkfjojejmpbldmpobfkfo",
+    "moz-extension://6a1c2b6e-3f0b-4d5a-9a54-1f0f2c9d8e7b",
+]
+
+
+async def test_pages_of_apps_may_ask_and_read_where_their_origins_are_named() -> None:
+    async with World(answer("a"), cors_origins=APPS, local=True) as world:
+        for origin in APPS:
+            for answered in (
+                await world.http.options(CHAT, headers={**PREFLIGHT, "origin": origin, "host": "localhost"}),
+                await world.http.post(CHAT, json=BODY, headers={"origin": origin, "host": "localhost"}),
+            ):
+                assert answered.status_code in (204, 200)
+                assert answered.headers["access-control-allow-origin"] == origin
+        other = await world.http.post(CHAT, json=BODY, headers={"origin": "app://evil.md", "host": "localhost"})
+        assert other.status_code == 403
+
+
 async def test_header_names_that_are_none_are_not_sent_back() -> None:
     async with World(answer("a"), cors_origins=(PAGE,)) as world:
         headers = {**PREFLIGHT, "access-control-request-headers": "x: y; z"}
@@ -115,7 +140,11 @@ async def test_header_names_that_are_none_are_not_sent_back() -> None:
     assert asked.headers["access-control-allow-headers"] == "authorization, content-type"
 
 
-@pytest.mark.parametrize("origin", ["*", "chat.example", "https://chat.example/", "https://Chat.example", "null", ""])
+NO_ORIGINS = ["*", "chat.example", "https://chat.example/", "https://Chat.example", "null", "", "://a", "app://"]
+NO_ORIGINS += ["file://", "file:///a.html", "app:obsidian.md", "app://obsidian.md/", "app://*", "App://obsidian.md"]
+
+
+@pytest.mark.parametrize("origin", NO_ORIGINS)
 async def test_what_is_no_origin_is_the_operators_error(origin: str) -> None:
     with pytest.raises(ConfigError, match="cors_origins"):
         async with World(answer("a"), cors_origins=(origin,)):

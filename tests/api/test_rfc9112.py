@@ -1,6 +1,8 @@
 """What RFC 9110 and 9112 say of a request's head, over a socket; and one shape of all errors."""
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -93,6 +95,74 @@ async def test_an_unusual_head_is_served(said: bytes, clock: FakeClock) -> None:
             got = await client.say(said).rest()
     assert got.startswith(b"HTTP/1.1 200")
     assert got.endswith(b"hello")
+
+
+STREAMED = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, b"data: "),
+    ("/v1/completions", {"prompt": "hi"}, b"data: "),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}, b"event: message_start\n"),
+    ("/v1/responses", {"input": "hi"}, b"event: response.created\n"),
+]
+
+
+def posted(path: str, body: dict[str, object], version: bytes, headers: bytes = b"") -> bytes:
+    data = json.dumps(body | {"stream": True}).encode()
+    head = b"POST %b HTTP/%b\r\nhost: a\r\ncontent-type: application/json\r\n" % (path.encode(), version)
+    return head + headers + b"content-length: %d\r\n\r\n" % len(data) + data
+
+
+@pytest.mark.parametrize(("path", "body", "opening"), STREAMED)
+@pytest.mark.parametrize("poured", [True, False])
+async def test_a_stream_asked_for_with_http_1_0_ends_with_the_connection(
+    path: str, body: dict[str, object], opening: bytes, poured: bool, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not poured:
+        monkeypatch.setattr("redline.api.server.Connection.write_part", lambda *_: False)
+    text = "hello the <|tool_calls_section_begin|> and é"
+    async with World(answer(text)) as world, serving(world.app, Limits(), clock) as (port, _):
+        with Client(port) as old, Client(port) as new:
+            # A client of HTTP/1.0 knows no 100 Continue either.
+            asked = posted(path, body, b"1.0", b"connection: keep-alive\r\nexpect: 100-continue\r\n")
+            head, _, streamed = (await old.say(asked).rest()).partition(b"\r\n\r\n")
+            chunked = await new.say(posted(path, body, b"1.1", b"connection: close\r\n")).rest()
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert streamed.startswith(opening)
+    assert b"transfer-encoding: chunked" in chunked.partition(b"\r\n\r\n")[0]
+    assert events(streamed) == events(unchunked(chunked.partition(b"\r\n\r\n")[2]))
+
+
+def events(stream: bytes) -> list[bytes]:
+    """The blocks of a whole stream, without what differs from one to the next."""
+    assert stream.endswith(b"\n\n")
+    return re.sub(rb"[0-9a-f]{32}|\"created(_at)?\":\d+", b"", stream).split(b"\n\n")
+
+
+def unchunked(body: bytes) -> bytes:
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        whole, body = whole + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return whole
+
+
+async def test_any_body_of_unknown_length_ends_an_http_1_0_connection(clock: FakeClock) -> None:
+    class Parts:
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": int(scope["path"][1:]), "headers": []})
+            for part in (b"hel", b"", b"lo") if scope["path"] == "/200" else ():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body"})
+
+    async with serving(Parts(), Limits(), clock) as (port, _):
+        for method, path, body in ((b"GET", b"/200", b"hello"), (b"HEAD", b"/200", b""), (b"GET", b"/204", b"")):
+            with Client(port) as client:
+                # The second request is not read: nothing follows a body that ends with the connection.
+                got = await client.say((b"%b %b HTTP/1.0\r\n\r\n" % (method, path)) * 2).rest()
+            head, _, came = got.partition(b"\r\n\r\n")
+            assert came == body
+            assert b"transfer-encoding" not in head
 
 
 async def test_a_head_may_come_byte_by_byte(clock: FakeClock) -> None:

@@ -46,6 +46,14 @@ def test_special_ids_come_from_the_config_by_name(tmp_path: Path):
     assert tokenizer.encode_with_specials("[EOS]") == [FIRST + 254]
 
 
+def test_a_checkpoints_config_is_kept_with_its_chat_template(tmp_path: Path):
+    folder = write_tiny_tokenizer(tmp_path)
+    assert "chat_template" not in Tokenizer.open(folder).config
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    config = Tokenizer.open(folder).config
+    assert (config["eos_token"], config["chat_template"]) == ("[EOS]", "{{ messages }}")
+
+
 def test_ids_without_a_name_are_reserved_tokens(tiny: Tokenizer):
     assert tiny.special(f"<|reserved_token_{FIRST + 5}|>") == FIRST + 5
     assert tiny.token_bytes(FIRST + 5) == b"<|reserved_token_%d|>" % (FIRST + 5)
