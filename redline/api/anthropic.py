@@ -326,7 +326,7 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
         if tool.type not in (None, "custom"):
             raise RequestError(f"a tool of type {tool.type} is not supported: custom only", f"tools[{index}].type")
         place = f"tools[{index}].input_schema"
-        schema = {} if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)
+        schema = None if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)
         found.append(
             Tool(name=tool.name, description=tool.description or "", parameters=schema, strict=bool(tool.strict))
         )

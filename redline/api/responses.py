@@ -307,7 +307,7 @@ def _tools(raw: msgspec.Raw, limits: Limits, objects: Objects) -> tuple[Tool, ..
             raise RequestError(f"a tool of type {tool.type} is not supported: function only", f"tools[{index}].type")
         if not tool.name:
             raise RequestError("a function needs its name", f"tools[{index}].name")
-        parameters: dict[str, Any] = {}
+        parameters: dict[str, Any] | None = None
         if not is_absent(tool.parameters):
             parameters = objects.read(tool.parameters, f"tools[{index}].parameters")
         description, strict = tool.description or "", bool(tool.strict)

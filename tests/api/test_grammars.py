@@ -92,7 +92,16 @@ async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
         (schema(NESTED), "uniqueItems is not supported, at #/properties/a/items/uniqueItems"),
         (schema({"type": "text"}), "Invalid type: text"),
         (schema({"$ref": "#/$defs/x"}), "Pointer '/$defs/x' does not exist"),
-        (schema(False), "not is not supported"),
+        (schema(False), "no value fits the schema false, at #"),
+        (
+            schema({"$ref": "https://x.example/y"}),
+            "'https://x.example/y' is not supported: only to places in the schema",
+        ),
+        (schema({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"pattern": "(?=a)b"}}}), "at #/$defs/a/pattern"),
+        (
+            schema({"allOf": [{"type": "string"}, {"properties": {"a": {"enum": []}}}]}),
+            "at #/allOf/1/properties/a/enum",
+        ),
         (Constraint(kind="regex", text="(?=a)b", param="schema"), "look-ahead"),
         (Constraint(kind="regex", text="a(", param="schema"), "unclosed group"),
         (Constraint(kind="grammar", text="start: nobody", param="schema"), "unknown name"),
@@ -252,17 +261,20 @@ async def test_a_client_that_leaves_during_its_trial_costs_no_process_and_its_ve
         assert len(grammars._verdicts) == 4  # the last one and its part
 
 
-async def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_followed():
+async def test_of_a_tool_that_is_not_strict_what_cannot_be_followed_is_left_out():
     async with opened() as grammars:
         sound = Tool(name="f", parameters={"properties": {"n": {"type": "integer"}}})
-        given = await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED)))
+        late = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b", "maxLength": 3}}}
+        given = await grammar_of(grammars, tools(sound, *(Tool(name="g", parameters=one) for one in (NESTED, late))))
         assert given is not None
         texts = {one["name"]: one.get("json_schema") for one in json.loads(given.text)["grammars"]}
         assert texts["arguments0"]["properties"] == {"n": {"type": "integer"}}
-        assert {key for key in texts["arguments1"] if key != "x-guidance"} == {"type"}
-        with pytest.raises(RequestError, match="uniqueItems") as refused:
-            await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED, strict=True)))
-        assert refused.value.param == "tools[1].function.parameters"
+        assert texts["arguments1"]["properties"] == {"a": {"items": {}}}
+        assert texts["arguments2"]["properties"] == {"a": {"type": "string", "maxLength": 3}}
+        for parameters, words in ((NESTED, "uniqueItems"), (late, "look-ahead.*, at #/properties/a/pattern")):
+            with pytest.raises(RequestError, match=words) as refused:
+                await grammar_of(grammars, tools(sound, Tool(name="g", parameters=parameters, strict=True)))
+            assert refused.value.param == "tools[1].function.parameters"
 
 
 async def test_when_a_grammar_begins_and_what_cannot_come_before():
