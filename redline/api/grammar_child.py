@@ -120,12 +120,13 @@ def _converted(text: str) -> Verdict:
 
 
 def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
-    def tried(schema: dict[str, Any]) -> Verdict:
-        return _tried(grammars([of_schema("schema", dumped(schema))]), tokens, inward)
+    def error_of(schema: dict[str, Any]) -> str | None:
+        return _tried(grammars([of_schema("schema", dumped(schema))]), tokens, inward).error
 
-    error = tried(written.schema).error
-    schema, place = loosen(written, lambda schema: tried(schema).error is None, LOOSEN_S)
-    return Verdict(error=f"{line_of(error or '')}, at {place}" if place else error, text=dumped(schema))
+    if (error := error_of(written.schema)) is None:
+        return Verdict(text=dumped(written.schema))
+    schema, place = loosen(written, lambda schema: error_of(schema) is None, LOOSEN_S)
+    return Verdict(error=f"{line_of(error)}, at {place}" if place else line_of(error), text=dumped(schema))
 
 
 def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:

@@ -83,7 +83,8 @@ def forms(constraint: Constraint | None, calls: Calls, conversation: Conversatio
         found.append(Form("content", schema, constraint.param, strict=True, closed=constraint.closed))
     for place, tool in enumerate(conversation.tools if conversation is not None else ()):
         if calls.named in (None, tool.name) and (schema := tool.parameters) is not None:
-            schema = schema if "type" in schema else {"type": "object", **schema}
+            if not tool.strict or "type" not in schema:
+                schema = {**schema, "type": "object"}
             found.append(Form(f"arguments{place}", schema, f"tools[{place}].function.parameters", tool.strict))
     return tuple(found)
 

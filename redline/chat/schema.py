@@ -25,6 +25,7 @@ MOST_LEFT_OUT = 32  # keywords that `loosen` finds one by one
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 GREATEST = (1 << 63) - 1024  # the greatest double below 2^63: llguidance follows no bound beyond it
 UNREACHED = 3.4028234663852886e38  # the greatest float32: no number that a model writes breaks a bound like that
+_MOST_COUNT = 1 << 32  # of characters, items or properties: no answer has more
 _EXACT = 1 << 53  # doubles hold every integer up to here
 _OPEN = 10**18  # a bound away from zero, of this size or more, compiles only together with one on the other side
 
@@ -166,6 +167,8 @@ class Written:
                 _number(keyword, value)
             case _:
                 value = _count(keyword, value)
+                if keyword.startswith("max") and value >= _MOST_COUNT:
+                    return
         written[keyword] = value
 
     # -- References ------------------------------------------------------------------------------------------------
@@ -394,35 +397,33 @@ def _takes_all(schema: Any, types: set[str]) -> bool:
 # -- What only a trial finds ---------------------------------------------------------------------------------------
 
 
-def loosen(
-    written: Written, fits: Callable[[dict[str, Any]], bool], seconds: float
-) -> tuple[dict[str, Any], str | None]:
-    """The schema without as few keywords as it takes to fit, and the place of the first that was left out.
+def loosen(written: Written, fits: Callable[[dict[str, Any]], bool], seconds: float) -> tuple[dict[str, Any], str]:
+    """A schema that does not fit without the keywords that keep it from that, and the place of the first of them.
 
-    fits: whether a schema can be used. seconds: of the processor; after them, and behind MOST_LEFT_OUT keywords, all
-    that follows is left out. None for the place: nothing had to be.
+    fits: whether a schema can be used. seconds: of the processor; after them, or with MOST_LEFT_OUT keywords left out,
+    all that follows is left out.
     """
     keywords = _Keywords(written)
     until = clock.thread_time() + seconds
     without: set[int] = set()
-    place: str | None = None
-    low, high = 0, len(keywords)  # with the first `low` keywords it fits
-    while not fits(keywords.schema(high, without)):
-        above = high
-        while above - low > 1:
+    place = ""
+    low = 1 if next(iter(written.schema), None) == "type" else 0  # with so many keywords it fits: a type alone does
+    while len(without) < MOST_LEFT_OUT:
+        above = len(keywords)
+        while above - low > 1 and clock.thread_time() < until:
             middle = (low + above) // 2
-            if clock.thread_time() > until:
-                return keywords.schema(low, without), place
             if fits(keywords.schema(middle, without)):
                 low = middle
             else:
                 above = middle
+        if above - low != 1:
+            break
         place = place or keywords.place(low)
         without.add(low)
-        low += 1
-        if len(without) == MOST_LEFT_OUT or low >= high:
-            return keywords.schema(low, without), place
-    return keywords.schema(high, without), place
+        low = above
+        if fits(whole := keywords.schema(len(keywords), without)):
+            return whole, place
+    return keywords.schema(low, without), place
 
 
 class _Keywords:
