@@ -173,7 +173,7 @@ _STRUCTURED: Schema = {
             "maxItems": constraints.MOST_CHOICES,
         },
         "grammar": {"type": "string", "minLength": 1, "description": "In the syntax of Lark."},
-        **{option: YES for option in constraints.OPTIONS},
+        **dict.fromkeys(constraints.OPTIONS, YES),
         "whitespace_pattern": {"type": "null"},
     },
     "description": "One of its members, and options: with disable_any_whitespace JSON has no white space.",
