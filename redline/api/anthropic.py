@@ -424,7 +424,7 @@ def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ..
             continue  # left out: see Asked.left_out
         if tool.name is None:
             raise RequestError("a tool needs its name", f"tools[{index}].name")
-        schema = {} if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)
+        schema = None if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)
         found.append(
             Tool(
                 name=tool.name,

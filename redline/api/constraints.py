@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
+
 from redline.chat.constraint import Constraint
 from redline.errors import RequestError
 
 MOST_CHOICES = 1024
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")  # JSON in a text may have one, which no message can carry
-# Fields of structured_outputs that ask for what is so anyway.
-_NEUTRAL = {"disable_fallback", "backend", "_backend", "_backend_was_auto"}
+# Fields of structured_outputs that ask for nothing of their own.
+OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+_NEUTRAL = (*OPTIONS, "backend", "_backend", "_backend_was_auto")
 
 
 def of_response_format(value: dict[str, Any]) -> Constraint | None:
@@ -23,11 +26,15 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
     match value:
         case {"type": "text"}:
             return None
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool()}}:
+            text = json.dumps(value["json_schema"]["schema"])
+            return Constraint(kind="json_schema", text=text, param=f"{param}.json_schema.schema")
+        case {"type": "json_object" | "json_schema", "schema": dict() | bool()}:
+            return Constraint(kind="json_schema", text=json.dumps(value["schema"]), param=f"{param}.schema")
+        case {"type": "json_object", "schema": schema} if schema is not None:
+            raise RequestError("Expected a JSON schema, an object", f"{param}.schema")
         case {"type": "json_object"}:
             return Constraint(kind="json_schema", text='{"type": "object"}', param=param)
-        case {"type": "json_schema", "json_schema": {"schema": dict() | bool()}}:
-            schema: Any = value["json_schema"]["schema"]
-            return Constraint(kind="json_schema", text=json.dumps(schema), param=f"{param}.json_schema.schema")
         case {"type": "json_schema"}:
             raise RequestError(
                 "a format of type json_schema needs its schema, an object", f"{param}.json_schema.schema"
@@ -40,6 +47,15 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
 
 def of_structured_outputs(value: dict[str, Any]) -> Constraint | None:
     """vLLM's field; None where it is empty. Raises RequestError, naming the place."""
+    for option in OPTIONS:
+        if not isinstance(value.get(option), bool | None):
+            raise RequestError("Expected true or false", f"structured_outputs.{option}")
+    if value.get("whitespace_pattern") is not None:
+        raise RequestError(
+            "whitespace_pattern is not supported, since the server bounds white space in JSON: give "
+            "disable_any_whitespace for none",
+            "structured_outputs.whitespace_pattern",
+        )
     asked = {key: one for key, one in value.items() if one not in (None, False) and key not in _NEUTRAL}
     if not asked:
         return None
@@ -49,7 +65,12 @@ def of_structured_outputs(value: dict[str, Any]) -> Constraint | None:
     param = f"structured_outputs.{kind[:64]}"
     if (read := _READ.get(kind)) is None:
         raise RequestError(f"{kind[:64]} is not supported", param)
-    return read(one, param)
+    constraint = read(one, param)
+    return msgspec.structs.replace(
+        constraint,
+        white_space=not value.get("disable_any_whitespace"),
+        closed=bool(value.get("disable_additional_properties")),
+    )
 
 
 def _json(value: Any, param: str) -> Constraint:

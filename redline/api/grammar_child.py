@@ -4,17 +4,20 @@ Standard input has frames, each a length (4 bytes, the lowest first) and msgpack
 Each request is answered by a frame on standard output.
 """
 
+import json
 import random
 import resource
 import signal
 import struct
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import msgspec
 
 from redline import clock
+from redline.chat.constraint import dumped, grammars, of_schema
+from redline.chat.schema import Written, loosen
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
 from redline.tune.grammar import NOT_TOLD, Budget, parser_limits
@@ -27,6 +30,7 @@ LENGTH = struct.Struct("<I")
 WALKS = 2  # texts of a grammar that a trial follows
 WALKED = 48  # tokens of each, at most
 TOO_LONG = "it takes too long"
+LOOSEN_S = 0.4  # of the processor, in which is found what of a schema cannot be followed
 _INWARD = b'{[":,'  # what leads further into a value of JSON
 
 
@@ -39,20 +43,28 @@ class Vocabulary(Record, frozen=True):
 
 
 class Trial(Record, frozen=True):
-    """What is to be tried. converts: it is GBNF, and wanted in Lark's syntax; else it is a grammar to compile."""
+    """What is to be tried, by kind.
+
+    grammar: one to compile. gbnf: a grammar in GBNF, wanted in Lark's syntax. schemas: a JSON list of pairs, each a
+    client's schema and whether it is `closed`, wanted as llguidance takes them. loosen: one such pair, whose schema
+    cannot be compiled, wanted without what cannot be followed.
+    """
 
     text: str
-    converts: bool = False
+    kind: Literal["grammar", "gbnf", "schemas", "loosen"] = "grammar"
 
 
 class Verdict(Record, frozen=True):
-    """What came of it. error: why it cannot be used; None: it can. text: the converted grammar.
+    """What came of it. error: why it cannot be used; None: it can. text: the converted grammar, or the looser schema.
 
-    timed: the machine's state decided, so another trial may end otherwise, and it is not kept.
+    schemas: those that were wanted, JSON. complaints: for each of these what was left out of it, or None. timed: the
+    machine's state decided, so another trial may end otherwise, and it is not kept.
     """
 
     error: str | None = None
     text: str = ""
+    schemas: tuple[str, ...] = ()
+    complaints: tuple[str | None, ...] = ()
     timed: bool = False
 
 
@@ -81,22 +93,59 @@ def main() -> None:
 
 def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
     """What comes of a trial. inward: tokens that lead further into a value of JSON."""
-    from llguidance import LLMatcher
+    try:
+        match trial.kind:
+            case "grammar":
+                return _tried(trial.text, tokens, inward)
+            case "gbnf":
+                return _converted(trial.text)
+            case "schemas":
+                written = [Written(schema, closed=closed) for schema, closed in json.loads(trial.text)]
+                schemas = tuple(dumped(one.schema) for one in written)
+                return Verdict(schemas=schemas, complaints=tuple(one.complaint for one in written))
+            case "loosen":
+                schema, closed = json.loads(trial.text)
+                return _loosened(Written(schema, closed=closed), tokens, inward)
+    except (ValueError, RecursionError) as error:
+        return Verdict(error=f"the schema cannot be read: {error}")
+
+
+def _converted(text: str) -> Verdict:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    if trial.converts:
-        try:
-            return Verdict(text=gbnf_to_lark(trial.text))
-        except Exception as error:  # whatever a grammar out of shape raises there
-            return Verdict(error=f"it cannot be read as GBNF: {error}")
-    matcher = LLMatcher(tokens, trial.text, log_level=0, limits=parser_limits())
+    try:
+        return Verdict(text=gbnf_to_lark(text))
+    except Exception as error:  # whatever a grammar out of shape raises there
+        return Verdict(error=f"it cannot be read as GBNF: {error}")
+
+
+def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+    def error_of(schema: dict[str, Any]) -> str | None:
+        return _tried(grammars([of_schema("schema", dumped(schema))]), tokens, inward).error
+
+    if (error := error_of(written.schema)) is None:
+        return Verdict(text=dumped(written.schema))
+    schema, place = loosen(written, lambda schema: error_of(schema) is None, LOOSEN_S)
+    return Verdict(error=f"{line_of(error)}, at {place}" if place else line_of(error), text=dumped(schema))
+
+
+def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokens, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         return Verdict(error=_error(matcher))
-    draw = random.Random(trial.text)
+    draw = random.Random(text)
     for number in range(WALKS):
         if (error := _walk(matcher.deep_copy(), draw, inward if number else ())) is not None:
             return Verdict(error=error, timed=error.startswith(TOO_LONG))
     return Verdict()
+
+
+def line_of(error: str) -> str:
+    """An error of llguidance as one line: of a regex, it quotes the regex first."""
+    lines = error.strip().splitlines() or ["it cannot be compiled"]
+    return " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])
 
 
 def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> str | None:

@@ -3,19 +3,16 @@
 What came of a trial is kept, so that a schema that comes with every request costs nothing but the first time.
 """
 
-import json
-import re
 import sys
 from collections import OrderedDict
 from hashlib import blake2b
-from typing import Any, cast
 
 import msgspec
 
 from redline.api.config import Limits
-from redline.api.grammar_child import Trial, Verdict
+from redline.api.grammar_child import Trial, Verdict, line_of
 from redline.api.trials import GrammarProcess, Trials
-from redline.chat.constraint import Calls, Constraint, Part, compose
+from redline.chat.constraint import ANY_OBJECT, Calls, Constraint, Form, Part, compose, dumped, forms
 from redline.chat.conversation import Conversation
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RequestError
@@ -24,8 +21,6 @@ from redline.wire.job import Grammar
 KEPT = 1024  # verdicts
 KEPT_BYTES = 8 << 20  # of what they say, together: an error may quote its whole grammar, twice
 SHOWN_CHARS = 400  # of an error
-
-_KEYS = re.compile(r"Unimplemented keys: (\[.*\])", re.DOTALL)
 
 
 class Grammars:
@@ -52,33 +47,34 @@ class Grammars:
         thinks: the answer begins with reasoning. tenant: the name of the client's key, whose trials take turns with
         those of others.
 
-        Raises RequestError, which names the field and the keyword, where it cannot be used, and Overloaded where too
-        many wait to be tried. A tool that is not strict, and whose schema cannot be followed, takes any JSON object.
+        Raises RequestError, which names the field, the keyword and its place, where it cannot be used, and Overloaded
+        where too many wait to be tried. Of the schema of a tool that is not strict, what cannot be followed is left
+        out; where it takes too long to find what that is, the tool takes any JSON object.
         """
         if constraint is not None and constraint.kind == "grammar" and "::=" in constraint.text:
-            verdict = await self._verdict(Trial(text=constraint.text, converts=True), tenant)
+            verdict = await self._verdict(Trial(text=constraint.text, kind="gbnf"), tenant)
             if verdict.error is not None:
                 raise RequestError(verdict.error[:SHOWN_CHARS], constraint.param)
             constraint = msgspec.structs.replace(constraint, text=verdict.text)
-        loose: frozenset[int] = frozenset()
+        asked = {form.name: form for form in forms(constraint, calls, conversation)}
+        schemas = await self._schemas(tuple(asked.values()), tenant)
         while True:
-            composed = compose(constraint, calls, conversation, self._tokenizer, thinks=thinks, loose=loose)
+            composed = compose(constraint, calls, conversation, self._tokenizer, thinks=thinks, schemas=schemas)
             if composed is None:
                 return None
             verdict = await self._verdict(Trial(text=composed.grammar.text), tenant)
             if verdict.error is None:
                 return composed.grammar
-            wrong: set[int] = set()
-            for part in composed.parts:
-                error = (await self._verdict(Trial(text=part.text), tenant)).error
-                if error is not None and part.tool is None:
-                    raise RequestError(_complaint(error, part), part.param)
-                if error is not None and part.tool is not None:
-                    wrong.add(part.tool)
-            if wrong <= loose:  # each part can be used, and not all together
+            looser = {
+                part.name: await self._looser(part, alone, asked.get(part.name), schemas, tenant)
+                for part in composed.parts
+                if (alone := await self._verdict(Trial(text=part.text), tenant)).error is not None
+            }
+            if all(schemas.get(name) == text for name, text in looser.items()):
+                # Each part can be used, and not all together.
                 param = constraint.param if constraint is not None else "tools"
                 raise RequestError(f"the grammar cannot be used: {verdict.error}"[:SHOWN_CHARS], param)
-            loose |= wrong
+            schemas |= looser
 
     def close(self) -> None:
         """Kill the processes; idempotent."""
@@ -88,11 +84,36 @@ class Grammars:
         """Wait until every process that was killed has ended."""
         await self.trials.ended()
 
+    async def _schemas(self, asked: tuple[Form, ...], tenant: str) -> dict[str, str]:
+        """What is followed of each schema, by the name of its part. Raises RequestError as `grammar` does."""
+        if not asked:
+            return {}
+        text = dumped([(form.schema, form.closed) for form in asked])
+        verdict = await self._verdict(Trial(text=text, kind="schemas"), tenant)
+        complaints = verdict.complaints or (verdict.error,) * len(asked)
+        for form, complaint in zip(asked, complaints, strict=True):
+            if form.strict and complaint is not None:
+                raise RequestError(complaint[:SHOWN_CHARS], form.param)
+        return dict(zip((form.name for form in asked), verdict.schemas or (ANY_OBJECT,) * len(asked), strict=True))
+
+    async def _looser(self, part: Part, alone: Verdict, form: Form | None, schemas: dict[str, str], tenant: str) -> str:
+        """What is followed instead of the schema of a part that cannot be used. Raises RequestError where all of it has
+        to be. alone: what came of the part by itself."""
+        error = f"it cannot be used: {line_of(alone.error or '')}"
+        if form is None:
+            raise RequestError(error[:SHOWN_CHARS], part.param)
+        found = Verdict()
+        if not alone.timed:
+            found = await self._verdict(Trial(text=dumped((form.schema, form.closed)), kind="loosen"), tenant)
+        if form.strict:
+            raise RequestError((found.error or error)[:SHOWN_CHARS], form.param)
+        return found.text if found.text and schemas[part.name] not in (found.text, ANY_OBJECT) else ANY_OBJECT
+
     async def _verdict(self, trial: Trial, tenant: str) -> Verdict:
         text = trial.text.encode()
         if len(text) > self._limits.grammar_bytes:
             return Verdict(error=f"it is {len(text)} bytes; at most {self._limits.grammar_bytes} are read")
-        key = blake2b(b"%d" % trial.converts + text, digest_size=16).digest()
+        key = blake2b(trial.kind.encode() + b" " + text, digest_size=16).digest()
         if (known := self._verdicts.get(key)) is not None:
             self._verdicts.move_to_end(key)
             return known
@@ -109,33 +130,5 @@ class Grammars:
 
 
 def _size(verdict: Verdict) -> int:
-    return sys.getsizeof(verdict.text) + sys.getsizeof(verdict.error)
-
-
-def _complaint(error: str, part: Part) -> str:
-    """What is wrong with a part, and where: llguidance names a keyword, not its place."""
-    lines = error.strip().splitlines() or ["it cannot be compiled"]
-    error = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])  # as of a regex
-    schema, found = part.own.get("json_schema"), _KEYS.search(error)
-    if schema is None or found is None:
-        return f"it cannot be used: {error}"[:SHOWN_CHARS]
-    keys = cast("list[str]", json.loads(found[1]))
-    place = _place_of(schema, keys[0])
-    return f"{', '.join(keys)} is not supported" + (f", at {place}" if place else "")
-
-
-def _place_of(schema: Any, key: str) -> str:
-    """A JSON pointer to the first object that has this key, nearest the root."""
-    level: list[tuple[str, Any]] = [("#", schema)]
-    while level:
-        deeper: list[tuple[str, Any]] = []
-        for path, value in level:
-            if isinstance(value, dict):
-                fields = cast("dict[str, Any]", value)
-                if key in fields:
-                    return f"{path}/{key}"[:SHOWN_CHARS]
-                deeper += [(f"{path}/{name}", inner) for name, inner in fields.items()]
-            elif isinstance(value, list):
-                deeper += [(f"{path}/{index}", inner) for index, inner in enumerate(cast("list[Any]", value))]
-        level = deeper
-    return ""
+    texts = (verdict.text, verdict.error, *verdict.schemas, *verdict.complaints)
+    return sum(map(sys.getsizeof, texts))

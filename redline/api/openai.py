@@ -961,7 +961,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"
-        parameters = {} if is_absent(raw) else objects.read(raw, place)
+        parameters = None if is_absent(raw) else objects.read(raw, place)
         read.append(
             Tool(
                 name=function.name,

@@ -160,10 +160,22 @@ _FORMATTED: Schema = {
     },
     "required": ["type", "json_schema"],
 }
+_SCHEMA: Schema = {"type": ["object", "boolean"], "description": "A JSON schema."}
+_FLAT: Schema = {
+    "type": "object",
+    "properties": {"type": always("json_schema"), "schema": _SCHEMA},
+    "required": ["type", "schema"],
+}
 _RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {"type": "object", "properties": {"type": always("text")}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": always("json_object"), "schema": nullable(_SCHEMA)},
+            "required": ["type"],
+        },
         _FORMATTED,
+        _FLAT,
         {"type": "null"},
     ]
 }
@@ -180,8 +192,10 @@ _STRUCTURED: Schema = {
             "maxItems": constraints.MOST_CHOICES,
         },
         "grammar": {"type": "string", "minLength": 1, "description": "In the syntax of Lark."},
+        **dict.fromkeys(constraints.OPTIONS, YES),
+        "whitespace_pattern": {"type": "null"},
     },
-    "description": "One of its members.",
+    "description": "One of its members, and options: with disable_any_whitespace JSON has no white space.",
 }
 _CALLS: dict[str, Any] = {
     "_Function.arguments": _ARGUMENTS,

@@ -504,7 +504,7 @@ def _declare(tool: _Function, place: str, objects: Objects, found: list[Tool], l
     if not tool.name:
         raise RequestError("a function needs its name", f"{place}.name")
     param = f"{place}.parameters"
-    parameters = {} if is_absent(tool.parameters) else objects.read(tool.parameters, param)
+    parameters = None if is_absent(tool.parameters) else objects.read(tool.parameters, param)
     description, strict = tool.description or "", bool(tool.strict)
     found.append(Tool(name=tool.name, description=description, parameters=parameters, strict=strict, param=param))
 

@@ -7,7 +7,7 @@ are in Kimi's own format, with declared names and arguments that fit the declare
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from redline.chat.conversation import Conversation, Tool
@@ -16,7 +16,9 @@ from redline.wire.base import Record
 from redline.wire.job import Grammar, Thinking
 
 # Between the parts of a JSON text. Bounded, since some models would go on with it for ever.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+WHITESPACE = r"\x20|\r?\n(\x20{0,16}|\t{0,8})"
+ANY_OBJECT = '{"type":"object"}'
+NO_ARGUMENTS = '{"type":"object","additionalProperties":false}'
 MOST_KEPT = 4096  # tokens of max_tokens that thinking leaves to an answer that has to be something; else a quarter
 _INDEX = re.compile(r"functions\..+:([0-9]{1,9})", re.DOTALL)
 
@@ -25,12 +27,14 @@ class Constraint(Record, frozen=True):
     """What the visible answer has to be.
 
     text: a JSON schema, a regular expression, a JSON list of strings, or a grammar in Lark's syntax. param: the field
-    that it came from, for errors.
+    that it came from, for errors. white_space: between the parts of JSON. closed: as of `schema.Written`.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str
     param: str
+    white_space: bool = True
+    closed: bool = False
 
 
 class Calls(Record, frozen=True):
@@ -45,17 +49,27 @@ class Calls(Record, frozen=True):
         return self.names is None or tool.name in self.names
 
 
+class Form(NamedTuple):
+    """A JSON schema of the client's."""
+
+    name: str  # of its part of the grammar
+    schema: Any
+    param: str  # the field
+    strict: bool  # it is followed as it is or refused; else what cannot be followed is left out
+    closed: bool = False  # as of `schema.Written`
+
+
 class Part(NamedTuple):
     """A piece of a grammar that came from the client."""
 
+    name: str
     param: str  # the field
-    own: dict[str, Any]  # one of llguidance's grammars
-    tool: int | None  # the tool whose schema may be left out where it cannot be followed; None: it has to be
+    own: str  # one of llguidance's grammars, JSON
 
     @property
     def text(self) -> str:
         """A grammar by itself, as llguidance reads it."""
-        return _grammars([self.own])
+        return grammars([self.own])
 
 
 class Composed(NamedTuple):
@@ -65,6 +79,20 @@ class Composed(NamedTuple):
     parts: tuple[Part, ...]
 
 
+def forms(constraint: Constraint | None, calls: Calls, conversation: Conversation | None) -> tuple[Form, ...]:
+    """The JSON schemas of an answer: of itself, and of the arguments of each tool that may be called."""
+    found: list[Form] = []
+    if constraint is not None and constraint.kind == "json_schema" and calls.mode == "auto":
+        schema = json.loads(constraint.text)
+        found.append(Form("content", schema, constraint.param, strict=True, closed=constraint.closed))
+    for place, tool in enumerate(conversation.tools if conversation is not None else ()):
+        if calls.allow(tool) and (schema := tool.parameters) is not None:
+            if not tool.strict or "type" not in schema:
+                schema = {**schema, "type": "object"}
+            found.append(Form(f"arguments{place}", schema, tool.param, tool.strict))
+    return tuple(found)
+
+
 def compose(
     constraint: Constraint | None,
     calls: Calls,
@@ -72,24 +100,24 @@ def compose(
     tokenizer: Tokenizer,
     *,
     thinks: bool,
-    loose: frozenset[int] = frozenset(),
+    schemas: Mapping[str, str] | None = None,
 ) -> Composed | None:
     """The grammar of an answer; None where any token may come at any time.
 
     conversation: None: the prompt is raw text, and there is no thinking and no tool. thinks: the answer begins with
-    reasoning. loose: tools, by their place, whose arguments may be any JSON object.
+    reasoning. schemas: what is followed instead of each of `forms`, JSON, by its name; None: those as they are.
     """
     tools = conversation.tools if conversation is not None else ()
     if constraint is None and not tools:
         return None
+    if schemas is None:
+        schemas = {form.name: dumped(form.schema) for form in forms(constraint, calls, conversation)}
     token = tokenizer.specials.__getitem__
     rules: list[str] = []
-    others: list[dict[str, Any]] = []
     parts: list[Part] = []
     starts: list[str] = []  # what a complete answer is, behind the reasoning
     if constraint is not None and calls.mode == "auto":
-        others.append({"name": "content", **_content(constraint)})
-        parts.append(Part(constraint.param, others[-1], None))
+        parts.append(Part("content", constraint.param, _content(constraint, schemas)))
         starts.append("@content")
     marks: tuple[int, ...] = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
     section = marks[0]
@@ -98,9 +126,12 @@ def compose(
         rules += _call_rules(tools, calls, _first_index(conversation), tokenizer)
         for place, tool in enumerate(tools):
             if calls.allow(tool):
-                others.append({"name": f"arguments{place}", "json_schema": _arguments(tool, loose=place in loose)})
-                parts.append(Part(tool.param, others[-1], None if tool.strict else place))
+                name = f"arguments{place}"
+                text = schemas[name] if tool.parameters is not None else NO_ARGUMENTS
+                own = of_schema(name, text, white_space=tool.parameters is not None)
+                parts.append(Part(name, tool.param, own))
         starts.append(f"<[{section}]> calls")
+    others = [part.own for part in parts]
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":
         rules.insert(0, f"start: <[{section}]>? calls")
@@ -140,30 +171,33 @@ def bound_thinking(
     )
 
 
-def _content(constraint: Constraint) -> dict[str, Any]:
+def dumped(value: Any) -> str:
+    """JSON as grammars have it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _content(constraint: Constraint, schemas: Mapping[str, str]) -> str:
     from llguidance import regex_to_lark
 
     match constraint.kind:
         case "json_schema":
-            return {"json_schema": _schema(json.loads(constraint.text))}
+            return of_schema("content", schemas["content"], white_space=constraint.white_space)
         case "regex":
-            return {"lark_grammar": f"start: /{regex_to_lark(constraint.text, 'd')}/"}
+            lark = f"start: /{regex_to_lark(constraint.text, 'd')}/"
         case "choice":
             choices: list[str] = json.loads(constraint.text)
-            return {"lark_grammar": f"start: {' | '.join(map(json.dumps, choices))}"}
+            lark = f"start: {' | '.join(map(json.dumps, choices))}"
         case "grammar":
-            return {"lark_grammar": constraint.text}
+            lark = constraint.text
+    return dumped({"name": "content", "lark_grammar": lark})
 
 
-def _schema(schema: Any) -> dict[str, Any]:
-    """A JSON schema as llguidance takes it, with our bound on whitespace."""
-    own: dict[str, Any] = {} if schema is True else {"not": {}} if schema is False else schema
-    return {**own, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-
-
-def _arguments(tool: Tool, *, loose: bool) -> dict[str, Any]:
-    schema = {} if loose else tool.parameters
-    return _schema(schema if "type" in schema else {"type": "object", **schema})
+def of_schema(name: str, schema: str, *, white_space: bool = True) -> str:
+    """One of llguidance's grammars, of a JSON schema that is an object, with our bound on white space."""
+    options: dict[str, Any] = {"coerce_one_of": True}  # a oneOf that cannot be shown to be disjoint is an anyOf
+    options |= {"whitespace_pattern": WHITESPACE} if white_space else {"whitespace_flexible": False}
+    head = f'{{"x-guidance":{dumped(options)}'
+    return f'{{"name":"{name}","json_schema":{head}{"," if schema != "{}" else ""}{schema[1:]}}}'
 
 
 def _call_rules(tools: Sequence[Tool], calls: Calls, first: int, tokenizer: Tokenizer) -> Iterable[str]:
@@ -190,9 +224,10 @@ def _first_index(conversation: Conversation) -> int:
     return min(max([len(ids), *taken]), 9999)
 
 
-def _text(rules: Sequence[str], others: Sequence[dict[str, Any]]) -> str:
-    return _grammars([{"name": "answer", "lark_grammar": "\n".join(rules)}, *others])
+def _text(rules: Sequence[str], others: Sequence[str]) -> str:
+    return grammars([dumped({"name": "answer", "lark_grammar": "\n".join(rules)}), *others])
 
 
-def _grammars(grammars: Sequence[dict[str, Any]]) -> str:
-    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+def grammars(own: Sequence[str]) -> str:
+    """Several of llguidance's grammars, of which the first may name the others, as it reads them."""
+    return f'{{"grammars":[{",".join(own)}]}}'

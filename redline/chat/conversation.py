@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from redline.wire.base import Record
 
 
@@ -20,8 +18,8 @@ class Tool(Record, frozen=True):
 
     name: str
     description: str = ""
-    parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # JSON schema
-    strict: bool = False  # a schema that cannot be followed is refused; else such a tool takes any JSON object
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: it takes no arguments
+    strict: bool = False  # a schema that cannot be followed is refused; else what cannot be followed of it is left out
     deferred: bool = False  # it may be called, and a message of the conversation declares it, not the prompt's opening
     param: str = "tools"  # the field that its parameters came from, for errors
 

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from redline.api.anthropic import read_messages
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
 from redline.api.grammar_child import Trial, Verdict, verdict_of
 from redline.api.grammars import Grammars
-from redline.api.openai import read_chat
+from redline.api.openai import read_chat, read_completion
+from redline.api.responses import read_responses
 from redline.api.trials import GrammarProcess
 from redline.bench.runs.constrained import tokenizer
 from redline.bench.runs.schemas import schemas
@@ -92,7 +94,16 @@ async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
         (schema(NESTED), "uniqueItems is not supported, at #/properties/a/items/uniqueItems"),
         (schema({"type": "text"}), "Invalid type: text"),
         (schema({"$ref": "#/$defs/x"}), "Pointer '/$defs/x' does not exist"),
-        (schema(False), "not is not supported"),
+        (schema(False), "no value fits the schema false, at #"),
+        (
+            schema({"$ref": "https://x.example/y"}),
+            "'https://x.example/y' is not supported: only to places in the schema",
+        ),
+        (schema({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"pattern": "(?=a)b"}}}), "at #/$defs/a/pattern"),
+        (
+            schema({"allOf": [{"type": "string"}, {"type": "integer"}]}),
+            "incompatible types, at #/allOf/1/type",
+        ),
         (Constraint(kind="regex", text="(?=a)b", param="schema"), "look-ahead"),
         (Constraint(kind="regex", text="a(", param="schema"), "unclosed group"),
         (Constraint(kind="grammar", text="start: nobody", param="schema"), "unknown name"),
@@ -252,17 +263,138 @@ async def test_a_client_that_leaves_during_its_trial_costs_no_process_and_its_ve
         assert len(grammars._verdicts) == 4  # the last one and its part
 
 
-async def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_followed():
+async def test_of_a_tool_that_is_not_strict_what_cannot_be_followed_is_left_out():
     async with opened() as grammars:
         sound = Tool(name="f", parameters={"properties": {"n": {"type": "integer"}}})
-        given = await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED)))
+        late = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=a)b", "maxLength": 3}}}
+        given = await grammar_of(grammars, tools(sound, *(Tool(name="g", parameters=one) for one in (NESTED, late))))
         assert given is not None
         texts = {one["name"]: one.get("json_schema") for one in json.loads(given.text)["grammars"]}
         assert texts["arguments0"]["properties"] == {"n": {"type": "integer"}}
-        assert {key for key in texts["arguments1"] if key != "x-guidance"} == {"type"}
-        with pytest.raises(RequestError, match="uniqueItems") as refused:
-            await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED, strict=True, param="x")))
-        assert refused.value.param == "x"
+        assert texts["arguments1"]["properties"] == {"a": {"items": {}}}
+        assert texts["arguments2"]["properties"] == {"a": {"type": "string", "maxLength": 3}}
+        for parameters, words in ((NESTED, "uniqueItems"), (late, "look-ahead.*, at #/properties/a/pattern")):
+            with pytest.raises(RequestError, match=words) as refused:
+                await grammar_of(grammars, tools(sound, Tool(name="g", parameters=parameters, strict=True, param="x")))
+            assert refused.value.param == "x"
+
+
+async def test_a_tool_whose_schema_is_too_long_takes_any_object():
+    async with opened(grammar_bytes=2000) as grammars:
+        wide = {"properties": {f"key {n}": {"maxLength": n} for n in range(100)}}
+        given = await grammar_of(grammars, tools(Tool(name="f", parameters=wide)))
+        assert given is not None
+        assert _schemas_of(given)["arguments0"] == {"type": "object"}
+        with pytest.raises(RequestError, match="at most 2000 are read"):
+            await grammar_of(grammars, tools(Tool(name="f", parameters=wide, strict=True)))
+
+
+async def test_arguments_are_an_object_whatever_cannot_be_followed():
+    async with opened() as grammars:
+        for parameters in ({"type": "text", "maxLength": 3}, {"type": ["object", "null"]}, {"enum": []}, {"not": {}}):
+            given = await grammar_of(grammars, tools(Tool(name="f", parameters=parameters)))
+            assert given is not None
+            assert _schemas_of(given)["arguments0"]["type"] == "object"
+
+
+def _schemas_of(grammar: Grammar) -> dict[str, Any]:
+    found = {one["name"]: one.get("json_schema") for one in json.loads(grammar.text)["grammars"]}
+    return {name: {k: v for k, v in schema.items() if k != "x-guidance"} for name, schema in found.items() if schema}
+
+
+def takes(grammar: Grammar | None, text: str) -> bool:
+    """Whether an answer, or the arguments of the first tool, may be this."""
+    assert grammar is not None
+    matcher = LLMatcher(grammar_tokens(tokenizer()), grammar.text, log_level=0, limits=parser_limits())
+    ids = list(tokenizer().encode(text))
+    return matcher.validate_tokens(ids) == len(ids) and all(map(matcher.consume_token, ids)) and matcher.is_accepting()
+
+
+PRETTY = """{
+    "a": 1,
+    "b": [
+        true, { "c": [] }
+    ]
+}"""
+TABBED = PRETTY.replace("    ", "\t").replace("\n", "\r\n")
+
+
+async def test_white_space_is_a_space_or_the_end_of_a_line_with_its_indentation():
+    async with opened() as grammars:
+        for asked in (schema({}), schema({"type": "object", "properties": {"a": {}, "b": {}}})):
+            grammar = await grammar_of(grammars, asked)
+            for text in (PRETTY, TABBED, '{"a": 1, "b": []}', '{"a":1,"b":[ ]}', '{\n"a" : 1 }'):
+                assert takes(grammar, text), text
+            for parts in ("{", '"a"', ":", "1", ",", '"b"', "2", "}"):
+                for run in ("  ", "\n\n", " \n", "\n" + " " * 17, "\n \t"):
+                    for text in (f"{run}{parts}", f"{parts}{run}"):
+                        assert not takes(grammar, '{"a":1,"b":2}'.replace(parts, text)), text
+            for run in (" ", "\n"):
+                assert not takes(grammar, f'{run}{{"a":1}}')
+                assert not takes(grammar, f'{{"a":1}}{run}')
+
+
+async def test_json_can_be_asked_for_without_white_space_and_with_no_members_but_those_named():
+    asked = {"properties": {"a": {"properties": {"b": {}}}}, "type": "object"}
+    async with opened() as grammars:
+        for kind in ({"json": asked}, {"json": json.dumps(asked)}, {"json_object": True}):
+            grammar = await grammar_of(
+                grammars, constraint(structured_outputs={**kind, "disable_any_whitespace": True})
+            )
+            assert takes(grammar, '{"a":{"b":1,"c":[1,2]}}')
+            for text in ('{"a": {"b":1}}', '{"a":{"b":1}, "c":2}', '{ "a":{}}', '{"a":{}\n}'):
+                assert not takes(grammar, text)
+        fields = {"json": asked, "disable_additional_properties": True, "disable_fallback": True}
+        grammar = await grammar_of(grammars, constraint(structured_outputs=fields))
+        assert takes(grammar, '{"a": {"b": 1}}')
+        assert not takes(grammar, '{"c":1}')
+        assert not takes(grammar, '{"a":{"c":1}}')
+
+
+def _bodies(**tool: Any) -> dict[str, Conversation]:
+    """A tool in every dialect."""
+    named = {"description": "The time", "name": "now"}
+    schema = {"input_schema": tool["parameters"]} if "parameters" in tool else {}
+    said = {"messages": [{"role": "user", "content": "x"}]}
+    asked = (
+        read_chat(_body(**said, tools=[{"type": "function", "function": {**named, **tool}}]), Limits(), Defaults()),
+        read_messages(_body(**said, max_tokens=9, tools=[{**named, **schema}]), Limits(), Defaults()),
+        read_responses(_body(input="x", tools=[{"type": "function", **named, **tool}]), Limits(), Defaults()),
+    )
+    found = [one.ask.prompts[0] for one in asked]
+    return {str(n): one for n, one in enumerate(found) if isinstance(one, Conversation)}
+
+
+def _body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+async def test_a_function_without_parameters_takes_none_in_every_dialect():
+    async with opened() as grammars:
+        for tool in ({}, {"parameters": None}):
+            for conversation in _bodies(**tool).values():
+                [declared] = conversation.tools
+                assert declared.parameters is None
+                grammar = await grammar_of(grammars, conversation, mode="required")
+                assert grammar is not None
+                begun = _until_arguments(grammar)
+                assert begun.compute_ff_tokens()[0] == tokenizer().encode("{")[0]
+                assert begun.validate_tokens(list(tokenizer().encode("{}"))) == 2
+                assert begun.validate_tokens(list(tokenizer().encode('{"'))) == 1
+        for parameters in ({}, {"type": "object"}):  # any object is within these, as JSON Schema has it
+            for conversation in _bodies(parameters=parameters).values():
+                grammar = await grammar_of(grammars, conversation, mode="required")
+                assert grammar is not None
+                assert _until_arguments(grammar).validate_tokens(list(tokenizer().encode('{"a":1}'))) == 7
+
+
+def _until_arguments(grammar: Grammar) -> LLMatcher:
+    """A matcher of a call of the only tool, where its arguments begin."""
+    matcher = LLMatcher(grammar_tokens(tokenizer()), grammar.text, log_level=0, limits=parser_limits())
+    marks = map(SPECIAL, ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"))
+    name = tokenizer().encode("functions.now:0")
+    assert all(map(matcher.consume_token, (*marks, *name, SPECIAL("<|tool_call_argument_begin|>"))))
+    return matcher
 
 
 async def test_only_the_tools_that_may_be_called_have_a_place_in_the_grammar():
@@ -306,6 +438,14 @@ def read(**fields: Any) -> Ask:
     return read_chat(json.dumps(body).encode(), Limits(), Defaults()).ask
 
 
+def constraint(**fields: Any) -> Constraint:
+    found = read(**fields).constraint
+    assert found is not None
+    whole = _body(prompt="x", **fields)
+    assert read_completion(whole, Limits(), Defaults()).ask.constraint == found
+    return found
+
+
 TOOLS = [{"type": "function", "function": {"name": name, "strict": name == "g"}} for name in ("f", "g")]
 
 
@@ -316,6 +456,20 @@ TOOLS = [{"type": "function", "function": {"name": name, "strict": name == "g"}}
         ({"structured_outputs": {}}, None),
         ({"structured_outputs": {"regex": None, "disable_fallback": True}}, None),
         ({"response_format": {"type": "json_object"}}, ("json_schema", {"type": "object"}, "response_format")),
+        (
+            {"response_format": {"type": "json_object", "schema": None}},
+            ("json_schema", {"type": "object"}, "response_format"),
+        ),
+        *(
+            ({"response_format": {"type": kind, "schema": asked}}, ("json_schema", asked, "response_format.schema"))
+            for kind in ("json_object", "json_schema")
+            for asked in ({"const": 1}, True)
+        ),
+        (
+            {"structured_outputs": {"json": {"const": 1}, "disable_any_whitespace": False, "backend": "guidance"}},
+            ("json_schema", {"const": 1}, "structured_outputs.json"),
+        ),
+        ({"structured_outputs": {"disable_any_whitespace": True, "whitespace_pattern": None}}, None),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
             ("json_schema", {"type": "null"}, "response_format.json_schema.schema"),
@@ -328,6 +482,21 @@ TOOLS = [{"type": "function", "function": {"name": name, "strict": name == "g"}}
 def test_what_a_request_says_of_its_answer(fields: dict[str, Any], constraint: tuple[str, Any, str] | None):
     given = read(**fields).constraint
     assert (given and (given.kind, json.loads(given.text), given.param)) == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object", "schema": "x"}}, "response_format.schema"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " ?"}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "disable_fallback": 1}}, "structured_outputs.disable_fallback"),
+        ({"structured_outputs": {"json": {}, "regex": "a", "disable_fallback": True}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str):
+    with pytest.raises(RequestError) as refused:
+        read(**fields)
+    assert refused.value.param == param
 
 
 @pytest.mark.parametrize(

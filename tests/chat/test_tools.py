@@ -136,3 +136,9 @@ def test_tools_stand_in_the_order_in_which_they_were_given():
         text
         == "# Tools\n\n## functions\nnamespace functions {\ntype b = (_: {}) => any;\ntype a = (_: {}) => any;\n}\n"
     )
+
+
+def test_a_function_without_parameters_is_declared_as_one_of_which_they_are_empty():
+    for declare in (declare_typescript, declare_json):
+        assert declare((Tool(name="a"),)) == declare((Tool(name="a", parameters={}),))
+    assert "parameters" not in declare_json((Tool(name="a"),))
