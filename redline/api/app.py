@@ -730,7 +730,7 @@ class _Departure:
         self._task.cancel()
 
 
-KEEPALIVE_S = 15.0  # of silence at most, then a stream sends a keepalive: proxies give up after 60, clients after 300
+KEEPALIVE_S = 9.0  # of silence at most, then a stream sends a keepalive: two fit into the 20 s of an impatient client
 REFUSAL_S = 0.25  # in which an engine that is not in the middle of a step has refused what it cannot take
 
 STREAM_START: Message = {

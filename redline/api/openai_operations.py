@@ -202,7 +202,7 @@ _CALLS: dict[str, Any] = {
     "_Declared.parameters": _PARAMETERS,
     "tool_choice": _CHOICE_OF_TOOL,
 }
-_FRAMING = "each a line `data: JSON`, at last `data: [DONE]`; after 15 s of silence a comment, `: keepalive`"
+_FRAMING = "each a line `data: JSON`, at last `data: [DONE]`; after 9 s of silence a comment, `: keepalive`"
 _NOTES = (
     "stream_options needs stream to be true.",
     "min_tokens is at most max_tokens.",

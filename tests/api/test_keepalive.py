@@ -1,4 +1,4 @@
-"""A stream that was silent for 15 s sends what its dialect's clients pass over."""
+"""A stream that was silent for a while sends what its dialect's clients pass over."""
 
 import asyncio
 import json
@@ -121,7 +121,7 @@ async def served(clock: FakeClock) -> AsyncIterator[Served]:
 
 @pytest.mark.parametrize("path", DIALECTS)
 @pytest.mark.usefixtures("poured")
-async def test_a_request_that_waits_has_a_keepalive_every_15_s(served: Served, path: str) -> None:
+async def test_a_request_that_waits_has_a_keepalive_again_and_again(served: Served, path: str) -> None:
     stream = await served.begin(path)
     for count in range(3):
         await stream.passes(KEEPALIVE_S - 1)
