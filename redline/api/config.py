@@ -37,6 +37,7 @@ class Limits(Record, frozen=True):
     queue_tokens: int = 2 << 20  # of jobs without a first token, of all requests, before new ones are refused with 503
     prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each n times, times the log probabilities of each
     known_bytes: int = 64 * MIB  # of parts of conversations that were encoded before, with their ids
+    said_bytes: int = 16 * MIB  # of the arguments of calls that were answered before
     default_max_tokens: int | None = None  # of an answer where the request is silent; None: what the context holds
     most_max_tokens: int | None = None  # that a request may ask for; None: what the context holds
     timeout_s: float | None = None  # from a request's arrival to its last token, where it says nothing; None: for ever

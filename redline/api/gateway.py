@@ -36,9 +36,10 @@ from redline.api.stories import Stories, Story
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
-from redline.chat.events import End, Event, Thought
+from redline.chat.events import CallArguments, CallBegin, End, Event, Thought
 from redline.chat.hashing import make_job
 from redline.chat.known import KnownTexts
+from redline.chat.said_calls import SaidCalls
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import (
@@ -152,6 +153,7 @@ class Gateway:
         self.lately = Lately(clock)
         self.loads: Callable[[str, Load], object] = lambda _worker, _load: None  # told of each that comes
         self._known = KnownTexts(limits.known_bytes)
+        self._said = SaidCalls(limits.said_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
@@ -771,6 +773,13 @@ class Gateway:
             min_tokens=job.sampling.min_tokens,
         )
 
+    def said(self, salt: str, name: str, arguments: str) -> None:
+        """The model has written a call to its end."""
+        if len(arguments) <= INLINE_CHARS:
+            self._said.note(salt, name, arguments)
+        else:
+            self._threads.submit(self._said.note, salt, name, arguments)
+
     def forget(self, lane: "_Lane", finish: Finish) -> None:
         """Stop a job that has not ended: nothing more of it is delivered, and the worker is sent an Abort. Idempotent.
 
@@ -851,7 +860,7 @@ class Gateway:
         if isinstance(prompt, str):  # a raw prompt is the client's own template
             tokens = tuple(self.tokenizer.encode_with_specials(prompt, most, check))
         else:
-            pieces = render(prompt, self._style, chars)
+            pieces = render(prompt if salt is None else self._said.restored(salt, prompt), self._style, chars)
             if passage is not None:
                 passage.did("template", began)
                 began = clock.perf_counter()
@@ -988,6 +997,7 @@ class _Lane:
         "began",
         "blamed",
         "cached_tokens",
+        "calls",
         "came",
         "choice",
         "decoder",
@@ -1040,6 +1050,7 @@ class _Lane:
         self.waits = False  # its worker has taken its pages, and it has had no token since
         self.opened = False  # a batch has gone out
         self.ended = False  # its End has gone out
+        self.calls: list[tuple[str, list[str]]] = []  # of the answer: names, and the pieces of their arguments
         self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for
 
     @property
@@ -1069,6 +1080,7 @@ class Generation:
         self._gateway = gateway
         self._pours = gateway.pours
         self._scores = ask.sampling.max_tokens == 0
+        self._salt = _salt(caller, ask.salt)
         self._reasoning, self._token_ids, self._proposers = ask.reasoning, ask.token_ids, ask.proposers
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._ahead = 0  # tokens that have arrived
@@ -1244,6 +1256,19 @@ class Generation:
                 await self._wake
                 self._wake = None
 
+    def _note_calls(self, lane: _Lane, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case CallBegin(name=name):
+                    lane.calls.append((name, []))
+                case CallArguments(index=index, text=text):
+                    lane.calls[index][1].append(text)
+                case End(finish="stop"):
+                    for name, pieces in lane.calls:
+                        self._gateway.said(self._salt, name, "".join(pieces))
+                case _:
+                    pass
+
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -1265,6 +1290,8 @@ class Generation:
         lane.read += len(delta.tokens)
         if lane.decoder.stopped:
             self._gateway.forget(lane, "stop")
+        if lane.decoder.calls:
+            self._note_calls(lane, events)
         if events and isinstance(end := events[-1], End):
             lane.ended = True
             lane.read = end.completion_tokens

@@ -70,6 +70,11 @@ class Decoder:
         self.stopped = False
         self.prompt_logprobs: list[TokenLogprobs] = []
 
+    @property
+    def calls(self) -> int:
+        """Tool calls that have begun."""
+        return self._reader.calls
+
     def push(self, delta: Delta) -> Sequence[Event]:
         """The events of a delta, the End last where the answer ends with it; none once it has ended."""
         if self._steady is not None and delta.finish is None and not (delta.logprobs or delta.prompt_logprobs):

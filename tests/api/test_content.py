@@ -131,3 +131,53 @@ async def test_a_display_of_thinking_that_nobody_knows_shows_it(display: str) ->
     async with World(answer("Yes.", thought="hm")) as world:
         said = (await world.http.post(MESSAGES, json=asked)).json()["content"]
     assert [block.get("thinking", block.get("text")) for block in said] == ["hm", "Yes."]
+
+
+SAID = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.write:0<|tool_call_argument_begin|>"
+    '{"path": "a.py", "n": 1.0}'
+)
+END_CALL = "<|tool_call_end|><|tool_calls_section_end|>"
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
+
+
+def echoed(path: str, answered: dict[str, Any]) -> list[Any]:
+    """The history of the next request, whose arguments were parsed and serialised anew."""
+    match path:
+        case "/v1/chat/completions":
+            message = answered["choices"][0]["message"]
+            [call] = message["tool_calls"]
+            call["function"]["arguments"] = '{"path":"a.py","n":1}'
+            told = {"role": "tool", "tool_call_id": call["id"], "content": "done"}
+            return [ASKED, message, told]
+        case "/v1/messages":
+            use = answered["content"][-1]
+            use["input"] = {"path": "a.py", "n": 1}
+            told = {"type": "tool_result", "tool_use_id": use["id"], "content": "done"}
+            said = {"role": "assistant", "content": answered["content"]}
+            return [ASKED, said, {"role": "user", "content": [told]}]
+        case _:
+            call = answered["output"][-1]
+            call["arguments"] = '{"path":"a.py","n":1}'
+            told = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+            return [ASKED, *answered["output"], told]
+
+
+TOOLS: dict[str, dict[str, Any]] = {
+    CHAT: {"type": "function", "function": {"name": "write", "parameters": PARAMETERS}},
+    MESSAGES: {"name": "write", "input_schema": PARAMETERS},
+    RESPONSES: {"type": "function", "name": "write", "parameters": PARAMETERS},
+}
+
+
+@pytest.mark.parametrize("path", TOOLS)
+async def test_the_next_prompt_begins_with_all_that_was_said(path: str) -> None:
+    """So that its pages are found in the cache, whatever the client made of the arguments."""
+    asked = {"tools": [TOOLS[path]]} | ({"max_tokens": 200} if path == MESSAGES else {})
+    async with World(answer(SAID + END_CALL, thought="" if path == MESSAGES else "hm")) as world:
+        first = (await world.http.post(path, json=body(path, [ASKED]) | asked)).json()
+        second = await world.http.post(path, json=body(path, echoed(path, first)) | asked)
+        assert second.status_code == 200, second.text
+    before, after = (TOKENIZER.decode_bytes(job.tokens).decode() for job in world.engine.jobs)
+    thought = "" if path == MESSAGES else "hm</think>"
+    assert after.startswith(before + thought + SAID + END_CALL)
