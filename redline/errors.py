@@ -51,11 +51,13 @@ class PromptTooLong(ContextTooLong):
     compact the conversation, and libraries raise an error of their own.
     """
 
-    def __init__(self, param: str, tokens: int, limit: int) -> None:
-        """tokens: of the prompt, at least that many: encoding may have ended there. limit: of prompt and answer."""
+    def __init__(self, param: str, tokens: int, limit: int, *, at_least: bool = False) -> None:
+        """tokens: of the prompt. at_least: it may have more, since encoding has ended there. limit: of prompt and
+        answer together."""
         super().__init__(
-            f"This model's maximum context length is {limit} tokens. However, {param} has {tokens} tokens or more, and "
-            f"the answer needs at least 1. Please reduce the length of {param}.",
+            f"This model's maximum context length is {limit} tokens. However, the prompt in {param} has "
+            f"{'at least ' if at_least else ''}{tokens} tokens, and the answer needs 1 or more. "
+            f"Please reduce the length of {param}.",
             param,
         )
         self.in_messages = f"prompt is too long: {tokens} tokens > {limit - 1} maximum"

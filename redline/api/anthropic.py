@@ -365,7 +365,7 @@ def _texts(blocks: Sequence[_Text], place: str) -> list[str]:
 
 def _text_of(block: _Text, place: str, *, of_result: bool = False) -> str:
     """of_result: the block is part of a tool's result, in which a text takes the place of a picture."""
-    text = _text(block.text, place) if block.type == "text" else _document(block, place)
+    text = _text(block.text, place) if block.type == "text" else _document(block, place, of_result=of_result)
     if text is None and of_result:
         text = media.in_result(block.type)
     if text is None:
@@ -373,30 +373,33 @@ def _text_of(block: _Text, place: str, *, of_result: bool = False) -> str:
     return text
 
 
-def _document(block: _Text | _Block, place: str) -> str | None:
+def _document(block: _Text | _Block, place: str, *, of_result: bool = False) -> str | None:
     """The text of a document or of a search result, with its title; None: the block is none that holds text."""
     match block.type, block.source:
         case "document", _Source(type="text", data=str() as text):
             pass
         case "document", _Source(type="content", content=(str() | list()) as content):
-            text = _joined(content, f"{place}.source.content")
+            text = _joined(content, f"{place}.source.content", of_result=of_result)
         case "search_result", str() as address:
             content = block.content
             if isinstance(content, msgspec.Raw):
                 content = None if is_absent(content) else decoded(_RESULT, content, f"{place}.content")
-            text = f"{address}\n{_joined(content, f'{place}.content')}"
+            text = f"{address}\n{_joined(content, f'{place}.content', of_result=of_result)}"
         case _:
             return None
     return "\n".join(filter(None, (block.title, block.context, text)))
 
 
-def _joined(content: str | Sequence[_Plain | _Text] | None, place: str) -> str:
+def _joined(content: str | Sequence[_Plain | _Text] | None, place: str, *, of_result: bool) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    texts: list[str] = []
     for index, block in enumerate(content):
-        if block.type != "text":
+        instead = media.in_result(block.type) if of_result else None
+        if block.type != "text" and instead is None:
             raise media.refused(block.type, f"{place}[{index}].type", _unread(block.type))
-    return "\n".join(_text(block.text, f"{place}[{index}]") for index, block in enumerate(content))
+        texts.append(instead or _text(block.text, f"{place}[{index}]"))
+    return "\n".join(texts)
 
 
 def _text(text: str | None, place: str) -> str:

@@ -34,7 +34,7 @@ from redline.api.answers import (
 )
 from redline.api.anthropic import read_count
 from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
-from redline.api.ask import Prompt
+from redline.api.ask import Prompt, page_limit
 from redline.api.chat_page import FILES, EngineView, page_routes
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
@@ -283,15 +283,6 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
 MOST_MODELS = 1000  # of a page of the list of models
 
 
-def _page_limit(said: str | None) -> int:
-    """Raises RequestError."""
-    if said is None:
-        return MOST_MODELS
-    if not (said.isascii() and said.isdigit() and 1 <= int(said[:5]) <= MOST_MODELS):
-        raise RequestError(f"limit is {said[:20]!a}; expected a number from 1 to {MOST_MODELS}", "limit")
-    return int(said)
-
-
 MOST_TIMEOUT_S = 86400.0
 
 
@@ -525,7 +516,7 @@ class _Api:
         query = request.query_params
         begin = 1 + self._place(after, "after_id") if (after := query.get("after_id")) else 0
         end = self._place(before, "before_id") if (before := query.get("before_id")) else len(self._names)
-        names, limit = self._names[begin:end], _page_limit(query.get("limit"))
+        names, limit = self._names[begin:end], page_limit(query.get("limit"), MOST_MODELS, MOST_MODELS)
         some = names[-limit:] if before else names[:limit]
         return json_response(
             {

@@ -69,6 +69,7 @@ from redline.wire.step import Proposer, TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
+_SAMPLING = msgspec.msgpack.Decoder(Sampling)
 NEVER = -100.0  # added to the logit of a token that is to be all but impossible
 LOOKS = 3  # for something that was written, in the time for which a stream may be silent
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
@@ -647,17 +648,18 @@ class Gateway:
                 try:
                     tokens = await self.encode(prompt, param, limit, salt)
                 except ContextTooLong:
-                    raise PromptTooLong(param, limit + 1, limit) from None
+                    raise PromptTooLong(param, limit + 1, limit, at_least=True) from None
                 if not tokens:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, prompt, len(tokens), limit, param)
                 if ask.sampling.max_tokens:
                     at = clock.perf_counter()
-                    sampling = msgspec.structs.replace(
-                        sampling, grammar=await self._grammar(ask, prompt, tokens, sampling)
-                    )
+                    grammar = await self._grammar(ask, prompt, tokens, sampling)
+                    sampling = msgspec.structs.replace(sampling, grammar=grammar)
                     if caller.passage is not None and sampling.grammar is not None:
                         caller.passage.did("grammar", at)
+                # What a worker cannot read ends it, and the next one that the job moves to.
+                sampling = _SAMPLING.decode(msgspec.msgpack.encode(sampling))
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
@@ -895,10 +897,12 @@ class Gateway:
         left = limit - prompt_tokens
         if left < min(1, asked):
             raise PromptTooLong(param, prompt_tokens, limit)
+        most_here = min(max(1, allowed), left)
         own = () if ask.ignore_eos else self.tokenizer.stop_ids
         sampling = msgspec.structs.replace(
             ask.sampling,
-            max_tokens=min(max(1, allowed), left),
+            max_tokens=most_here,
+            min_tokens=min(ask.sampling.min_tokens, most_here),
             stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
         )
         if sampling.top_p == 0:
@@ -906,8 +910,9 @@ class Gateway:
         if isinstance(prompt, Conversation) and not prompt.tools and any(one.tool_calls for one in prompt.messages):
             # Its history has calls, so the model is tempted: it is kept from what it may not do.
             marks = self._call_marks
-            kept = [one for one in sampling.logit_bias if one[0] not in marks][: MOST_BIASES - len(marks)]
-            sampling = msgspec.structs.replace(sampling, logit_bias=(*kept, *((mark, NEVER) for mark in marks)))
+            biases = *(one for one in sampling.logit_bias if one[0] not in marks), *((mark, NEVER) for mark in marks)
+            if len(biases) <= MOST_BIASES:
+                sampling = msgspec.structs.replace(sampling, logit_bias=biases)
         return sampling
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 import msgspec
 
 from redline import clock
-from redline.chat.constraint import dumped, grammars, of_schema
+from redline.chat.constraint import ANY_OBJECT, dumped, grammars, of_schema
 from redline.chat.schema import Written, loosen
 from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
@@ -100,14 +100,22 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
             case "gbnf":
                 return _converted(trial.text)
             case "schemas":
-                written = [Written(schema, closed=closed) for schema, closed in json.loads(trial.text)]
-                schemas = tuple(dumped(one.schema) for one in written)
-                return Verdict(schemas=schemas, complaints=tuple(one.complaint for one in written))
+                written = [_written(schema, closed=closed) for schema, closed in json.loads(trial.text)]
+                return Verdict(schemas=tuple(one for one, _ in written), complaints=tuple(one for _, one in written))
             case "loosen":
                 schema, closed = json.loads(trial.text)
                 return _loosened(Written(schema, closed=closed), tokens, inward)
     except (ValueError, RecursionError) as error:
         return Verdict(error=f"the schema cannot be read: {error}")
+
+
+def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
+    """A schema as it is followed, JSON, and what was left out of it; any object where it cannot be read."""
+    try:
+        written = Written(schema, closed=closed)
+        return dumped(written.schema), written.complaint
+    except (ValueError, RecursionError) as error:
+        return ANY_OBJECT, f"the schema cannot be read: {error}"
 
 
 def _converted(text: str) -> Verdict:

@@ -5,6 +5,7 @@ What came of a trial is kept, so that a schema that comes with every request cos
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -12,13 +13,14 @@ import msgspec
 from redline.api.config import Limits
 from redline.api.grammar_child import Trial, Verdict, line_of
 from redline.api.trials import GrammarProcess, Trials
-from redline.chat.constraint import ANY_OBJECT, Calls, Constraint, Form, Part, compose, dumped, forms
+from redline.chat.constraint import ANY_OBJECT, Calls, Constraint, Form, Part, any_of, compose, dumped, forms
 from redline.chat.conversation import Conversation
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import RequestError
+from redline.errors import Overloaded, RequestError
 from redline.wire.job import Grammar
 
-KEPT = 1024  # verdicts
+KEPT = 8192  # verdicts: a request may have 1,024 tools
+MOST_TRIES = 64  # of one request, to find which of its schemas cannot be used
 KEPT_BYTES = 8 << 20  # of what they say, together: an error may quote its whole grammar, twice
 SHOWN_CHARS = 400  # of an error
 
@@ -57,7 +59,11 @@ class Grammars:
                 raise RequestError(verdict.error[:SHOWN_CHARS], constraint.param)
             constraint = msgspec.structs.replace(constraint, text=verdict.text)
         asked = {form.name: form for form in forms(constraint, calls, conversation)}
-        schemas = await self._schemas(tuple(asked.values()), tenant)
+        tries = _Tries()
+        schemas = {
+            name: text if asked[name].strict else self._known_looser(text)
+            for name, text in (await self._schemas(tuple(asked.values()), tenant, tries)).items()
+        }
         while True:
             composed = compose(constraint, calls, conversation, self._tokenizer, thinks=thinks, schemas=schemas)
             if composed is None:
@@ -65,13 +71,12 @@ class Grammars:
             verdict = await self._verdict(Trial(text=composed.grammar.text), tenant)
             if verdict.error is None:
                 return composed.grammar
-            looser = {
-                part.name: await self._looser(part, alone, asked.get(part.name), schemas, tenant)
-                for part in composed.parts
-                if (alone := await self._verdict(Trial(text=part.text), tenant)).error is not None
-            }
-            if all(schemas.get(name) == text for name, text in looser.items()):
-                # Each part can be used, and not all together.
+            looser = await self._loosened(composed.parts, asked, schemas, tenant, tries)
+            if not looser:  # each part can be used, and not all together
+                looser = {name: ANY_OBJECT for name, form in asked.items() if not form.strict}
+            if all(schemas[name] == text for name, text in looser.items()):
+                if verdict.timed:
+                    raise Overloaded(f"the grammar of this answer cannot be compiled now: {verdict.error}")
                 param = constraint.param if constraint is not None else "tools"
                 raise RequestError(f"the grammar cannot be used: {verdict.error}"[:SHOWN_CHARS], param)
             schemas |= looser
@@ -84,26 +89,67 @@ class Grammars:
         """Wait until every process that was killed has ended."""
         await self.trials.ended()
 
-    async def _schemas(self, asked: tuple[Form, ...], tenant: str) -> dict[str, str]:
+    async def _schemas(self, asked: Sequence[Form], tenant: str, tries: "_Tries") -> dict[str, str]:
         """What is followed of each schema, by the name of its part. Raises RequestError as `grammar` does."""
         if not asked:
             return {}
         text = dumped([(form.schema, form.closed) for form in asked])
         verdict = await self._verdict(Trial(text=text, kind="schemas"), tenant)
+        if verdict.error is not None and len(asked) > 1 and tries.left():  # one of them takes too long
+            half = len(asked) // 2
+            first = await self._schemas(asked[:half], tenant, tries)
+            return first | await self._schemas(asked[half:], tenant, tries)
         complaints = verdict.complaints or (verdict.error,) * len(asked)
         for form, complaint in zip(asked, complaints, strict=True):
             if form.strict and complaint is not None:
                 raise RequestError(complaint[:SHOWN_CHARS], form.param)
         return dict(zip((form.name for form in asked), verdict.schemas or (ANY_OBJECT,) * len(asked), strict=True))
 
-    async def _looser(self, part: Part, alone: Verdict, form: Form | None, schemas: dict[str, str], tenant: str) -> str:
-        """What is followed instead of the schema of a part that cannot be used. Raises RequestError where all of it has
-        to be. alone: what came of the part by itself."""
+    async def _loosened(
+        self, parts: Sequence[Part], asked: dict[str, Form], schemas: dict[str, str], tenant: str, tries: "_Tries"
+    ) -> dict[str, str]:
+        """What is followed instead of the schemas of the parts that cannot be used by themselves, by their names.
+        Raises RequestError where all of one has to be."""
+        own = {part.own: part for part in parts}
+        failing = await self._failing(tuple(own.values()), tenant, tries)
+        found: dict[str, str] = {}
+        for part in parts:
+            if (alone := failing.get(part.own)) is not None:
+                text = await self._looser_than(part, alone, asked.get(part.name), schemas, tenant, tries)
+                found[part.name] = text
+                self._keep(_key("looser", schemas[part.name].encode()), Verdict(text=text))
+        return found
+
+    def _known_looser(self, schema: str) -> str:
+        """What was followed before instead of a schema that cannot be; that itself where it can, as far as is known."""
+        key = _key("looser", schema.encode())
+        if (known := self._verdicts.get(key)) is None:
+            return schema
+        self._verdicts.move_to_end(key)
+        return known.text
+
+    async def _failing(self, parts: Sequence[Part], tenant: str, tries: "_Tries") -> dict[str, Verdict]:
+        """The grammars of the parts that cannot be used by themselves, with what came of them; where there are too many
+        to try each, whole groups of them."""
+        verdict = await self._verdict(Trial(text=any_of(parts)), tenant)
+        if verdict.error is None:
+            return {}
+        if len(parts) == 1 or not tries.left():
+            return {part.own: verdict for part in parts}
+        half = len(parts) // 2
+        first = await self._failing(parts[:half], tenant, tries)
+        return first | await self._failing(parts[half:], tenant, tries)
+
+    async def _looser_than(
+        self, part: Part, alone: Verdict, form: Form | None, schemas: dict[str, str], tenant: str, tries: "_Tries"
+    ) -> str:
+        """What is followed instead of the schema of a part. Raises RequestError where all of it has to be. alone: what
+        came of the part by itself."""
         error = f"it cannot be used: {line_of(alone.error or '')}"
         if form is None:
             raise RequestError(error[:SHOWN_CHARS], part.param)
         found = Verdict()
-        if not alone.timed:
+        if not alone.timed and tries.left():
             found = await self._verdict(Trial(text=dumped((form.schema, form.closed)), kind="loosen"), tenant)
         if form.strict:
             raise RequestError((found.error or error)[:SHOWN_CHARS], form.param)
@@ -113,7 +159,7 @@ class Grammars:
         text = trial.text.encode()
         if len(text) > self._limits.grammar_bytes:
             return Verdict(error=f"it is {len(text)} bytes; at most {self._limits.grammar_bytes} are read")
-        key = blake2b(trial.kind.encode() + b" " + text, digest_size=16).digest()
+        key = _key(trial.kind, text)
         if (known := self._verdicts.get(key)) is not None:
             self._verdicts.move_to_end(key)
             return known
@@ -127,6 +173,22 @@ class Grammars:
         while len(self._verdicts) > KEPT or self._bytes > KEPT_BYTES:
             _, oldest = self._verdicts.popitem(last=False)
             self._bytes -= _size(oldest)
+
+
+class _Tries:
+    """How often one request may try a part of what it asks for."""
+
+    def __init__(self) -> None:
+        self._left = MOST_TRIES
+
+    def left(self) -> bool:
+        """Whether there is one more, which counts."""
+        self._left -= 1
+        return self._left >= 0
+
+
+def _key(kind: str, text: bytes) -> bytes:
+    return blake2b(kind.encode() + b" " + text, digest_size=16).digest()
 
 
 def _size(verdict: Verdict) -> int:

@@ -157,14 +157,27 @@ class _StreamOptions(msgspec.Struct):
     include_proposers: bool | None = None
 
 
-class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
+class _WholeNumbers(msgspec.Struct):
+    """Fields of a field, of which those that are numbers are whole ones."""
+
+    def __post_init__(self) -> None:
+        """Make integers of 6.0 and the like. Raises ValueError for other floats: msgspec names the place."""
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if type(value) is float:
+                if not value.is_integer():
+                    raise ValueError(f"{field}: Expected `int`, got {value}")
+                setattr(self, field, int(value))
+
+
+class _TemplateOptions(_WholeNumbers, forbid_unknown_fields=True):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
     thinking_budget: Tokens | None = None
 
 
-class _Thinking(msgspec.Struct):
+class _Thinking(_WholeNumbers):
     """Moonshot's field, with what other dialects put into theirs of this name."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
@@ -172,7 +185,7 @@ class _Thinking(msgspec.Struct):
     budget_tokens: Tokens | None = None
 
 
-class _Reasoning(msgspec.Struct):
+class _Reasoning(_WholeNumbers):
     """OpenRouter's field."""
 
     effort: "_Effort | None" = None

@@ -110,9 +110,10 @@ class ResponseStore:
         """The conversation that ends with the response. Raises Refusal (404) where the owner has none of that id."""
         return await self._found(lambda: _MESSAGES.decode(self._row(id, owner)[1]))
 
-    async def items(self, ids: Iterable[str], owner: str) -> dict[str, bytes]:
-        """The items of the owner's responses that have these ids, as JSON; those that are not kept are missing."""
-        return await self._found(lambda: self._items(ids, owner))
+    async def items(self, ids: Iterable[str], owner: str, most_bytes: int) -> dict[str, bytes]:
+        """The items of the owner's responses that have these ids, as JSON; those that are not kept are missing, and so
+        are all behind the first with which they are more than `most_bytes` together."""
+        return await self._found(lambda: self._items(ids, owner, most_bytes))
 
     async def delete(self, id: str, owner: str) -> None:
         """Forget a response. Raises Refusal (404) where the owner has none of that id."""
@@ -186,8 +187,9 @@ class ResponseStore:
             raise _unknown(id)
         return found
 
-    def _items(self, ids: Iterable[str], owner: str) -> dict[str, bytes]:
+    def _items(self, ids: Iterable[str], owner: str, most_bytes: int) -> dict[str, bytes]:
         file, since, found = self._open(), self._clock() - self._limits.age_s, dict[str, bytes]()
+        left = most_bytes
         for id in ids:
             row = file.execute(
                 "SELECT items.body FROM items JOIN responses ON number = response "
@@ -196,6 +198,8 @@ class ResponseStore:
             ).fetchone()
             if row is not None:
                 found[id] = row[0]
+                if (left := left - len(row[0])) < 0:
+                    break
         return found
 
     def _delete(self, id: str, owner: str) -> None:

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from redline.api.answers import Choice
+from redline.api.ask import page_limit
 from redline.api.config import Limits
 from redline.api.dialect import Dialect, Reply
 from redline.api.errors import tell
@@ -320,7 +321,11 @@ def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesR
     async def recall(asked: ResponsesRequest) -> ResponsesRequest:
         asked = msgspec.structs.replace(asked, owner=owner())
         if asked.references:
-            kept = {} if store is None else await store.items(dict.fromkeys(asked.references), asked.owner)
+            kept = (
+                {}
+                if store is None
+                else await store.items(dict.fromkeys(asked.references), asked.owner, limits.body_bytes)
+            )
             asked = await asyncio.to_thread(resolved, asked, kept, limits)
         if asked.previous is None:
             return asked
@@ -352,13 +357,11 @@ class KeptResponses:
     async def input_items(self, request: Request) -> Response:
         """GET: the items that the response answers, a page of them."""
         id, query = request.path_params["id"], request.query_params
-        limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
-        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:4]) <= 100):
-            raise RequestError(f"limit is {limit[:64]!r}: a whole number from 1 to 100 is asked for", "limit")
+        limit, order, after = page_limit(query.get("limit"), 100, 20), query.get("order", "desc"), query.get("after")
         if order not in ("asc", "desc"):
             raise RequestError(f"order is {order[:64]!r}: asc or desc is asked for", "order")
         body, messages = await self._store.body(id, owner()), await self._store.messages(id, owner())
-        page = await asyncio.to_thread(_page, id, body, messages[:-1], int(limit), order == "desc", after)
+        page = await asyncio.to_thread(_page, id, body, messages[:-1], limit, order == "desc", after)
         return Response(page, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:

@@ -62,14 +62,10 @@ class Form(NamedTuple):
 class Part(NamedTuple):
     """A piece of a grammar that came from the client."""
 
-    name: str
+    name: str  # of the form that it follows
     param: str  # the field
-    own: str  # one of llguidance's grammars, JSON
-
-    @property
-    def text(self) -> str:
-        """A grammar by itself, as llguidance reads it."""
-        return grammars([self.own])
+    own: str  # one of llguidance's grammars, JSON; of equal schemas one and the same
+    grammar: str  # its name
 
 
 class Composed(NamedTuple):
@@ -117,21 +113,23 @@ def compose(
     parts: list[Part] = []
     starts: list[str] = []  # what a complete answer is, behind the reasoning
     if constraint is not None and calls.mode == "auto":
-        parts.append(Part("content", constraint.param, _content(constraint, schemas)))
+        parts.append(Part("content", constraint.param, _content(constraint, schemas), "content"))
         starts.append("@content")
     marks: tuple[int, ...] = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
     section = marks[0]
     if tools:
         assert conversation is not None, "tools are declared in a conversation"
         rules += _call_rules(tools, calls, _first_index(conversation), tokenizer)
+        named: dict[tuple[str, bool], str] = {}
         for place, tool in enumerate(tools):
             if calls.allow(tool):
-                name = f"arguments{place}"
-                text = schemas[name] if tool.parameters is not None else NO_ARGUMENTS
-                own = of_schema(name, text, white_space=tool.parameters is not None)
-                parts.append(Part(name, tool.param, own))
+                name, takes = f"arguments{place}", tool.parameters is not None
+                text = schemas[name] if takes else NO_ARGUMENTS
+                shared = named.setdefault((text, takes), name)
+                parts.append(Part(name, tool.param, of_schema(shared, text, white_space=takes), shared))
+                rules.append(f"call{place}: @{shared}")
         starts.append(f"<[{section}]> calls")
-    others = [part.own for part in parts]
+    others = list(dict.fromkeys(part.own for part in parts))
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":
         rules.insert(0, f"start: <[{section}]>? calls")
@@ -213,8 +211,6 @@ def _call_rules(tools: Sequence[Tool], calls: Calls, first: int, tokenizer: Toke
         yield f"next: <[{begin}]> (later) <[{end}]>"
         yield "later: " + " | ".join(f"{heads[place]} INDEX {rest[place]}" for place, _ in callable_tools)
         yield "INDEX: /[1-9][0-9]{0,3}/"
-    for place, _ in callable_tools:
-        yield f"call{place}: @arguments{place}"
 
 
 def _first_index(conversation: Conversation) -> int:
@@ -231,3 +227,11 @@ def _text(rules: Sequence[str], others: Sequence[str]) -> str:
 def grammars(own: Sequence[str]) -> str:
     """Several of llguidance's grammars, of which the first may name the others, as it reads them."""
     return f'{{"grammars":[{",".join(own)}]}}'
+
+
+def any_of(parts: Sequence[Part]) -> str:
+    """A grammar of one of these parts, which have different grammars, as llguidance reads it."""
+    if len(parts) == 1:
+        return grammars([parts[0].own])
+    start = "start: " + " | ".join(f"@{part.grammar}" for part in parts)
+    return grammars([dumped({"name": "any", "lark_grammar": start}), *(part.own for part in parts)])

@@ -47,7 +47,7 @@ class Decoder:
           (`<think>` and the tool-call marks): a raw completion shows them. In a chat they are read as marks, not shown.
         - `most_calls`: the answer is over where that many tool calls have ended, as if the model had ended it there; 0:
           where one begins.
-        - `min_tokens`: no stop string is looked for before that many tokens, as in vLLM.
+        - `min_tokens`: no stop string ends the answer before that many tokens, as in vLLM.
         """
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer

@@ -6,7 +6,9 @@ equal, the model's own text is put back.
 """
 
 import json
+import sys
 from collections import OrderedDict
+from collections.abc import Iterator
 from hashlib import blake2b
 from threading import Lock
 from typing import Any
@@ -15,8 +17,10 @@ import msgspec
 
 from redline.chat.conversation import Conversation, Message, ToolCall
 
-MOST_CHARS = 1 << 20  # of arguments that are read
-_ENTRY_BYTES = 250  # of an entry but for its text
+READ_CHARS = 8192  # of arguments that are parsed, which holds the interpreter's lock for half a millisecond
+MOST_CHARS = 1 << 20  # of a conversation's arguments that are looked at, those apart whose spelling is known
+_ENTRY_BYTES = 200  # of an entry but for its text
+_AS_IT_IS = ""
 
 
 class SaidCalls:
@@ -30,36 +34,35 @@ class SaidCalls:
         """most_bytes: of texts; 0 keeps none."""
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._texts: OrderedDict[bytes, str] = OrderedDict()  # of a value the model's text, of a spelling what it means
+        # Of a value the model's text, of a spelling what takes its place.
+        self._texts: OrderedDict[bytes, str] = OrderedDict()
         self._lock = Lock()
 
     def note(self, salt: str, name: str, arguments: str) -> None:
         """The model has written these arguments, JSON."""
-        if (value := _value(arguments)) is not None:
-            self._keep(_key("value", salt, name, value), arguments)
-            self._keep(_key("text", salt, name, arguments), arguments)
+        if len(arguments) <= MOST_CHARS:
+            for value in _values(arguments):
+                self._keep(_key("value", salt, name, value), arguments)
+                self._keep(_key("text", salt, name, arguments), _AS_IT_IS)
 
     def restored(self, salt: str, conversation: Conversation) -> Conversation:
         """The conversation with the arguments as the model wrote them, where it did."""
         if not self._texts or not any(message.tool_calls for message in conversation.messages):
             return conversation
-        return msgspec.structs.replace(
-            conversation, messages=tuple(self._message(salt, message) for message in conversation.messages)
-        )
-
-    def _message(self, salt: str, message: Message) -> Message:
-        if not message.tool_calls:
-            return message
-        return msgspec.structs.replace(message, tool_calls=tuple(self._call(salt, one) for one in message.tool_calls))
-
-    def _call(self, salt: str, call: ToolCall) -> ToolCall:
-        spelling = _key("text", salt, call.name, call.arguments)
-        if (text := self._find(spelling)) is None:
-            value = _value(call.arguments)
-            own = None if value is None else self._find(_key("value", salt, call.name, value))
-            text = call.arguments if own is None else own
-            self._keep(spelling, text)
-        return call if text == call.arguments else msgspec.structs.replace(call, arguments=text)
+        left = MOST_CHARS
+        messages: list[Message] = []
+        for message in conversation.messages:
+            calls: list[ToolCall] = []
+            for call in message.tool_calls:
+                spelling = _key("text", salt, call.name, call.arguments)
+                text = self._find(spelling)
+                if text is None and (left := left - len(call.arguments)) >= 0:
+                    values = (_key("value", salt, call.name, value) for value in _values(call.arguments))
+                    text = next((own for value in values if (own := self._find(value)) is not None), _AS_IT_IS)
+                    self._keep(spelling, text)
+                calls.append(msgspec.structs.replace(call, arguments=text) if text else call)
+            messages.append(msgspec.structs.replace(message, tool_calls=tuple(calls)) if calls else message)
+        return msgspec.structs.replace(conversation, messages=tuple(messages))
 
     def _find(self, key: bytes) -> str | None:
         with self._lock:
@@ -68,17 +71,17 @@ class SaidCalls:
             return text
 
     def _keep(self, key: bytes, text: str) -> None:
-        size = len(text) + _ENTRY_BYTES
+        size = sys.getsizeof(text) + _ENTRY_BYTES
         if size > self._most_bytes:
             return
         with self._lock:
             if (before := self._texts.pop(key, None)) is not None:
-                self._bytes -= len(before) + _ENTRY_BYTES
+                self._bytes -= sys.getsizeof(before) + _ENTRY_BYTES
             self._texts[key] = text
             self._bytes += size
             while self._bytes > self._most_bytes:
                 _, oldest = self._texts.popitem(last=False)
-                self._bytes -= len(oldest) + _ENTRY_BYTES
+                self._bytes -= sys.getsizeof(oldest) + _ENTRY_BYTES
 
 
 def _key(*parts: str) -> bytes:
@@ -90,14 +93,15 @@ def _key(*parts: str) -> bytes:
     return digest.digest()
 
 
-def _value(text: str) -> str | None:
-    """JSON spelled in one way, equal for equal values; None: the text is none, or too long."""
-    if len(text) > MOST_CHARS:
-        return None
+def _values(text: str) -> Iterator[str]:
+    """Spellings that are equal for texts of one value: without white space, and, if it is short, as Python writes it;
+    none if it is no JSON."""
     try:
-        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
-    except (ValueError, RecursionError):
-        return None
+        yield msgspec.json.format(text, indent=-1)
+        if len(text) <= READ_CHARS:
+            yield json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
+    except (ValueError, RecursionError, msgspec.DecodeError):
+        return
 
 
 def _number(text: str) -> Any:

@@ -19,6 +19,7 @@ from urllib.parse import unquote, urljoin
 from redline import clock
 
 MOST_SCHEMAS = 50_000  # that one is made of: llguidance compiles no more
+MOST_ADDRESS = 2048  # characters of an id or a reference: each is joined with others
 PLACE_CHARS = 300  # of a place that is reported
 MOST_LEFT_OUT = 32  # keywords that `loosen` finds one by one
 # An unknown one is an annotation (JSON Schema 2020-12, validation, 7.2.3).
@@ -192,6 +193,8 @@ class Written:
     def _target(self, reference: str, base: _Resource) -> tuple[_Resource, _Resource]:
         """The part of the schema that is referred to, and what its own references are relative to. Raises _Unusable
         for a reference that leads nowhere."""
+        if len(reference) > MOST_ADDRESS:
+            raise _Unusable(f"$ref has {len(reference)} characters; at most {MOST_ADDRESS} are read")
         address, _, fragment = reference.partition("#")
         resources = [base, self._root]  # some that bundle schemas leave ids behind, and references to the whole
         if address:
@@ -227,7 +230,7 @@ def _identity(schema: Any) -> str | None:
         return None
     fields = cast("dict[str, Any]", schema)
     name = fields.get("$id", fields.get("id"))
-    return name.removesuffix("#") if isinstance(name, str) else None
+    return name.removesuffix("#") if isinstance(name, str) and len(name) <= MOST_ADDRESS else None
 
 
 def _anchor(schema: Any) -> str | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 class StopStrings:
     """Looks for the first of some strings in a text that comes in pieces. `found` is None until one has come.
 
-    While `looks` is False, text passes, and no string that begins in it is found.
+    While `looks` is False, a string that ends is not found; one that has begun may be, where it ends later.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -34,7 +34,7 @@ class StopStrings:
         """
         if self.found is not None:
             return ""
-        if not self.looks or (not self._node and self._search.first.isdisjoint(text)):
+        if not self._node and self._search.first.isdisjoint(text):
             return text
         _, _, children, fallback, ends, depth = self._search
         node = self._node
@@ -43,7 +43,7 @@ class StopStrings:
             while node and character not in children[node]:
                 node = fallback[node]
             node = children[node].get(character, 0)
-            if (end := ends[node]) is not None:
+            if self.looks and (end := ends[node]) is not None:
                 match = (read - end.length, end.place)
                 best = match if best is None else min(best, match)
         text = self._held + text

@@ -9,7 +9,9 @@ import pytest
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError
 from openai.types.chat import ChatCompletionChunk
 
+from redline.api.ask import page_limit
 from redline.api.config import Limits
+from redline.errors import RequestError
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import Failed
@@ -247,7 +249,9 @@ async def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None
             with pytest.raises(BadRequestError) as refused:
                 await ask(world, messages=[{"role": "user", "content": text}])
             assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "messages")
-            words = r"This model's maximum context length is 100 tokens\. However, messages has \d+ tokens"
+            words = (
+                r"This model's maximum context length is 100 tokens\. However, the prompt in messages has .*\d+ tokens"
+            )
             assert re.search(words, refused.value.message), refused.value.message
     assert world.engine.jobs == []
 
@@ -272,6 +276,14 @@ async def test_a_prompt_may_be_as_long_as_the_context_where_it_is_only_scored() 
     assert [job.sampling.max_tokens for job in world.engine.jobs] == [0]
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "1" + "0" * 5000, "0" * 5000 + "1", "000001000000", "x", "٣"])
+def test_a_limit_of_a_page_is_a_small_number(limit: str) -> None:
+    assert page_limit("00020", 100, 7) == 20
+    assert page_limit(None, 100, 7) == 7
+    with pytest.raises(RequestError, match="expected a number from 1 to 100"):
+        page_limit(limit, 100, 7)
+
+
 # -- calls that nobody allowed
 
 TEMPTED: list[Any] = [
@@ -294,7 +306,7 @@ async def test_a_call_that_is_not_allowed_ends_the_answer_and_is_not_shown(field
 
 
 async def test_a_history_with_calls_tempts_nobody_where_calls_are_not_allowed() -> None:
-    bias = {str(token): 1.0 for token in range(300)}
+    bias = {str(token): 1.0 for token in range(298)}
     async with World(answer("a")) as world:
         await ask(world, messages=TEMPTED, tools=[GET], tool_choice="none", logit_bias=bias)
         await ask(world, messages=TEMPTED, tools=[GET])
@@ -302,7 +314,6 @@ async def test_a_history_with_calls_tempts_nobody_where_calls_are_not_allowed() 
     first, *others = (dict(job.sampling.logit_bias) for job in world.engine.jobs)
     marks = [TOKENIZER.special(f"<|tool_call{mark}_begin|>") for mark in ("s_section", "")]
     assert [first[mark] for mark in marks] == [-100.0, -100.0]
-    assert len(first) == 300
     assert others == [{}, {}]
 
 
@@ -311,8 +322,16 @@ async def test_stop_strings_are_held_back_until_min_tokens() -> None:
     async with World(say(said)) as world:
         body = {"prompt": "x", "stop": ["b"], "min_tokens": 5}
         whole = (await world.http.post("/v1/completions", json=body)).json()
+        begun = (
+            await world.http.post("/v1/completions", json={"prompt": "x", "stop": ["abab"], "min_tokens": 3})
+        ).json()
+        most = {"prompt": "x", "max_tokens": 9000, "min_tokens": 9000}
+        await world.http.post("/v1/completions", json=most)
     assert whole["choices"][0]["text"] == TOKENIZER.decode_bytes(said[:5]).decode()
     assert whole["usage"]["completion_tokens"] == 6
+    assert begun["choices"][0]["text"] == "", "one that has begun before ends the answer where it ends"
+    sampling = world.engine.jobs[-1].sampling
+    assert sampling.min_tokens == sampling.max_tokens < 9000
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])

@@ -70,6 +70,12 @@ async def test_an_image_of_the_user_is_refused_in_words_that_agents_know(path: s
     assert "Could not process image" in refused.json()["error"]["message"]
 
 
+async def test_an_image_in_a_document_of_a_tools_result_is_a_line_too() -> None:
+    source = {"type": "content", "content": [{"type": "text", "text": "Look:"}, IMAGES[MESSAGES]]}
+    prompt = await prompt_of(MESSAGES, result(MESSAGES, [{"type": "document", "source": source}]))
+    assert "Look:\n[image left out" in prompt
+
+
 async def test_a_pdf_in_a_tools_result_is_a_line_and_one_of_the_user_is_refused() -> None:
     pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
     assert "[document left out" in await prompt_of(MESSAGES, result(MESSAGES, [pdf]))

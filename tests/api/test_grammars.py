@@ -523,3 +523,76 @@ def test_which_tools_a_request_lets_be_called(fields: dict[str, Any], calls: Cal
 def test_the_old_names_are_refused_with_the_new_ones(field: str):
     with pytest.raises(RequestError, match=f"structured_outputs.{field}"):
         read(**{f"guided_{field}": "x"})
+
+
+LATE: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y", "maxLength": 3}}}
+HUGE: dict[str, Any] = {"anyOf": [{}] * 50_001}  # more schemas than are read
+
+
+def _counted(grammars: Grammars, patch: pytest.MonkeyPatch) -> list[str]:
+    """The kinds of trials from now on."""
+    tried: list[str] = []
+    verdict = grammars.trials.verdict
+
+    async def counted(trial: Trial, *rest: Any) -> Verdict:
+        tried.append(trial.kind)
+        return await verdict(trial, *rest)
+
+    patch.setattr(grammars.trials, "verdict", counted)
+    return tried
+
+
+async def test_a_schema_that_cannot_be_read_is_no_others_fault():
+    sound = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    async with opened() as grammars:
+        given = await grammar_of(
+            grammars, tools(Tool(name="f", parameters=sound, strict=True), Tool(name="g", parameters=HUGE))
+        )
+        assert given is not None
+        assert _schemas_of(given)["arguments0"]["properties"] == {"n": {"type": "integer"}}
+        assert _schemas_of(given)["arguments1"] == {"type": "object"}
+        with pytest.raises(RequestError, match="more than 50000 schemas") as refused:
+            await grammar_of(
+                grammars,
+                tools(Tool(name="f", parameters=sound), Tool(name="g", parameters=HUGE, strict=True, param="tools[1]")),
+            )
+        assert refused.value.param == "tools[1]"
+
+
+async def test_of_many_tools_the_one_that_cannot_be_followed_is_found_in_few_trials_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    many = [Tool(name=f"f{n}", parameters={"properties": {f"p{n}": {"maxLength": 9}}}) for n in range(99)]
+    async with opened() as grammars:
+        tried = _counted(grammars, monkeypatch)
+        asked = tools(*many[:40], Tool(name="g", parameters=LATE), *many[40:])
+        given = await grammar_of(grammars, asked)
+        assert given is not None
+        assert _schemas_of(given)["arguments40"]["properties"] == {"a": {"type": "string", "maxLength": 3}}
+        assert _schemas_of(given)["arguments41"]["properties"] == {"p40": {"maxLength": 9}}
+        assert len(tried) < 30
+        again = len(tried)
+        assert await grammar_of(grammars, asked) == given
+        assert len(tried) == again, "all of it is known"
+        assert await grammar_of(grammars, tools(many[3], Tool(name="g", parameters=LATE))) is not None
+        assert len(tried) - again <= 2, "what is followed instead is known beside other tools too"
+
+
+async def test_where_nearly_all_tools_cannot_be_followed_trials_end_and_the_rest_take_any_object(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 12)
+    bad = [Tool(name=f"f{n}", parameters={"properties": {"a": {"pattern": f"(?={n})y"}}}) for n in range(40)]
+    async with opened() as grammars:
+        tried = _counted(grammars, monkeypatch)
+        given = await grammar_of(grammars, tools(*bad))
+        assert given is not None
+        assert len(tried) < 40
+        assert all(schema["type"] == "object" for schema in _schemas_of(given).values())
+
+
+async def test_tools_of_one_schema_share_a_grammar():
+    async with opened() as grammars:
+        given = await grammar_of(grammars, tools(*(Tool(name=f"f{n}", parameters={}) for n in range(9))))
+        assert given is not None
+        assert list(_schemas_of(given)) == ["arguments0"]

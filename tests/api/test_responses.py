@@ -860,7 +860,7 @@ def test_what_is_kept_of_items_goes_with_their_response(tmp_path: Path) -> None:
         store.put(f"resp_{number}", "me", b"{}", (), {f"msg_{number}": b"[%d]" % number})
 
     def items(owner: str) -> dict[str, bytes]:
-        return asyncio.run(store.items([f"msg_{number}" for number in range(4)], owner))
+        return asyncio.run(store.items([f"msg_{number}" for number in range(4)], owner, 1 << 20))
 
     assert (items("me"), items("you")) == ({"msg_1": b"[1]", "msg_2": b"[2]"}, {})
     asyncio.run(store.delete("resp_1", "me"))

@@ -43,6 +43,20 @@ def test_all_else_stays_as_it_is(said: SaidCalls, other: str) -> None:
     assert restored(said, other) == [other]
 
 
+def test_long_arguments_may_differ_in_white_space() -> None:
+    own = '{"path": "a.py", "text": "' + "x" * 20_000 + '"}'
+    said = SaidCalls(1 << 20)
+    said.note("", "write", own)
+    assert restored(said, own.replace(": ", ":").replace(", ", ",")) == [own]
+
+
+def test_of_one_conversation_so_many_characters_are_read(said: SaidCalls) -> None:
+    long = [json.dumps({"n": n, "text": "x" * 300_000}) for n in range(5)]
+    spelled = '{"path":"a.py","n":1,"text":"é"}'
+    assert restored(said, *long, spelled) == [*long, spelled]
+    assert restored(said, spelled) == [OWN], "what was not read is not taken for anything"
+
+
 def test_another_function_and_another_tenant_have_their_own(said: SaidCalls) -> None:
     spelled = '{"path":"a.py","n":1,"text":"é"}'
     assert restored(said, spelled, name="read") == [spelled]

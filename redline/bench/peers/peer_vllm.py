@@ -86,6 +86,7 @@ def main() -> None:
     os.environ.update(QUIET, PYTHONPATH=os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
     sys.path.insert(0, here)
     import torch
+
     vllm = import_module("vllm")  # no part of what Redline is installed with
 
     tell(vllm=vllm.__version__, gpu=torch.cuda.get_device_name())
