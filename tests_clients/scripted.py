@@ -1,12 +1,12 @@
-"""Our HTTP API over an engine that plays a coding agent's model: `python scripted.py RECORD CONTEXT [FILES]`.
+"""Our HTTP API over an engine that plays a coding agent's model: `python scripted.py RECORD CONTEXT FILES`.
 
-Kimi-Nano is too small for an agent's task, and which tools are called is what matters here. The script reads the prompt
-alone. It calls the tool of the agent that reads a file, for note.txt, and gives back the word in it. With FILES it first
-reads log-0.txt, log-1.txt, ... until the agent asks for a summary of the conversation, or FILES of them are read. Where
-no tool is declared that reads files, the answer is an edit of note.txt in aider's form.
+Kimi-Nano is too small for an agent's task, and whether calls and their results go there and back is what matters here.
+The script decides by the prompt alone. It reads note.txt with the agent's own tool and gives back the word in it, after
+log-0.txt, log-1.txt, ... of which there are FILES. Asked for a summary of the conversation, it gives one, and goes on
+with note.txt. Where no tool reads files, it answers with an edit of note.txt in aider's form.
 
-CONTEXT is in tokens of the tests' tokenizer, about one for each character. The address is printed; each request becomes
-a line of JSON in RECORD. The server ends with its standard input.
+CONTEXT is in tokens of the tests' tokenizer, about one for each character. The address is printed; every request and
+every turn of the model becomes a line of JSON in RECORD. The server ends with its standard input.
 """
 
 import asyncio
@@ -41,23 +41,23 @@ WORD = re.compile(r"The word is (\w+-\d+)\.")
 EDIT = "note.txt\n<<<<<<< SEARCH\nThe word is {word}.\n=======\nThe word was {word}.\n>>>>>>> REPLACE\n"
 
 
-def reply(prompt: str, folder: Path, files: int) -> str:
-    """What the model says next: a call, a summary or the answer."""
+def reply(prompt: str, files: int) -> str:
+    """What the model says next: a summary, the answer, a call or an edit."""
     asked = prompt.rpartition("<|im_user|>")[2]
-    since = prompt.rpartition(SUMMARY)[2]
-    results = re.findall(r"## Return of .*?<\|im_end\|>", since, re.DOTALL)
-    reader = next((reader for reader in READERS if declared(*reader[:2], prompt)), None)
     if SUMMARISE.search(asked) and "## Return of" not in asked:
         return f"<summary>{SUMMARY}</summary>"
+    before, summary, since = prompt.rpartition(SUMMARY)
+    results = re.findall(r"## Return of .*?<\|im_end\|>", since, re.DOTALL)
+    reader = next((reader for reader in READERS if declared(*reader[:2], prompt)), None)
+    word = WORD.search(results[-1] if results else prompt)
     if reader is None:
-        word = WORD.search(prompt)
         return EDIT.format(word=word[1]) if word else "Which file?"
-    if results and (word := WORD.search(results[-1])):
+    if results and word:
         return f"It is {word[1]}."
-    name = "note.txt" if SUMMARY in prompt or len(results) >= files else f"log-{len(results)}.txt"
+    name = "note.txt" if summary or len(results) >= files else f"log-{len(results)}.txt"
     tool, argument, form = reader
-    given = json.dumps({argument: form.format(folder / name)})
-    index = prompt.count("## Return of")
+    given = json.dumps({argument: form.format(Path.cwd() / name)})
+    index = before.count("## Return of") + len(results)
     return (
         f"I read {name}.<|tool_calls_section_begin|><|tool_call_begin|>functions.{tool}:{index}"
         f"<|tool_call_argument_begin|>{given}<|tool_call_end|><|tool_calls_section_end|>"
@@ -75,7 +75,7 @@ def declared(tool: str, argument: str, prompt: str) -> bool:
 def script(record: Path, files: int, job: Job) -> Iterator[Delta]:
     prompt = TOKENIZER.decode_bytes(job.tokens).decode(errors="replace")
     thought = "" if prompt.endswith("</think>") else "I think.</think>"
-    said = f"{thought}{reply(prompt, Path.cwd(), files)}<|im_end|>"
+    said = f"{thought}{reply(prompt, files)}<|im_end|>"
     write_down({"prompt": prompt, "said": said}, record)
     yield from say(ids(said), per_delta=8)(job)
 
@@ -85,17 +85,11 @@ def write_down(entry: dict[str, Any], record: Path) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-class Recorded:
-    """Writes down what an app is asked and with which status it answers."""
+def recorded(app: ASGIApp, record: Path) -> ASGIApp:
+    """The app; what it is asked, and its answers, are written down."""
 
-    def __init__(self, app: ASGIApp, record: Path) -> None:
-        self.app = app
-        self.record = record
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        body, answered, status = bytearray(), bytearray(), []
+    async def asked(scope: Scope, receive: Receive, send: Send) -> None:
+        body, answer, status = bytearray(), bytearray(), None
 
         async def read() -> Message:
             message = await receive()
@@ -103,23 +97,22 @@ class Recorded:
             return message
 
         async def write(message: Message) -> None:
-            status.extend([message["status"]] if "status" in message else [])
-            answered.extend(message.get("body", b""))
+            nonlocal status
+            status = message.get("status", status)
+            answer.extend(message.get("body", b""))
             await send(message)
 
-        await self.app(scope, read, write)
-        entry = {
-            "route": f"{scope['method']} {scope['path']}",
-            "status": status[0] if status else None,
-            "body": json.loads(body) if body else None,
-            "answer": answered.decode(errors="replace"),
-        }
-        write_down(entry, self.record)
+        await app(scope, read, write)
+        route = f"{scope['method']} {scope['path']}"
+        sent = json.loads(body) if body else {}
+        write_down({"route": route, "body": sent, "status": status, "answer": answer.decode()}, record)
+
+    return asked
 
 
-async def main(record: Path, context: int, files: int = 0) -> None:
+async def main(record: Path, context: int, files: int) -> None:
     async with World(lambda job: script(record, files, job), max_model_len=context) as world:
-        world.app = Recorded(world.app, record)
+        world.app = recorded(world.app, record)
         async with world.listening() as url:
             print(url, flush=True)
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
