@@ -23,7 +23,7 @@ help:
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
 	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"
-	@echo "make test-clients  foreign clients, and coding agents with a task each (into .venv-clients: 1.8 GB, once; wants node and npm)"
+	@echo "make test-clients  foreign clients, and coding agents with a task each (into .venv-clients: 2.3 GB, once; wants node and npm)"
 	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
 	@echo "make test-browser  the page in a real Chromium at a served nano (wants chromium: apt-get install chromium)"
 	@echo "make test-ray  workers that Ray places on the two nodes of a cluster on loopback (installs it: 70 MB to download, once)"

@@ -1,12 +1,13 @@
-"""Our HTTP API over an engine that plays a coding agent's model: `python scripted.py RECORD CONTEXT FILES`.
+"""Our HTTP API over an engine that plays a coding agent's model: `python scripted.py RECORD CONTEXT FILES KEYS`.
 
 Kimi-Nano is too small for an agent's task, and whether calls and their results go there and back is what matters here.
 The script decides by the prompt alone. It reads note.txt with the agent's own tool and gives back the word in it, after
 log-0.txt, log-1.txt, ... of which there are FILES. Asked for a summary of the conversation, it gives one, and goes on
 with note.txt. Where no tool reads files, it answers with an edit of note.txt in aider's form.
 
-CONTEXT is in tokens of the tests' tokenizer, about one for each character. The address is printed; every request and
-every turn of the model becomes a line of JSON in RECORD. The server ends with its standard input.
+CONTEXT is in tokens of the tests' tokenizer, about one for each character. Requests need a key of the file KEYS. The
+address is printed; every request and every turn of the model becomes a line of JSON in RECORD. The server ends with its
+standard input.
 """
 
 import asyncio
@@ -110,8 +111,8 @@ def recorded(app: ASGIApp, record: Path) -> ASGIApp:
     return asked
 
 
-async def main(record: Path, context: int, files: int) -> None:
-    async with World(lambda job: script(record, files, job), max_model_len=context) as world:
+async def main(record: Path, context: int, files: int, keys: str) -> None:
+    async with World(lambda job: script(record, files, job), max_model_len=context, keys_file=keys) as world:
         world.app = recorded(world.app, record)
         async with world.listening() as url:
             print(url, flush=True)
@@ -119,4 +120,4 @@ async def main(record: Path, context: int, files: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    asyncio.run(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CLIENTS = ROOT / ".venv-clients"
 AGENTS = CLIENTS / "agents" / "node_modules" / ".bin"
-MODEL = "kimi-nano"
+MODEL, KEY = "kimi-nano", "sk-of-an-agent"
 LIMIT_S = 180
 ROOMY, TIGHT = 1_000_000, 100_000  # tokens of context; an agent's instructions and tools take about 50,000
 ASKED = "What word is in note.txt?"
@@ -102,9 +102,12 @@ def served(desk: Desk, context: int, logs: int) -> Iterator[str]:
     """The address of the scripted server, in a process of its own. logs: files of 10,000 tokens, to be read first."""
     for index in range(logs):
         (desk.repository / f"log-{index}.txt").write_text(f"nothing was seen in hour {index}\n" * 350)
+    keys = desk.folder / "keys.txt"
+    keys.write_text(f"agent {KEY}\n")
     python = os.environ.get("REDLINE_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+    program = [python, ROOT / "tests_clients" / "scripted.py", desk.record, context, logs, keys]
     with subprocess.Popen(
-        [python, str(ROOT / "tests_clients" / "scripted.py"), str(desk.record), str(context), str(logs)],
+        [str(word) for word in program],
         cwd=desk.repository,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
@@ -149,7 +152,7 @@ def assert_compacted(done: Done, desk: Desk) -> None:
 def claude(desk: Desk, context: int = ROOMY, logs: int = 0, **variables: str) -> Done:
     off = dict.fromkeys(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "DISABLE_AUTOUPDATER", "DISABLE_TELEMETRY"), "1")
     with served(desk, context, logs) as url:
-        address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": "none"}
+        address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": KEY}
         printed = drive(desk, AGENTS / "claude", "-p", ASKED, **address, **off, **variables)
     return Done(desk, printed)
 
@@ -192,9 +195,10 @@ def codex(desk: Desk, context: int = ROOMY, logs: int = 0, settings: str = "") -
             name = "Redline"
             base_url = "{url}/v1"
             wire_api = "responses"
+            env_key = "REDLINE_KEY"
             """,
         )
-        printed = drive(desk, AGENTS / "codex", "exec", "--sandbox", "danger-full-access", ASKED)
+        printed = drive(desk, AGENTS / "codex", "exec", "--sandbox", "danger-full-access", ASKED, REDLINE_KEY=KEY)
     return Done(desk, printed)
 
 
@@ -217,7 +221,7 @@ def test_codex_compacts_where_it_knows_the_context(desk: Desk) -> None:
 def test_opencode_reads_a_file(desk: Desk) -> None:
     off = (f"OPENCODE_DISABLE_{name}" for name in ("AUTOUPDATE", "MODELS_FETCH", "LSP_DOWNLOAD", "DEFAULT_PLUGINS"))
     with served(desk, ROOMY, logs=0) as url:
-        options = {"baseURL": f"{url}/v1", "apiKey": "none"}
+        options = {"baseURL": f"{url}/v1", "apiKey": KEY}
         models = {MODEL: {"limit": {"context": ROOMY, "output": 32_000}}}
         provider = {"npm": "@ai-sdk/openai-compatible", "options": options, "models": models}
         settings = {"provider": {"redline": provider}, "model": f"redline/{MODEL}", "share": "disabled"}
@@ -233,7 +237,7 @@ def test_aider_edits_a_file(desk: Desk) -> None:
     off = ("--no-check-update", "--analytics-disable", "--no-show-model-warnings", "--no-show-release-notes")
     given = ("--model", f"openai/{MODEL}", "--edit-format", "diff", "--yes-always", "--message", "Write was for is.")
     with served(desk, ROOMY, logs=0) as url:
-        address = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "none", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        address = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": KEY, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         printed = drive(desk, CLIENTS / "aider" / "bin" / "aider", *given, *off, "note.txt", **address)
     done = Done(desk, printed)
     assert not done.refused
