@@ -25,7 +25,7 @@ from redline.wire.job import Job
 from tests.api.fake_engine import say
 from tests.api.world import TOKENIZER, World, ids
 
-READERS = (  # tools that read a file or run a command, and the argument that they take
+READERS = (  # agents' tools that read a file or run a command, and the argument that they take
     ("Read", "file_path", "{}"),
     ("read", "filePath", "{}"),
     ("exec_command", "cmd", "cat {}"),
