@@ -23,7 +23,7 @@ help:
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
 	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"
-	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
+	@echo "make test-clients  foreign clients, and coding agents with a task each (into .venv-clients: 2.3 GB, once; wants node and npm)"
 	@echo "make test-operators  dashboard and alerts in a Prometheus that reads a served nano (wants prometheus: apt-get install prometheus)"
 	@echo "make test-browser  the page in a real Chromium at a served nano (wants chromium: apt-get install chromium)"
 	@echo "make test-ray  workers that Ray places on the two nodes of a cluster on loopback (installs it: 70 MB to download, once)"
@@ -72,7 +72,7 @@ test-peers: .venv/.test .venv-peers/.client
 test-nixl: .venv/.nixl
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_nixl -v -rP
 
-test-clients: .venv/.runtime .venv-clients/.clients
+test-clients: .venv/.test .venv-clients/.clients .venv-clients/.agents
 	.venv-clients/bin/python -m pytest -q -c /dev/null --rootdir tests_clients tests_clients
 
 test-operators: .venv/.test
@@ -152,11 +152,22 @@ clean:
 	@touch $@
 
 # Their pins of the openai client are older than ours, so they have an environment of their own.
-.venv-clients/.clients: | .venv/.runtime
+.venv-clients/.clients: | .venv/.test
 	@echo "installing foreign clients into .venv-clients (a minute, once)"
 	@.venv/bin/python -m venv .venv-clients
 	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check pytest litellm==1.106.2 instructor==1.17.0 \
 	  langchain-openai==1.7.3 langchain-anthropic==1.7.7 'pydantic-ai-slim[openai,anthropic]==2.31.1' openai-agents==0.20.0
+	@touch $@
+
+# Coding agents. Each is a program of its own; aider's pins are older still.
+.venv-clients/.agents: | .venv-clients/.clients
+	@for program in node npm; do command -v $$program > /dev/null || \
+	  { echo "make test-clients wants $$program on the PATH: Node.js 20 or newer" >&2; exit 1; }; done
+	@echo "installing coding agents into .venv-clients/agents and .venv-clients/aider (minutes, once)"
+	@npm install --prefix .venv-clients/agents --silent --no-audit --no-fund --no-update-notifier \
+	  @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33
+	@.venv/bin/python -m venv .venv-clients/aider
+	@.venv-clients/aider/bin/python -m pip install --quiet --disable-pip-version-check aider-chat==0.86.2
 	@touch $@
 
 .venv/bin/pip:
