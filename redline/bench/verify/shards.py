@@ -78,10 +78,10 @@ def read_shard(
     file: Path,
     tensors: Sequence[Stored],
     of: Wanted,
-    fix: Callable[[Path], str],
+    fix: str,
     progress: Callable[[int, int], object],
 ) -> Shard:
-    """Reads every tensor of a shard. fix: what a person does about a damaged file.
+    """Reads every tensor of a shard. fix: what a person does if it is damaged.
 
     progress: called with bytes that are done, and those of them that were read; it may raise, which ends the reading.
     Raises OSError if the file cannot be opened.
@@ -103,9 +103,9 @@ def read_shard(
         tensors=len(tensors),
         read_bytes=reader.read_bytes,
         seconds=round(clock.monotonic() - began, 3),
-        codes=tuple(reader.codes.tolist()) if reader.codes.any() else (),
+        codes=tuple(_list(reader.codes)) if reader.codes.any() else (),
         problems=tuple(
-            Problem(file=file.name, tensor=faults[0].tensor, tensors=len(faults), what=faults[0].what, fix=fix(file))
+            Problem(file=file.name, tensor=faults[0].tensor, tensors=len(faults), what=faults[0].what, fix=fix)
             for faults in by_kind.values()
         ),
         damaged=tuple(sorted({layer_of(fault.tensor) for fault in reader.faults})),
@@ -127,7 +127,7 @@ class _Reader:
         self.read_bytes = 0
         self._of = of
         self._progress = progress
-        self._buffer = np.empty(CHUNK, dtype=np.uint8)
+        self._buffer = bytearray(CHUNK)
 
     def read(self, stored: Stored, file: int) -> None:
         """Reads a tensor, and adds what is wrong with it to `faults`."""
@@ -137,9 +137,8 @@ class _Reader:
             for start, stop in data_of(file, stored.start, stored.stop):
                 for at in range(start, stop, CHUNK):
                     count = min(CHUNK, stop - at)
-                    chunk = self._buffer[:count]
-                    _fill(file, chunk, at)
-                    look.see(torch.from_numpy(chunk), at)
+                    _fill(file, memoryview(self._buffer)[:count], at)
+                    look.see(torch.frombuffer(self._buffer, dtype=torch.uint8, count=count), at)
                     done += count
                     self.read_bytes += count
                     self._progress(count, count)
@@ -169,11 +168,11 @@ def data_of(file: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def _fill(file: int, into: "np.ndarray[tuple[int], np.dtype[np.uint8]]", at: int) -> None:
+def _fill(file: int, into: memoryview, at: int) -> None:
     """Raises OSError, also if the file ends early."""
-    data, done = memoryview(into), 0
-    while done < len(data):
-        count = os.preadv(file, [data[done:]], at + done)
+    done = 0
+    while done < len(into):
+        count = os.preadv(file, [into[done:]], at + done)
         if not count:
             raise OSError(errno.EIO, "the file has become shorter")
         done += count
@@ -199,7 +198,7 @@ class _Look:
     def see(self, chunk: Tensor, at: int) -> None:
         """chunk: uint8, the bytes of the file from `at` on."""
         if not self._any:
-            self._any = bool(chunk.numpy().any())
+            self._any = bool(chunk.any())
         if self._solid:
             self._see_blocks(chunk, at)
         if self._packed:
@@ -257,15 +256,16 @@ class _Look:
             return []
         every, codes = torch.cat(places), self._codes_of
         if codes is None:
-            return every.tolist()
-        data = np.empty(codes.stop - codes.start, dtype=np.uint8)
+            return _list(every)
+        buffer = bytearray(codes.stop - codes.start)
         with codes.file.open("rb", buffering=0) as file:
-            _fill(file.fileno(), data, codes.start)
+            _fill(file.fileno(), memoryview(buffer), codes.start)
+        data = torch.frombuffer(buffer, dtype=torch.uint8)
         if codes.dtype == "I32":
-            used = torch.from_numpy(data).view(-1, INT4_GROUP // 2)[every] != 0x88
+            used = data.view(-1, INT4_GROUP // 2)[every] != 0x88
         else:
-            used = (torch.from_numpy(data).view(-1, NVFP4_GROUP // 2)[every] & 0x77) != 0
-        return every[used.any(1)].tolist()
+            used = (data.view(-1, NVFP4_GROUP // 2)[every] & 0x77) != 0
+        return _list(every[used.any(1)])
 
     def _count(self, places: list[int], one: str, many: str) -> str:
         """`3 numbers are (the first at [0, 5])`."""
@@ -280,6 +280,10 @@ def peaked(codes: Tensor) -> bool:
     """Whether codes have their peak in the middle, as rounded weights have. codes: how often each of the 16 occurs."""
     middle, ends = int(codes[[7, 8, 9]].sum()), int(codes[[1, 2, 14]].sum())
     return middle >= LEAST_PEAK * ends
+
+
+def _list(integers: Tensor) -> list[int]:
+    return [int(number) for number in integers]
 
 
 def _shares(codes: Tensor) -> str:

@@ -69,6 +69,11 @@ def weights(config: K2Config) -> Iterator[Weight]:
         yield Weight("lm_head.weight", (config.vocab_size, hidden), "plain")
 
 
+def layer_weights(config: K2Config, layer: int) -> Iterator[Weight]:
+    """Those of one layer, in the order of `weights`."""
+    return (weight for weight in weights(config) if weight.name.startswith(f"layers.{layer}."))
+
+
 def _mlp(at: str, hidden: int, width: int, kind: Literal["linear", "expert"]) -> Iterator[Weight]:
     yield Weight(f"{at}.gate_proj.weight", (width, hidden), kind)
     yield Weight(f"{at}.up_proj.weight", (width, hidden), kind)
@@ -135,12 +140,14 @@ class Checkpoint:
         return self._nvfp4(name) or self.plain(name)
 
     @contextmanager
-    def read_ahead(self, part: int = 0, parts: int = 1) -> Generator[None]:
+    def read_ahead(self, part: int = 0, parts: int = 1, layer: int | None = None) -> Generator[None]:
         """While inside, the system fetches what is handed out next, where that goes about in the order of `weights`.
 
         part, parts: of every tensor this process sees to such a part, where others read all of it beside this one.
+        layer: the only one that is read; None: all.
         """
-        needed = (stored for weight in weights(self.config) for stored in self.parts(weight))
+        every = weights(self.config) if layer is None else layer_weights(self.config, layer)
+        needed = (stored for weight in every for stored in self.parts(weight))
         self._ahead = ahead = Ahead(((stored.file, stored.start, stored.stop) for stored in needed), part, parts)
         try:
             yield
