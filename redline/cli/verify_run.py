@@ -1,6 +1,6 @@
 """Runs the checks of `redline verify`, writes the report and prints the summary: the verdict, then each problem."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from redline.errors import ConfigError
 from redline.progress import Working
 from redline.worker.engine import pick_device
 
-NAMED = 50  # problems that are printed; the report has all
+NAMED = 50  # files with problems, or answers, that are printed; the report has all
 
 
 class FolderChecks(NamedTuple):
@@ -68,11 +68,14 @@ def _print(report: Report, console: Console) -> None:
         files = len({problem.file for problem in report.problems})
         places = f"{files} file{'s' * (files > 1)}"
         say(console, f"{report.folder}: BROKEN: {count:,} problem{'s' * (count > 1)} in {places}; {read}", "bold red")
-    for problem in report.problems[:NAMED]:
-        for line in _of(problem):
+    by_file: dict[str, list[Problem]] = {}
+    for problem in report.problems:
+        by_file.setdefault(problem.file, []).append(problem)
+    for file, problems in list(by_file.items())[:NAMED]:
+        for line in _of(file, problems):
             say(console, line)
-    if len(report.problems) > NAMED:
-        say(console, f"and {len(report.problems) - NAMED:,} more, in the report", "red")
+    if len(by_file) > NAMED:
+        say(console, f"and {len(by_file) - NAMED:,} more files, in the report", "red")
     for line in report.unchecked:
         say(console, f"not checked: {line}", "yellow")
     if report.earlier:
@@ -87,12 +90,13 @@ def _print(report: Report, console: Console) -> None:
         console.print(_layers(report))
 
 
-def _of(problem: Problem) -> Iterator[str]:
-    """The lines about a problem: file, tensor, what is wrong, the fix."""
-    yield f"\n{problem.file}"
-    more = f" and {problem.tensors - 1:,} more tensors alike" if problem.tensors > 1 else ""
-    yield f"  {f'{problem.tensor}: ' if problem.tensor else ''}{problem.what}{more}"
-    yield f"  fix: {problem.fix}"
+def _of(file: str, problems: Sequence[Problem]) -> Iterator[str]:
+    """The lines about a file: its tensors, what is wrong with each, the fix."""
+    yield f"\n{file}"
+    for problem in problems:
+        more = f" (and {problem.tensors - 1:,} more tensors alike)" if problem.tensors > 1 else ""
+        yield f"  {f'{problem.tensor}: ' if problem.tensor else ''}{problem.what}{more}"
+    yield from dict.fromkeys(f"  fix: {problem.fix}" for problem in problems)
 
 
 def _measured(report: Report) -> Iterator[str]:

@@ -241,9 +241,12 @@ class _Look:
             where = f"the first at byte {self._first_block:,} of the file"
             yield self._fault("blocks", f"{self._blocks:,} blocks of {BLOCK:,} bytes are zero, {where}")
         if wrong := self._effective(self._wrong):
-            yield self._fault("numbers", f"{self._count(wrong, 'number is', 'numbers are')} NaN or infinite")
+            count = "1 number is" if len(wrong) == 1 else f"{len(wrong):,} numbers are"
+            yield self._fault("numbers", f"{count} NaN or infinite, the first at {self._place(wrong[0])}")
         if self._any and (zeros := self._effective(self._zeros)):
-            yield self._fault("scales", f"{self._count(zeros, 'scale is', 'scales are')} zero, and their codes are not")
+            count = "1 scale is" if len(zeros) == 1 else f"{len(zeros):,} scales are"
+            where = f"the first at {self._place(zeros[0])}"
+            yield self._fault("scales", f"{count} zero although the codes that it scales are not, {where}")
         if self._any and not hole and int(self.codes.sum()) >= LEAST_CODES and not peaked(self.codes):
             yield self._fault("codes", f"its INT4 codes are not spread as those of weights: {_shares(self.codes)}")
 
@@ -267,10 +270,9 @@ class _Look:
             used = (data.view(-1, NVFP4_GROUP // 2)[every] & 0x77) != 0
         return _list(every[used.any(1)])
 
-    def _count(self, places: list[int], one: str, many: str) -> str:
-        """`3 numbers are (the first at [0, 5])`."""
-        at = list(map(int, np.unravel_index(places[0], self._stored.shape or (1,))))
-        return f"{len(places):,} {one if len(places) == 1 else many} (the first at {at})"
+    def _place(self, number: int) -> list[int]:
+        """Where a number of the tensor is: an index for each axis."""
+        return [int(index) for index in np.unravel_index(number, self._stored.shape or (1,))]
 
     def _fault(self, kind: Kind, what: str) -> Fault:
         return Fault(kind, self._stored.name, what)
