@@ -9,6 +9,7 @@ RedlineError
     - Refusal             what HTTP itself refuses (redline.api.errors)
   x ConfigError           the operator can fix it; names the place
     - CheckpointError     one line: file, tensor, what was expected
+      - BrokenFile            the same, in its parts
   x Overloaded            a retry can fix it
   x WorkerLost            the worker has ended; a retry can fix it once there is another
     - RankLost              one of its ranks has
@@ -83,6 +84,16 @@ class ConfigError(RedlineError):
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be read: the message names file, tensor and what was expected."""
+
+
+class BrokenFile(CheckpointError):
+    """A CheckpointError in its parts. tensor: its stored name; empty if the whole file is wrong."""
+
+    def __init__(self, file: Path, tensor: str, what: str) -> None:
+        super().__init__(f"{file}: {tensor}: {what}" if tensor else f"{file}: {what}")
+        self.file = file
+        self.tensor = tensor
+        self.what = what
 
 
 class Overloaded(RedlineError):

@@ -62,6 +62,7 @@ FLAGS = {
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
     "doctor": "--on",
+    "verify": "--server --requests --model --key --max-concurrency --save --again --device",
     "simulate": "--gpus --worker --roles --prompts --goodput --price --every --least --start --spare --time-scale "
     "--seed --keep-trace --json --html",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "

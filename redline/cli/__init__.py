@@ -18,6 +18,7 @@ from redline.cli.options import Folder
 from redline.cli.quantize import audit, quantize
 from redline.cli.simulate import simulate
 from redline.cli.terminal import Terminal, one_line
+from redline.cli.verify import verify
 from redline.disk import drop_held
 from redline.errors import RedlineError, unimportable
 
@@ -54,6 +55,7 @@ def program(
 
 app.command()(quantize)
 app.command()(audit)
+app.command()(verify)
 
 
 app.command()(serve)

@@ -125,17 +125,10 @@ def _floor(config: K2Config, device: torch.device) -> str:
     """The least time of a token. A small model's weights may live in a cache, which is faster than memory: bandwidth is
     measured over as many bytes as a token reads, or over so many that no cache holds them.
     """
-    read = bytes_per_token(config)
+    read = config.bytes_per_token
     machine = measure(device, working_set_bytes=min(read, WORKING_SET_BYTES))
     seconds = read / machine.bytes_per_s
     return (
         f"floor            a token reads {read / 1e6:,.1f} MB of weights: {seconds * 1e3:.2f} ms at "
         f"{machine.bytes_per_s / 1e9:.1f} GB/s (measured over so much), at most {1 / seconds:,.0f} tokens/s at batch 1"
     )
-
-
-def bytes_per_token(config: K2Config) -> int:
-    """Bytes of weights that a token reads in a decode step; the embedding is left out, as it reads one row of it."""
-    chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
-    dense = config.dense_parameters - config.vocab_size * config.hidden_size
-    return 2 * dense + round(chosen * config.bits_per_routed_parameter / 8)

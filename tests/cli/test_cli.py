@@ -194,7 +194,7 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
         return Machine("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
 
     monkeypatch.setattr(doctor, "measure", measure)
-    read = doctor.bytes_per_token(Checkpoint.open(tiny).config)
+    read = Checkpoint.open(tiny).config.bytes_per_token
     said = typed("doctor", tiny)
     assert measured == [doctor.WORKING_SET_BYTES, read]
     assert "at 1000.0 GB/s (measured over so much)" in said

@@ -77,6 +77,23 @@ def violation(value: Any, schema: dict[str, Any] | bool) -> str | None:
     return None if found is None else f"{found.json_path}: {found.message[:200]}"
 
 
+def argument_violation(value: Any, schema: Any) -> str | None:
+    """As `violation`, of a call's arguments by the schema that a client declares for the tool.
+
+    Such a schema may have every keyword of the draft that it names (2020-12 if none) and references within itself;
+    `format` is a note. Nothing is fetched. Raises ValueError for a schema that cannot be used.
+    """
+    draft = _LIBRARY.validators.validator_for(schema, default=_DRAFT_2020)
+    try:
+        draft.check_schema(schema)
+        validator = _LIBRARY.validators.extend(draft, {"pattern": _pattern})
+        errors = validator(schema, registry=_LIBRARY.validators.SPECIFICATIONS).iter_errors(value)
+        found = _LIBRARY.exceptions.best_match(errors)
+    except Exception as error:  # the library's are many: of schemas, of references, of recursion, of patterns
+        raise ValueError(" ".join(str(error).split())[:200]) from None
+    return None if found is None else f"{found.json_path}: {found.message[:200]}"
+
+
 def same(a: Any, b: Any) -> bool:
     """Equality of JSON values: 1 equals 1.0, true equals only true, and objects have no order."""
     try:

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from redline import clock
+from redline.bench.disk_rate import from_disk
 from redline.bench.program import program
 from redline.kernels.cpu import native
 from redline.kernels.group import ALONE
@@ -68,14 +69,6 @@ def anonymous() -> int:
     """Bytes of this process's memory that belong to no file, resident. Linux alone says it."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
-
-def from_disk() -> int | None:
-    """Bytes that the system has fetched from a disk for this process, read ahead or not; None where it does not say."""
-    try:
-        return int(Path("/proc/self/io").read_text().split("\nread_bytes:")[1].split()[0])
-    except OSError:
-        return None
 
 
 class Peak:

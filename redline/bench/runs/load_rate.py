@@ -12,7 +12,6 @@ or a server of files, shows in nothing here but in later reads that are faster. 
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -22,7 +21,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +28,11 @@ from typing import Any
 import msgspec
 import torch
 
-from redline import clock
+from redline.bench.disk_rate import THREADS, Read, forget, read
 from redline.bench.machine import device_name
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.runs.load_rank import Task, Took, from_disk
+from redline.bench.runs.load_rank import Task, Took
 from redline.disk import save
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
@@ -47,17 +45,7 @@ from redline.worker.engine import pick_device
 SHARD_BYTES = 1 << 30
 EXPERT_BYTES, LAYER_BYTES = 24_772_608, 300_000_000  # of Kimi's widths: an expert in INT4; a layer without its experts
 LAYERS = 2
-BLOCK = 8 << 20  # bytes of one plain read
-THREADS = 1, 4, 8  # of plain reads
 READY_S, LOAD_S = 180.0, 900.0  # for ranks to be ready; for them to load
-
-
-class Read(Record, frozen=True):
-    """A plain read of all files."""
-
-    threads: int
-    gb_per_s: float
-    disk_share: float | None
 
 
 class Load(Record, frozen=True):
@@ -106,42 +94,6 @@ def write(folder: Path, size: int) -> None:
 def shards(folder: Path) -> list[Path]:
     """The files that are read."""
     return sorted(folder.glob("*.safetensors"))
-
-
-def forget(files: Sequence[Path]) -> None:
-    """Takes files out of the page cache: clean pages that nobody has mapped."""
-    for path in files:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read(files: Sequence[Path], threads: int) -> Read:
-    """All bytes of the files in order, in blocks of BLOCK, that so many threads take in turn.
-
-    Raises OSError where one cannot be read, and ConfigError where one is shorter than it was.
-    """
-    places = [(path, first) for path in files for first in range(0, path.stat().st_size, BLOCK)]
-    whole, waiting, taking = sum(path.stat().st_size for path in files), iter(places), threading.Lock()
-
-    def work() -> int:
-        block, done = bytearray(BLOCK), 0
-        while True:
-            with taking:
-                place = next(waiting, None)
-            if place is None:
-                return done
-            done += os.preadv(opened[place[0]], [block], place[1])
-
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(threads) as pool:
-        opened = {path: stack.enter_context(path.open("rb", buffering=0)).fileno() for path in files}
-        disk, began = from_disk(), clock.perf_counter()
-        done = sum(future.result() for future in [pool.submit(work) for _ in range(threads)])
-        seconds, now = clock.perf_counter() - began, from_disk()
-    if done != whole:
-        raise ConfigError(f"{files[0].parent}: {done:,} of {whole:,} bytes were read; leave the files as they are")
-    share = None if disk is None or now is None else round((now - disk) / whole, 3)
-    return Read(threads=threads, gb_per_s=round(whole / seconds / 1e9, 3), disk_share=share)
 
 
 def load(folder: Path, ranks: int, device: torch.device, *, cached: bool, plain: float) -> Load:

@@ -9,7 +9,8 @@ import hashlib
 import math
 import mmap
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -18,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from redline.errors import CheckpointError
+from redline.errors import BrokenFile, CheckpointError
 from redline.model.k2.ahead import Ahead
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, read_json
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
@@ -68,6 +69,11 @@ def weights(config: K2Config) -> Iterator[Weight]:
         yield Weight("lm_head.weight", (config.vocab_size, hidden), "plain")
 
 
+def layer_weights(config: K2Config, layer: int) -> Iterator[Weight]:
+    """Those of one layer, in the order of `weights`."""
+    return (weight for weight in weights(config) if weight.name.startswith(f"layers.{layer}."))
+
+
 def _mlp(at: str, hidden: int, width: int, kind: Literal["linear", "expert"]) -> Iterator[Weight]:
     yield Weight(f"{at}.gate_proj.weight", (width, hidden), kind)
     yield Weight(f"{at}.up_proj.weight", (width, hidden), kind)
@@ -104,32 +110,8 @@ class Checkpoint:
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
         """Reads headers only. CheckpointError, one line with file, tensor and what was expected, if it is broken."""
-        folder = Path(folder)
-        config = K2Config.from_folder(folder)
-        index, names_of = _index(folder)
-        tensors: dict[str, Stored] = {}
-        files: dict[Path, dict[str, Stored]] = {}
-        for file, names in names_of.items():
-            header = _header(file)
-            files[file] = {}
-            for name in header if names is None else names:
-                if name not in header:
-                    raise CheckpointError(f"{file}: {name}: missing; expected here, as {index.name} says")
-                files[file][name] = header[name]
-                logical = _logical(name)
-                if logical in tensors:
-                    raise CheckpointError(f"{file}: {name}: a second tensor of that name; expected one")
-                if not _skipped(logical, config):
-                    tensors[logical] = header[name]
-        needed = 0
-        unused = set(tensors)
-        for weight in weights(config):
-            for demand in _demands(weight, config.quantization, tensors):
-                needed += _check(demand, tensors, index)
-                unused.discard(demand.name)
-        for name in sorted(unused):
-            raise CheckpointError(f"{tensors[name].file}: {tensors[name].name}: expected nothing of that name")
-        return cls(config, tensors, files, needed, _fingerprint(config, names_of))
+        found = survey(folder, _refuse)
+        return cls(found.config, found.tensors, found.files, found.bytes, _fingerprint(found.config, found.files))
 
     def plain(self, name: str) -> Tensor:
         """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
@@ -158,12 +140,14 @@ class Checkpoint:
         return self._nvfp4(name) or self.plain(name)
 
     @contextmanager
-    def read_ahead(self, part: int = 0, parts: int = 1) -> Generator[None]:
+    def read_ahead(self, part: int = 0, parts: int = 1, layer: int | None = None) -> Generator[None]:
         """While inside, the system fetches what is handed out next, where that goes about in the order of `weights`.
 
         part, parts: of every tensor this process sees to such a part, where others read all of it beside this one.
+        layer: the only one that is read; None: all.
         """
-        needed = (stored for weight in weights(self.config) for stored in self.parts(weight))
+        every = weights(self.config) if layer is None else layer_weights(self.config, layer)
+        needed = (stored for weight in every for stored in self.parts(weight))
         self._ahead = ahead = Ahead(((stored.file, stored.start, stored.stop) for stored in needed), part, parts)
         try:
             yield
@@ -239,6 +223,93 @@ def dequantize_fp8(weight: Tensor, scale_inv: Tensor, block: Fp8Blocks) -> Tenso
 # What is there: index and headers.
 
 
+class Survey(NamedTuple):
+    """What index and headers say of a checkpoint.
+
+    config   the model's geometry
+    tensors  those that the model needs, by logical name
+    files    every tensor of every shard that can be read, by its stored name
+    bytes    of the tensors that the model needs and that are as the config asks, as stored
+    lost     shards that are missing or broken, and the number of tensors that the index expects there
+    """
+
+    config: K2Config
+    tensors: "dict[str, Stored]"
+    files: "dict[Path, dict[str, Stored]]"
+    bytes: int
+    lost: dict[Path, int]
+
+
+def survey(folder: Path | str, fault: Callable[[BrokenFile], object]) -> Survey:
+    """Read config, index and headers, and report each fault by a call of `fault`, which may raise it.
+
+    A tensor that a missing or broken shard should hold is no fault of its own. Raises CheckpointError if config.json or
+    the index cannot be used.
+    """
+    folder = Path(folder)
+    config = K2Config.from_folder(folder)
+    index, names_of = _index(folder)
+    home = {name: file for file, names in names_of.items() for name in names or ()}
+    tensors: dict[str, Stored] = {}
+    files: dict[Path, dict[str, Stored]] = {}
+    lost: dict[Path, int] = {}
+    absent: set[str] = set()  # weights of which a missing or broken shard has a part
+    for file, names in names_of.items():
+        try:
+            header = _header(file, names)
+            _check_owner(file, names, header, home)
+        except BrokenFile as error:
+            fault(error)
+            lost[file] = len(names or ())
+            absent |= {_weight_of(_logical(name)) for name in names or ()}
+            continue
+        files[file] = {}
+        for name in header if names is None else names:
+            if name not in header:
+                fault(BrokenFile(file, name, f"missing; expected here, as {index.name} says"))
+                absent.add(_weight_of(_logical(name)))
+                continue
+            files[file][name] = header[name]
+            logical = _logical(name)
+            if logical in tensors:
+                fault(BrokenFile(file, name, "a second tensor of that name; expected one"))
+            if not _skipped(logical, config):
+                tensors[logical] = header[name]
+    needed = 0
+    unused = set(tensors)
+    for weight in weights(config) if names_of.keys() != lost.keys() else ():
+        for demand in _demands(weight, config.quantization, tensors):
+            unused.discard(demand.name)
+            if demand.name not in tensors and _weight_of(demand.name) in absent:
+                continue
+            try:
+                needed += _check(demand, tensors, index)
+            except BrokenFile as error:
+                fault(error)
+    for name in sorted(unused):
+        if _weight_of(name) not in absent:
+            fault(BrokenFile(tensors[name].file, tensors[name].name, "expected nothing of that name"))
+    return Survey(config, tensors, files, needed, lost)
+
+
+def _refuse(error: BrokenFile) -> None:
+    raise error
+
+
+def _weight_of(name: str) -> str:
+    """What is before `.weight` in a logical name: the same for all tensors of a quantised weight."""
+    return name.partition(".weight")[0]
+
+
+def _check_owner(file: Path, names: list[str] | None, header: Mapping[str, "Stored"], home: Mapping[str, Path]) -> None:
+    """BrokenFile if most tensors of a shard belong to another one, as of two files whose names were swapped."""
+    if names is None or any(name in header for name in names):
+        return
+    owner, count = Counter(home[name] for name in header if name in home).most_common(1)[0] if header else (file, 0)
+    if count:
+        raise BrokenFile(file, "", f"holds the tensors of {owner.name}; expected to hold {_some(names)}")
+
+
 class Stored(NamedTuple):
     """Bytes [start, stop) of a file: a tensor under the name, dtype and shape that its header gives."""
 
@@ -260,6 +331,7 @@ class _Entry(msgspec.Struct):
 
 _HEADER_BYTES = 100_000_000  # the safetensors library's own bound
 _SAMPLE_BYTES = 4096
+_LFS_POINTER = b"version https://git-lfs"  # how the file begins that Git keeps in the place of a large one
 
 # The dtypes that we read, by safetensors' names.
 _DTYPES = {
@@ -287,9 +359,6 @@ def _index(folder: Path) -> tuple[Path, dict[Path, list[str] | None]]:
     for file, names in _grouped(weight_map).items():
         if file != Path(file).name:
             raise CheckpointError(f"{path}: {names[0]}: lies in {file!r}; expected a file of the same folder")
-        if not (folder / file).is_file():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise CheckpointError(f"{folder / file}: missing shard; expected to hold {names[0]}{more}")
         names_of[folder / file] = names
     return path, names_of
 
@@ -301,20 +370,32 @@ def _grouped(weight_map: dict[str, str]) -> dict[str, list[str]]:
     return dict(sorted(names_of.items()))
 
 
-def _header(path: Path) -> dict[str, Stored]:
-    """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, and data without a gap."""
+def _some(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1:,} more" if len(names) > 1 else names[0]
+
+
+def _header(path: Path, expected: Sequence[str] | None) -> dict[str, Stored]:
+    """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, and data without a gap.
+
+    expected: the tensors that the index expects there, for the message about a shard that is missing.
+    """
+    if expected and not path.is_file():
+        raise BrokenFile(path, "", f"missing shard; expected to hold {_some(expected)}")
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(len(_LFS_POINTER))
+            length = int.from_bytes(first[:8], "little")
             start = 8 + length
+            if first == _LFS_POINTER:
+                raise BrokenFile(path, "", f"a Git LFS pointer of {size:,} bytes; expected the shard itself")
             if length > _HEADER_BYTES or start > size:
-                raise CheckpointError(
-                    f"{path}: {size:,} bytes, truncated or not safetensors; expected a header of {length:,}"
-                )
+                expects = f"expected a header of {length:,}"
+                raise BrokenFile(path, "", f"{size:,} bytes, truncated or not safetensors; {expects}")
+            file.seek(8)
             raw = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise BrokenFile(path, "", f"cannot be read: {error.strerror}") from None
     name = "its header"
     tensors: dict[str, Stored] = {}
     try:
@@ -325,17 +406,17 @@ def _header(path: Path) -> dict[str, Stored]:
             first, last = entry.data_offsets
             tensors[name] = Stored(path, name, entry.dtype, entry.shape, start + first, start + last)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {name}: expected a safetensors header: {error}") from None
+        raise BrokenFile(path, name, f"expected a safetensors header: {error}") from None
     end, name = start, "its header"
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.stop < tensor.start:
-            raise CheckpointError(f"{path}: {tensor.name}: its data ends before it begins")
+            raise BrokenFile(path, tensor.name, "its data ends before it begins")
         if tensor.start != end:
-            raise CheckpointError(f"{path}: {tensor.name}: its data begins at {tensor.start:,}; expected {end:,}")
+            raise BrokenFile(path, tensor.name, f"its data begins at {tensor.start:,}; expected {end:,}")
         end, name = tensor.stop, tensor.name
     if end != size:
         fault = "truncated" if size < end else "too long"
-        raise CheckpointError(f"{path}: {name}: {fault}: the file has {size:,} bytes; expected {end:,}")
+        raise BrokenFile(path, name, f"{fault}: the file has {size:,} bytes; expected {end:,}")
     return tensors
 
 
@@ -418,16 +499,17 @@ def _is_packed(name: str, maker: str, tensors: Mapping[str, Stored]) -> bool:
 
 
 def _check(demand: _Demand, tensors: Mapping[str, Stored], index: Path) -> int:
-    """The tensor's size in bytes. CheckpointError where it is missing, or of another dtype, shape or size."""
+    """The tensor's size in bytes. BrokenFile if it is missing, or of another dtype, shape or size."""
     name, dtypes, shape = demand
     expected = f"expected {' or '.join(dtypes)} {list(shape)}"
     if name not in tensors:
-        raise CheckpointError(f"{index}: {name}: missing; {expected}")
+        raise BrokenFile(index, name, f"missing; {expected}")
     stored = tensors[name]
-    at = f"{stored.file}: {stored.name}"
     if stored.dtype not in dtypes or stored.shape != shape:
-        raise CheckpointError(f"{at}: {expected}, found {stored.dtype} {list(stored.shape)}")
+        found = f"found {stored.dtype} {list(stored.shape)}"
+        raise BrokenFile(stored.file, stored.name, f"{expected}, {found}")
     size = math.prod(shape) * _DTYPES[stored.dtype].itemsize
     if stored.stop - stored.start != size:
-        raise CheckpointError(f"{at}: expected {size:,} bytes, found {stored.stop - stored.start:,}")
+        found = f"found {stored.stop - stored.start:,}"
+        raise BrokenFile(stored.file, stored.name, f"expected {size:,} bytes, {found}")
     return size

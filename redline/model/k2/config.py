@@ -275,6 +275,13 @@ class K2Config:
         return 2 * self.dense_parameters + round(self.routed_parameters * self.bits_per_routed_parameter / 8)
 
     @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that a token reads in a decode step. The embedding is left out: one row of it is read."""
+        chosen = self.moe_layers * self.num_experts_per_tok * self.expert_parameters
+        dense = self.dense_parameters - self.vocab_size * self.hidden_size
+        return 2 * dense + round(chosen * self.bits_per_routed_parameter / 8)
+
+    @property
     def bits_per_routed_parameter(self) -> float:
         """4.5 for INT4 and for NVFP4: four bits and a share of the group's scale, which is bf16 or e4m3; else 16."""
         match self.quantization:

@@ -7,6 +7,7 @@ T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,6 +58,11 @@ class K2:
         self.device = embedding_VD.device
         self.dtype = self._weights.dtype  # of activations
         self._inv_freq = config.inv_freq().to(self.device)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The layers' weights, as the references and the CPU's kernels read them; none of a GPU's own model."""
+        return self._weights.blocks
 
     @property
     def recordable(self) -> bool:
@@ -126,6 +132,26 @@ def load(
         norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight", cut=reader.shard.rows)
     reader.wait()
     return K2(config, embedding, blocks, norm, head, group)
+
+
+def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embedding_VD: Tensor) -> K2:
+    """A model that is one layer of a checkpoint: tokens are rows of the given embedding [V, D], which is the head too.
+
+    The last norm has no weight, so `K2.forward(inputs, planes, (1,))` gives what the layer makes of the rows. Raises
+    CheckpointError as `load`.
+    """
+    config, embedding = one_layer(checkpoint.config, layer, len(embedding_VD)), embedding_VD.to(device, torch.bfloat16)
+    reader = Reader(checkpoint, device, config.low_rank_norm_eps)
+    with checkpoint.read_ahead(layer=layer):
+        block = reader.block(layer)
+    reader.wait()
+    return K2(config, embedding, [block], torch.ones(config.hidden_size, device=device), Matrix.prepare(embedding))
+
+
+def one_layer(config: K2Config, layer: int, vocabulary: int) -> K2Config:
+    """The config of a model that is one layer of another."""
+    dense = not config.is_moe(layer)
+    return replace(config, num_hidden_layers=1, first_k_dense_replace=int(dense), vocab_size=vocabulary)
 
 
 class Reader:

@@ -33,7 +33,7 @@ from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
-from redline.model.k2.cpu import K2, Cut, Reader
+from redline.model.k2.cpu import K2, Cut, Reader, one_layer
 from redline.model.k2.forward import predicted
 from redline.model.k2.shard import Shard
 
@@ -167,6 +167,16 @@ def load(
         head = Tiled.prepare(reader.plain("lm_head.weight", reader.shard.rows))
     reader.wait()
     return GpuK2(config, embedding, blocks, norm, head, group)
+
+
+def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embedding_VD: Tensor) -> GpuK2:
+    """As `redline.model.k2.cpu.load_layer`."""
+    config, embedding = one_layer(checkpoint.config, layer, len(embedding_VD)), embedding_VD.to(device, torch.bfloat16)
+    reader = _Reader(checkpoint, device, config.low_rank_norm_eps)
+    with checkpoint.read_ahead(layer=layer):
+        block = reader.gpu_block(layer)
+    reader.wait()
+    return GpuK2(config, embedding, [block], torch.ones(config.hidden_size, device=device), Tiled.prepare(embedding))
 
 
 def expert_kind(config: K2Config) -> Kind:

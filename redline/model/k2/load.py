@@ -1,6 +1,7 @@
 """The model class for a checkpoint and a device: the GPU's own where its kernels run, the references' elsewhere."""
 
 import torch
+from torch import Tensor
 
 from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper import kernel
@@ -18,6 +19,12 @@ def load(checkpoint: Checkpoint, device: torch.device, group: Group = ALONE) -> 
     if why_not(checkpoint.config, device) is None:
         return hopper.load(checkpoint, device, group=group)
     return cpu.load(checkpoint, device, group=group)
+
+
+def load_layer(checkpoint: Checkpoint, device: torch.device, layer: int, embedding_VD: Tensor) -> cpu.K2:
+    """One layer of a checkpoint as a model, of the class that `load` takes; see `cpu.load_layer`."""
+    own = why_not(checkpoint.config, device) is None
+    return (hopper if own else cpu).load_layer(checkpoint, device, layer, embedding_VD)
 
 
 def why_not(config: K2Config, device: torch.device) -> str | None:

@@ -5,9 +5,10 @@ later for any geometry. `random_checkpoint` makes a model of random weights in e
 """
 
 import json
+import math
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from redline.model.k2.config import (
     Yarn,
 )
 from redline.model.k2.write_quantized import quantization_config
-from redline.ops.formats import Int4, Nvfp4, quantize_int4, quantize_nvfp4
+from redline.ops.formats import INT4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
 
 # k25: K2.5 and later. k25-short: the same without `.model.`, as some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
 Layout = Literal["k25", "k25-short", "k2"]
@@ -277,6 +278,58 @@ def random_checkpoint(
     tensors = _random_tensors(config, seed, layout, experts_alike)
     write_checkpoint(folder, tensors, k25_config(config, layout), shard_bytes)
     return config
+
+
+def sparse_checkpoint(folder: Path | str, config: K2Config, layers: Collection[int], seed: int = 0) -> None:
+    """Writes an INT4 checkpoint whose files have the names and sizes of a whole one, and random weights in `layers`.
+
+    The rest is holes: a Kimi K2.6 of 594 GB takes as much of the disk as the layers have. A shard holds a layer, with
+    the embedding in front of the first, the last norm and the head behind the last. All experts of a layer are alike.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    generator, last = torch.Generator().manual_seed(seed), config.num_hidden_layers - 1
+    by_layer: dict[int, list[Weight]] = {}
+    for weight in weights(config):
+        parts = weight.name.split(".")
+        layer = int(parts[1]) if parts[0] == "layers" else 0 if parts[0] == "embed_tokens" else last
+        by_layer.setdefault(layer, []).append(weight)
+    weight_map: dict[str, str] = {}
+    for layer, some in by_layer.items():
+        file = f"model-{layer + 1:05}-of-{len(by_layer):05}.safetensors"
+        header: dict[str, Any] = {}
+        end = 0
+        for name, dtype, shape in (entry for weight in some for entry in _int4_entries(weight)):
+            size = math.prod(shape) * {"I32": 4, "BF16": 2, "F32": 4, "I64": 8}[dtype]
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            weight_map[name], end = file, end + size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            out.truncate(8 + len(text) + end)
+            alike: dict[str, list[tuple[str, Tensor]]] = {}
+            for weight in some if layer in layers else ():
+                if not weight.name.startswith("layers."):
+                    continue
+                key = weight.name.split(".")[-2] if weight.kind == "expert" else weight.name
+                if key not in alike:
+                    alike[key] = _stored_form("", _random(weight, generator), weight, Int4Experts())
+                for suffix, tensor in alike[key]:
+                    out.seek(8 + len(text) + header[stored_name(weight.name) + suffix]["data_offsets"][0])
+                    out.write(tensor.contiguous().view(torch.uint8).numpy().data)
+    _write_json(folder / CONFIG, k25_config(replace(config, quantization=Int4Experts())))
+    _write_json(folder / INDEX, {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _int4_entries(weight: Weight) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(stored name, dtype, shape) of what `_stored_form` makes of a weight in INT4."""
+    name = stored_name(weight.name)
+    if weight.kind != "expert":
+        return [(name, "F32" if name.endswith("e_score_correction_bias") else "BF16", weight.shape)]
+    rows, columns = weight.shape
+    packed = (f"{name}_packed", "I32", (rows, columns // 8))
+    return [packed, (f"{name}_scale", "BF16", (rows, columns // INT4_GROUP)), (f"{name}_shape", "I64", (2,))]
 
 
 def _random_tensors(config: K2Config, seed: int, layout: Layout, experts_alike: bool) -> Iterator[tuple[str, Tensor]]:

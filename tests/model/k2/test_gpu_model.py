@@ -218,6 +218,21 @@ def agree(
         assert error < limit, f"{name}: {error:.1e}"
 
 
+@pytest.mark.parametrize("layer", [0, 1], ids=["dense", "experts"])
+@pytest.mark.parametrize("step", ["nine rows", "a later chunk"])
+def test_one_layer_by_itself(checkpoint: Checkpoint, layer: int, step: str):
+    rows = (0.1 * torch.randn(256, checkpoint.config.hidden_size)).to(torch.bfloat16)
+    ours = hopper.load_layer(checkpoint, DEVICE, layer, rows)
+    theirs = cpu.load_layer(checkpoint, CPU, layer, rows)
+    with kernels():
+        _, features = ours.forward(inputs(ours, *STEPS[step]), planes(ours, torch.bfloat16), (1,))
+    with torch.inference_mode():
+        _, wanted = theirs.forward(inputs(theirs, *STEPS[step]), planes(theirs, torch.float32), (1,))
+    assert features is not None
+    assert wanted is not None
+    assert (features.cpu().float() - wanted).norm() / wanted.norm() < 2e-2
+
+
 class Calls(TorchDispatchMode):
     """Names of what torch is asked to do, but for views and empty memory, and for what a kernel's launch does."""
 

@@ -1,0 +1,259 @@
+"""Some layers of a checkpoint by the kernels of this machine and by the float32 references, each a model of its own.
+
+A layer's rows are random: its norms make them what a layer reads. They are small, so that what comes out is what the
+layer has added. A token whose last chosen expert has hardly a higher score than the next one is left out, since
+rounding may choose the other. Bounds are law 1's: of a CPU's model in one call over float32 pages, of a GPU's model.
+
+T tokens of a step, V rows to choose from.
+"""
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline import clock
+from redline.bench.disk_rate import THREADS, Part, Read, forget, read_parts
+from redline.bench.machine import measure
+from redline.bench.step.depth import captured
+from redline.bench.step.machines import CHIPS, Several
+from redline.bench.step.predict import SHORT, Machines, like_kimi
+from redline.bench.verify.report import Layer, Rates, Steps
+from redline.disk import human
+from redline.errors import CheckpointError
+from redline.kernels.inputs import Chunk, Inputs
+from redline.kernels.kernel import references
+from redline.kernels.rates import WORKING_SET_BYTES
+from redline.limits import free_memory
+from redline.model.k2 import cpu
+from redline.model.k2.checkpoint import Checkpoint, Stored, Survey, layer_weights
+from redline.model.k2.config import K2Config
+from redline.model.k2.cpu import K2
+from redline.model.k2.forward import attended, route
+from redline.model.k2.load import load_layer
+from redline.ops.moe import MoeArgs
+from redline.ops.moe import reference as moe
+from redline.wire.job import PAGE_TOKENS
+
+ROWS = 64  # of the embedding
+SIZE = 0.1  # of their numbers
+LIMITS = {"cpu": 1e-4, "cuda": 2e-2}  # relative errors, of norms
+NEAR = {"cpu": 1e-5, "cuda": 1e-2}  # scores of experts that are closer may be chosen either way
+CONTEXTS = (70, 5, 64, 130, 1, 33)  # of the rows of a decode step
+CHUNKS = (Chunk(0, 3, 0, 0), Chunk(3, 3, PAGE_TOKENS, 1))  # of a step of prompts
+ROUNDS, WARM = 20, 3  # of a timed step
+SAMPLE_BYTES = 4_000_000_000  # of plain reads
+ROOM_BYTES = 2_000_000_000  # of memory, besides the layer
+
+
+def chosen(config: K2Config) -> list[int]:
+    """The first layer, which is dense in every Kimi, a middle one and the last."""
+    layers = config.num_hidden_layers
+    return sorted({0, layers // 2, layers - 1})
+
+
+def stored_of(found: Survey, layer: int) -> list[Stored] | None:
+    """What the layer's weights are in the files; None if something is missing."""
+    try:
+        checkpoint = _opened(found)
+        return [part for weight in layer_weights(found.config, layer) for part in checkpoint.parts(weight)]
+    except KeyError:
+        return None
+
+
+def compute(found: Survey, layer: int, parts: Sequence[Stored], device: torch.device) -> Layer:
+    """Loads a layer from an empty page cache, compares its steps with the references', and times a step.
+
+    Raises OSError if a file cannot be read.
+    """
+    size, dense = sum(part.stop - part.start for part in parts), not found.config.is_moe(layer)
+    needs, free = size + size // 4 + ROOM_BYTES, free_memory()
+    if free < needs:
+        why = f"it takes {human(needs)} of memory, and {human(free)} are free"
+        return Layer(layer=layer, dense=dense, why_not=why)
+    embedding = SIZE * torch.randn(ROWS, found.config.hidden_size, generator=torch.Generator().manual_seed(layer))
+    embedding = embedding.to(torch.bfloat16)
+    forget(sorted({part.file for part in parts}))
+    try:
+        began = clock.monotonic()
+        ours = load_layer(_opened(found), device, layer, embedding)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        load_s = clock.monotonic() - began
+        theirs = ours if device.type == "cpu" else cpu.load_layer(_opened(found), torch.device("cpu"), layer, embedding)
+    except CheckpointError as error:
+        return Layer(layer=layer, dense=dense, why_not=str(error))
+    with torch.inference_mode():
+        compared = [_compare(ours, theirs, *step) for step in ((CHUNKS, ()), ((), CONTEXTS))]
+        ms = _step_ms(ours, size)
+    errors, tokens = [error for one in compared for error in one[0]], sum(one[1] for one in compared)
+    worst = max(errors) if all(map(math.isfinite, errors)) else None
+    return Layer(
+        layer=layer,
+        dense=dense,
+        bytes=size,
+        load_s=round(load_s, 3),
+        error=worst,
+        limit=LIMITS[device.type],
+        tokens=tokens,
+        near_ties=sum(one[2] for one in compared),
+        step_ms=round(ms, 4),
+    )
+
+
+def _opened(found: Survey) -> Checkpoint:
+    """A checkpoint with maps of its own: files that are mapped stay in the page cache."""
+    return Checkpoint(found.config, found.tensors, found.files, found.bytes, fingerprint="")
+
+
+def _compare(ours: K2, theirs: K2, chunks: Sequence[Chunk], contexts: Sequence[int]) -> tuple[list[float], int, int]:
+    """(relative errors of a step's outputs and of its latents, tokens compared, tokens left out)."""
+    kind = ours.device.type
+    inputs, plain = _inputs(ours, chunks, contexts), _inputs(theirs, chunks, contexts)
+    planes, wanted_planes = _planes(ours, inputs), _planes(theirs, plain)
+    _, features = ours.forward(inputs, planes, (1,))
+    with references():
+        wanted, margin_T = _reference(theirs, plain, wanted_planes[0])
+    assert features is not None
+    clear = margin_T > NEAR[kind]
+    errors = [_error(planes[0].flatten(0, 1)[inputs.rows_T], wanted_planes[0].flatten(0, 1)[plain.rows_T])]
+    if clear.any():
+        errors.append(_error(features[clear.to(features.device)], wanted[clear]))
+    return errors, int(clear.sum()), int((~clear).sum())
+
+
+def _reference(model: K2, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
+    """(what a layer makes of the rows, float32 [T, D]; by how much a token's last expert is ahead of the next, [T])."""
+    (block,) = model.blocks
+    residual, x = attended(model.embedding_VD[inputs.ids_T].float(), None, block, inputs, plane)
+    routed = route(x, block.experts)
+    out = residual + moe(MoeArgs(x, block.shared_gate_up, block.shared_down, routed))
+    experts = block.experts
+    if experts is None or experts.chosen >= len(experts.bias_E):
+        return out, torch.full((len(x),), torch.inf)
+    scores = torch.sigmoid(x @ experts.router.dense().float().T) + experts.bias_E
+    best = scores.topk(experts.chosen + 1).values
+    return out, best[:, -2] - best[:, -1]
+
+
+def _error(a: Tensor, b: Tensor) -> float:
+    b = b.double()
+    return math.sqrt(float((a.cpu().double() - b).square().sum()) / max(float(b.square().sum()), 1e-60))
+
+
+def _inputs(model: K2, chunks: Sequence[Chunk], contexts: Sequence[int]) -> Inputs:
+    """A step of chunks, or of one decoded token for each context, in slots of their own."""
+    places = [(chunk.slot, chunk.start + i) for chunk in chunks for i in range(chunk.count)]
+    places += [(slot, context - 1) for slot, context in enumerate(contexts)]
+    slots, pages = 1 + max(slot for slot, _ in places), 1 + max(at for _, at in places) // PAGE_TOKENS
+    tables = torch.arange(slots * pages, dtype=torch.int32).view(slots, pages)
+    rows = [int(tables[slot, at // PAGE_TOKENS]) * PAGE_TOKENS + at % PAGE_TOKENS for slot, at in places]
+    cos, sin = model.angles(torch.tensor([at for _, at in places], device=model.device))
+    first = len(places) - len(contexts)
+
+    def there(values: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=model.device)
+
+    return Inputs(
+        ids_T=there(range(len(places)), torch.int64),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=there(rows, torch.int64),
+        chunks=chunks,
+        tokens_Q=there(range(first, len(places))),
+        slots_Q=there(range(len(contexts))),
+        lengths_Q=there(contexts),
+        tables=tables.to(model.device),
+    )
+
+
+def _planes(model: K2, inputs: Inputs) -> Tensor:
+    """[1, pages, 64, kv width] of random latents: float32 on a CPU, bf16 on a GPU, and of bf16's numbers on both."""
+    sizes = 1, inputs.tables.numel(), PAGE_TOKENS, model.config.kv_width
+    latents = (0.5 * torch.randn(sizes, generator=torch.Generator().manual_seed(9))).to(torch.bfloat16)
+    return latents.to(model.device, torch.float32 if model.device.type == "cpu" else torch.bfloat16)
+
+
+def _step_ms(model: K2, size: int) -> float:
+    """The median of a step of one token at a context of SHORT, each time another token, from memory.
+
+    size: bytes of the weights. Those of a small layer would stay in a cache, where a whole model has others between.
+    """
+    inputs = _inputs(model, (), (SHORT,))
+    planes = _planes(model, inputs).to(torch.bfloat16)
+
+    def wait() -> None:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+
+    def work() -> None:
+        model.forward(inputs, planes)
+
+    run = captured(work, model.device) if model.recordable else work
+    times: list[float] = []
+    between = torch.zeros(
+        WORKING_SET_BYTES if size < 4 * WORKING_SET_BYTES else 0, device=model.device, dtype=torch.uint8
+    )
+    for round in range(WARM + ROUNDS):
+        inputs.ids_T.fill_(round % ROWS)
+        between.add_(1)
+        wait()
+        began = clock.perf_counter()
+        run()
+        wait()
+        times.append(1e3 * (clock.perf_counter() - began))
+    return statistics.median(times[WARM:])
+
+
+def load_rate(layers: Sequence[Layer], parts: Sequence[Stored], whole: int) -> Rates:
+    """The rate of the layers' loads beside plain reads of some of their bytes, each from an empty page cache.
+
+    whole: bytes of all weights. Raises OSError if a file cannot be read, ConfigError if it has become shorter.
+    """
+    sample: list[Part] = []
+    left = SAMPLE_BYTES
+    for part in parts:
+        if left > 0:
+            sample.append(Part(part.file, part.start, min(part.stop, part.start + left)))
+            left -= part.stop - part.start
+    reads: list[Read] = []
+    for threads in THREADS:
+        forget(sorted({part.file for part in sample}))
+        reads.append(read_parts(sample, threads))
+    rate = sum(layer.bytes for layer in layers) / sum(layer.load_s for layer in layers) / 1e9
+    best = max(read.gb_per_s for read in reads)
+    return Rates(
+        disk=tuple(reads),
+        load_gb_per_s=round(rate, 3),
+        of_disk=round(rate / best, 3) if best else 0.0,
+        whole_load_s=round(whole / rate / 1e9, 1),
+    )
+
+
+def steps_of(config: K2Config, layers: Sequence[Layer], device: torch.device) -> Steps | None:
+    """A step of all layers, of those that were measured; None if a kind of layer was not."""
+    whole = 0.0
+    for dense, count in ((True, config.num_hidden_layers - config.moe_layers), (False, config.moe_layers)):
+        took = [layer.step_ms for layer in layers if layer.dense is dense and not layer.why_not]
+        if count and not took:
+            return None
+        whole += count * statistics.fmean(took) if count else 0.0
+    read = config.bytes_per_token - 2 * config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
+    machine = measure(device)
+    on = _known(machine.name) if device.type == "cuda" else None
+    predicted = Machines(config, on).step(1, 1, SHORT).ms if on is not None and like_kimi(config) else None
+    return Steps(
+        measured_ms=round(whole, 3),
+        floor_ms=round(1e3 * read / machine.bytes_per_s, 3),
+        predicted_ms=None if predicted is None else round(predicted, 3),
+        on=machine.name if on is None else on.name,
+    )
+
+
+def _known(name: str) -> Several | None:
+    """One GPU, as doctor knows it."""
+    found = re.search("|".join(CHIPS), name)
+    return None if found is None else Several(1, CHIPS[found[0]])

@@ -1,0 +1,205 @@
+"""The tool calls of a server, judged as Moonshot's vendor verifier judges them, over requests that the user brings.
+
+The suite's file has a request a line: `messages`, `tools`, and what else is asked (`temperature`, `max_tokens`). An
+answer that ends with `tool_calls` is right if each of its calls names a declared tool, and if the arguments are JSON
+that fits the schema declared for it. The role `_input` of the suite's files is sent as `system`.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from redline.bench.quality.json_value import argument_violation
+from redline.bench.serving.client import Client
+from redline.bench.serving.records import Answer, Ask
+from redline.bench.serving.target import Target
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+MAX_TOKENS = 64_000  # the suite's for Kimi K2 Thinking, if a request has none
+MOST_SHOWN = 300  # characters of a value in a report
+_OURS = {"messages", "tools", "model", "stream", "stream_options", "max_tokens"}
+
+Kind = Literal[
+    "the request failed",
+    "ended with tool_calls without a call",
+    "calls, but ended otherwise",
+    "name is not declared",
+    "arguments are no JSON",
+    "arguments do not fit the schema",
+    "the declared schema cannot be used",
+]
+
+
+class Request(NamedTuple):
+    """One line of the file."""
+
+    line: int
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    max_tokens: int
+    extra: dict[str, Any]
+
+
+class Wrong(Record, frozen=True):
+    """Something that is wrong with an answer. line: of the file of requests. call: as the server sent it, if any."""
+
+    line: int
+    kind: Kind
+    why: str
+    call: dict[str, Any] | None = None
+
+
+class Counts(Record, frozen=True):
+    """Of all answers.
+
+    calls, valid  calls of answers that ended with tool_calls or stop; those with nothing wrong
+    with_calls    answers that ended with tool_calls; accurate: of them, those whose calls are all valid
+    """
+
+    requests: int
+    failed: int
+    finish_reasons: dict[str, int]
+    calls: int
+    valid: int
+    with_calls: int
+    accurate: int
+    wrong: dict[str, int]
+
+
+class Report(Record, frozen=True):
+    """What a server's tool calls were."""
+
+    server: str
+    model: str
+    counts: Counts
+    wrong: tuple[Wrong, ...]
+
+
+class _Line(msgspec.Struct):
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    max_tokens: int = MAX_TOKENS
+
+
+def read_requests(path: Path) -> list[Request]:
+    """The requests of a file. Raises ConfigError, with the line, for one that is none, and OSError."""
+    found: list[Request] = []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line, body = msgspec.json.decode(text, type=_Line), msgspec.json.decode(text, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: expected a request with `messages` and `tools`: {error}"
+            ) from None
+        messages = [{**m, "role": "system"} if m.get("role") == "_input" else m for m in line.messages]
+        extra = {name: value for name, value in body.items() if name not in _OURS}
+        found.append(Request(number, tuple(messages), tuple(line.tools), line.max_tokens, extra))
+    if not found:
+        raise ConfigError(f"{path}: no request in it; expected JSON lines with `messages` and `tools`")
+    return found
+
+
+def judge(request: Request, answer: Answer) -> list[Wrong]:
+    """All that is wrong with an answer."""
+
+    def wrong(kind: Kind, why: str, call: dict[str, Any] | None = None) -> Wrong:
+        return Wrong(line=request.line, kind=kind, why=why[:MOST_SHOWN], call=call)
+
+    if answer.failure is not None:
+        return [wrong("the request failed", answer.error or answer.failure)]
+    if answer.finish == "tool_calls" and not answer.calls:
+        return [wrong("ended with tool_calls without a call", "no call came")]
+    if not _is_judged(answer):
+        return []
+    found: list[Wrong] = []
+    if answer.calls and answer.finish != "tool_calls":
+        found.append(wrong("calls, but ended otherwise", f"finish_reason is {answer.finish}"))
+    schemas = _schemas(request.tools)
+    for call in answer.calls:
+        name, arguments = str(call.get("name")), str(call.get("arguments"))
+        if name not in schemas:
+            found.append(wrong("name is not declared", f"{name!r}; declared: {', '.join(schemas)}", call))
+            continue
+        try:
+            why = argument_violation(json.loads(arguments), schemas[name])
+        except (json.JSONDecodeError, RecursionError) as error:
+            found.append(wrong("arguments are no JSON", f"{name}: {error}: {arguments!r}", call))
+            continue
+        except ValueError as error:
+            found.append(wrong("the declared schema cannot be used", f"{name}: {error}", call))
+            continue
+        if why is not None:
+            found.append(wrong("arguments do not fit the schema", f"{name}: {why}", call))
+    return found
+
+
+def _is_judged(answer: Answer) -> bool:
+    """Whether the answer is whole: a call that max_tokens has cut is not the server's fault."""
+    return answer.failure is None and answer.finish in ("tool_calls", "stop")
+
+
+def _schemas(tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The schema of each declared function's arguments. A function without one takes an object."""
+    functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+    return {str(one.get("name")): one.get("parameters") or {"type": "object"} for one in functions}
+
+
+def ask_all(requests: Sequence[Request], target: Target, at_once: int, progress: Callable[[int], object]) -> Report:
+    """Asks the server, at most `at_once` requests at a time. progress: called with how many are answered.
+
+    Raises ConfigError if the address is none, or no server is there that names a model.
+    """
+    return asyncio.run(_ask_all(requests, target, at_once, progress))
+
+
+async def _ask_all(
+    requests: Sequence[Request], target: Target, at_once: int, progress: Callable[[int], object]
+) -> Report:
+    places, done = asyncio.Semaphore(at_once), 0
+    async with Client(target) as client:
+        await client.models()  # one line now, and not a failure for each request
+
+        async def one(place: int, request: Request) -> Answer:
+            nonlocal done
+            ask = Ask(
+                max_tokens=request.max_tokens, messages=request.messages, tools=request.tools or None,
+                extra=request.extra,
+            )  # fmt: skip
+            async with places:
+                answer = await client.ask(ask, place)
+            done += 1
+            progress(done)
+            return answer
+
+        answers = await asyncio.gather(*(one(place, request) for place, request in enumerate(requests)))
+        model = client.target.model
+    return Report(
+        server=target.base_url,
+        model=model,
+        counts=_counts(answers, found := [judge(*pair) for pair in zip(requests, answers, strict=True)]),
+        wrong=tuple(wrong for each in found for wrong in each),
+    )
+
+
+def _counts(answers: Sequence[Answer], found: Sequence[Sequence[Wrong]]) -> Counts:
+    judged = [(answer, wrong) for answer, wrong in zip(answers, found, strict=True) if _is_judged(answer)]
+    with_calls = [(answer, wrong) for answer, wrong in judged if answer.finish == "tool_calls"]
+    calls = sum(len(answer.calls) for answer, _ in judged)
+    return Counts(
+        requests=len(answers),
+        failed=sum(answer.failure is not None for answer in answers),
+        finish_reasons=dict(Counter(answer.finish or "none" for answer in answers if answer.failure is None)),
+        calls=calls,
+        valid=calls - sum(one.call is not None for _, wrong in judged for one in wrong),
+        with_calls=len(with_calls),
+        accurate=sum(not wrong for _, wrong in with_calls),
+        wrong=dict(Counter(one.kind for wrong in found for one in wrong)),
+    )
