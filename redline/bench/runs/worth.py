@@ -29,10 +29,12 @@ class Worth(NamedTuple):
 
 
 def worths(rates: list[dict[str, Any]]) -> list[Worth]:
-    """The variants of a result's rates, in their order; without drafts a round is one token."""
+    """The variants of a result's rates, in their order; without drafts a round is one token. A rate that was above its
+    floor is left out."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rate in rates:
-        found[rate["variant"]].append(rate)
+        if rate["times"] is not None:
+            found[rate["variant"]].append(rate)
     return [
         Worth(variant, fmean(one["times"] for one in same), fmean(one["length"] or 1.0 for one in same))
         for variant, same in found.items()
