@@ -43,7 +43,7 @@ from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.disk import drop_held
-from redline.errors import ConfigError, RedlineError
+from redline.errors import CheckpointError, ConfigError, RedlineError
 from redline.fleet.config import ADMIN_HOST, ServeConfig
 from redline.fleet.front import Doors, end, limits_of, open_front, serve_beside
 from redline.fleet.lines import lines_on_stderr
@@ -52,6 +52,7 @@ from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replicas import serve_replicas
 from redline.fleet.signals import Signals
 from redline.fleet.supervisor import Supervisor
+from redline.folder import check_drafter, check_model
 from redline.wire.news import Ready
 from redline.worker.config import SUFFIX, DraftConfig, Learned
 
@@ -72,10 +73,10 @@ def serve(config: ServeConfig, console: Console) -> int:
     WorkerLost where it ends while loading and cannot say why.
     """
     folder = Path(config.weights)
-    if not folder.is_dir():
-        raise ConfigError(f"weights: {folder}: no such folder")
+    here = any(place.at is None for place in config.places)
+    check_model(folder, weights=here and config.engine.random_weights is None)
     speculation = config.engine.speculation
-    if speculation is not None and any(place.at is None for place in config.places):
+    if speculation is not None and here:
         _check_drafting(speculation)
     check_origins(config.cors_origins)
     if config.keys_file is not None:
@@ -151,11 +152,11 @@ def _check_tls(cert: str, key: str) -> None:
 
 def _check_drafting(speculation: DraftConfig) -> None:
     """ConfigError, before a model is loaded for minutes."""
-    if isinstance(speculation, Learned) and not Path(speculation.drafter).is_dir():
-        raise ConfigError(
-            f"engine.speculation.drafter: {speculation.drafter}: no such folder; expected a drafter's folder, "
-            f"or --draft {SUFFIX}, which needs none"
-        )
+    if isinstance(speculation, Learned):
+        try:
+            check_drafter(Path(speculation.drafter))
+        except CheckpointError as error:
+            raise ConfigError(f"engine.speculation.drafter: {error}; --draft {SUFFIX} needs none") from None
     if speculation.trace is not None and not Path(speculation.trace).resolve().parent.is_dir():
         raise ConfigError(f"engine.speculation.trace: {speculation.trace}: its folder does not exist")
 
