@@ -248,8 +248,7 @@ def _report(message: str) -> int:
         traceback.print_exc()
     with suppress(OSError):
         screen = Terminal(stderr=True)
-        screen.print("error:", end=" ", style="red")
-        screen.print(message, highlight=False, soft_wrap=True)
+        screen.print(Text.assemble(("error:", "red"), " ", message), highlight=False, soft_wrap=True)
     return 1
 
 
