@@ -247,6 +247,8 @@ def _report(message: str) -> int:
     if os.environ.get("REDLINE_DEBUG"):
         traceback.print_exc()
     with suppress(OSError):
+        from rich.text import Text
+
         screen = Terminal(stderr=True)
         screen.print(Text.assemble(("error:", "red"), " ", message), highlight=False, soft_wrap=True)
     return 1

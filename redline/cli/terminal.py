@@ -21,7 +21,7 @@ class Terminal(Console):
     """A rich Console without markup and emoji codes, which shows control characters as \\x1b and the like.
 
     Styles go beside the text, as `style=` or as a rich Text. A table that is too wide becomes several, and no number is
-    broken. On a terminal a long line (`soft_wrap`) is broken between words alone, so that paths and addresses stay whole.
+    broken. On a terminal a long line (`soft_wrap`) is broken between words alone: paths and addresses stay whole.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Terminal(Console):
             for part in parts:
                 super().print(part, end=end, soft_wrap=soft_wrap, **how)
         elif soft_wrap and end == "\n" and self.is_terminal:
-            super().print(*parts, end=end, **{"no_wrap": False, "overflow": "ignore", "crop": False, **how})
+            between_words: dict[str, Any] = {"no_wrap": False, "overflow": "ignore", "crop": False}
+            super().print(*parts, end=end, **between_words | how)
         else:
             super().print(*parts, end=end, soft_wrap=soft_wrap, **how)
 
@@ -54,7 +55,7 @@ class Terminal(Console):
         first, *rest = range(len(table.columns)) if table.columns else [0]
         taken, parts = list[int](), list[list[int]]()
         for place in rest:
-            if taken and self._width(table, [first, *taken, place]) > self.width:
+            if taken and self._needs(table, [first, *taken, place]) > self.width:
                 parts.append(taken)
                 taken = []
             taken.append(place)
@@ -65,7 +66,7 @@ class Terminal(Console):
             part.caption = table.caption if number == len(parts) - 1 else None
             yield part
 
-    def _width(self, table: Table, places: list[int]) -> int:
+    def _needs(self, table: Table, places: list[int]) -> int:
         part = _columns(table, places)
         part.title = part.caption = None  # which wrap
         return Measurement.get(self, self.options.update(width=1 << 16), part).minimum
