@@ -46,7 +46,9 @@ class Working:
         self._lines: threading.Thread | None = None
         if shown and bar and self._stream.isatty():
             console = Console(file=self._stream)
-            columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[share]}")
+            bar_width = 40 if console.width > 100 else 12  # what is written beside it is not cut
+            share = TextColumn("{task.fields[share]}")
+            columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width), share
             # What is printed meanwhile goes where it would have gone: stdout may be a file.
             self._bar = Progress(
                 *columns,

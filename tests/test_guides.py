@@ -43,7 +43,7 @@ def wrong(line: str) -> str | None:
         if verb not in command.commands:
             return f"no verb {verb}"
         command = command.commands[verb]
-        context = command.context_class(command, parent=context, info_name=verb)
+        context = command.context_class(command, parent=context, info_name=verb, resilient_parsing=True)
     try:
         values, left, _ = command.make_parser(context).parse_args(words)
         for parameter in command.params:

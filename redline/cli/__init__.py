@@ -14,7 +14,7 @@ from redline.cli import bench
 from redline.cli.console import plain_console
 from redline.cli.deploy import manifests, serve, show_config
 from redline.cli.draft import app as draft
-from redline.cli.options import Folder
+from redline.cli.options import Folder, geometry, model
 from redline.cli.quantize import audit, quantize
 from redline.cli.simulate import simulate
 from redline.cli.terminal import Terminal, one_line
@@ -170,7 +170,9 @@ def evaluate(
         bool,
         typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process."),
     ] = False,
-    against: Annotated[Path | None, typer.Option(help="A second checkpoint, compared pair by pair.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="A second checkpoint, compared pair by pair.", callback=model)
+    ] = None,
     kv_dtype: Annotated[str, typer.Option(help="Of the pages: bf16, fp8 or float32.")] = "bf16",
     save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
@@ -185,7 +187,7 @@ def evaluate(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path | None, typer.Argument(help="A checkpoint whose fit to check.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="A checkpoint whose fit to check.", callback=geometry)] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -247,9 +249,10 @@ def _report(message: str) -> int:
     if os.environ.get("REDLINE_DEBUG"):
         traceback.print_exc()
     with suppress(OSError):
+        from rich.text import Text
+
         screen = Terminal(stderr=True)
-        screen.print("error:", end=" ", style="red")
-        screen.print(message, highlight=False, soft_wrap=True)
+        screen.print(Text.assemble(("error:", "red"), " ", message), highlight=False, soft_wrap=True)
     return 1
 
 

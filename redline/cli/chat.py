@@ -1,10 +1,11 @@
 """`redline chat`: a conversation with a server in the terminal. Plain HTTP, so any OpenAI server will do."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import httpx
 import msgspec
@@ -15,7 +16,9 @@ from redline import clock
 from redline.cli.prompt import Prompt, is_interactive, piped
 from redline.cli.terminal import one_line
 from redline.errors import ConfigError
+from redline.progress import Working
 
+SHOWN_AFTER_S = 3.0  # without a word of an answer
 CONNECT_S, MODELS_S, ANSWER_S = 5, 30, 600  # to connect; for the list of models; between two pieces of an answer
 LOADING_S = 1800  # to wait for a server that is still loading its model
 MOST_LINE_BYTES = 4 << 20  # of one line of a stream of events
@@ -272,6 +275,31 @@ def converse(client: Client, read: Callable[[], str], console: Console) -> None:
             console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
 
 
+class _Waiting:
+    """Says how long the first word has been waited for, once that is SHOWN_AFTER_S: a long prompt is computed first."""
+
+    def __init__(self, notes: Console) -> None:
+        self._working = Working("the prompt is computed", stream=cast(TextIO, notes.file))
+        self._lock, self._shown, self._ended = threading.Lock(), False, False
+        self._timer = threading.Timer(SHOWN_AFTER_S, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        with self._lock:
+            if not self._ended:
+                self._working.__enter__()
+                self._shown = True
+
+    def end(self) -> None:
+        """The first word is here, or will not come."""
+        self._timer.cancel()
+        with self._lock:
+            if self._shown and not self._ended:
+                self._working.__exit__(None, None, None)
+            self._ended = True
+
+
 def _answer(client: Client, text: str, console: Console, notes: Console) -> None:
     """Asks, prints the answer, and all else to `notes`. Keeps the conversation sound however the answer ends."""
     start, first, usage = clock.monotonic(), None, None
@@ -282,12 +310,15 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
         midline = True
         to.print(piece, end="", style=style, highlight=False, soft_wrap=True)
 
+    waiting = _Waiting(notes)
     try:
         for chunk in client.ask(text):
             usage = chunk.usage or usage
             delta = chunk.choices[0].delta if chunk.choices else None
             if delta is None:
                 continue
+            if first is None and (delta.reasoning or delta.reasoning_content or delta.content or delta.tool_calls):
+                waiting.end()
             first = first or clock.monotonic()
             if thought := delta.reasoning or delta.reasoning_content:
                 thinking = True
@@ -304,6 +335,7 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
                 say(name + (function.arguments or ""), "cyan")
         whole = True
     finally:
+        waiting.end()
         if midline:
             console.print()
         if not client.keep(content, whole) and notes is console:  # else nobody asks on

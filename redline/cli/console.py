@@ -25,6 +25,12 @@ def say(console: Console, text: str, style: str = "") -> None:
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
+def rate(tokens: float, ms: float, floor_ms: float, digits: int = 0) -> str:
+    """Tokens/s for a table. Nothing is faster than its floor, so such a rate is not printed: one of the two times is
+    wrong, as where the limits were measured in a busy moment."""
+    return f"{1e3 * tokens / ms:,.{digits}f}" if ms >= floor_ms else "none: floor above time"
+
+
 def save_result(path: Path, result: Any, console: Console) -> None:
     """Write a result as JSON. Raises ConfigError where the file cannot be written; an older one stays as it was."""
     save(path, msgspec.json.format(msgspec.json.encode(result), indent=1))

@@ -13,6 +13,7 @@ from redline.cli.hub import fetched
 from redline.cli.options import SYNTHETIC
 from redline.cli.terminal import Terminal
 from redline.errors import ConfigError
+from redline.folder import check_model
 
 SHIPPED = Path(redline.__file__).parent / "shipped"  # the small model that comes with the package, and its drafter
 
@@ -203,6 +204,8 @@ def _config(source: Path, flags: dict[str, Any]) -> int:
     from redline.fleet import config as deployment
     from redline.fleet.shown import as_toml
 
+    if source.is_dir():
+        check_model(source, weights=False)
     print(as_toml(deployment.read(source, flags), source, flags), end="")
     return 0
 

@@ -1,13 +1,17 @@
 """`redline doctor`: what this machine has, what fits on it, and why. A model's config.json is enough to ask."""
 
 import platform
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from redline.bench.machine import measure
 from redline.bench.record import cpu_name
+from redline.cli.doctor_on import LABEL, say_line, would_do
 from redline.disk import human
 from redline.errors import CheckpointError, ConfigError
 from redline.kernels.cpu import native
@@ -15,16 +19,14 @@ from redline.kernels.hopper.kernel import why_not
 from redline.kernels.rates import WORKING_SET_BYTES
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.model.k2.shapes import KIMI_K26
+from redline.progress import Working
 from redline.quant.quantize import plan
 from redline.quant.settings import QuantizeConfig
-from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Sizes, fit
+from redline.run.fit import KV_MOST, KV_PAGES_ALONE, KV_SHARE, KV_SHARE_ALONE, Layout, Sizes, fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
 from redline.worker.ways import aside
-
-KIMI = (
-    "Kimi K2.6 (61 layers, INT4 experts) is 594 GB of weights: it wants eight GPUs of 80 GB and more, or four of 180 GB"
-)
 
 
 def doctor(folder: Path | None, console: Console) -> int:
@@ -34,17 +36,30 @@ def doctor(folder: Path | None, console: Console) -> int:
     """
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say_line(console, text[:LABEL].rstrip(), text[LABEL:])
 
     config = None if folder is None else K2Config.from_folder(folder)
-    console.print("This machine", style="bold")
+    device, free = pick_device(None), 0
+    torch.set_num_threads(native.threads())
+    with Working("measuring this machine"):
+        machine = measure(device)
+        found = None
+        if config is not None:
+            free = free_memory(device)
+            found = _found(config, device, free)
+    if folder is None or config is None or found is None:
+        say("verdict          name a folder to learn whether its model fits; `redline serve --nano` fits anywhere")
+    else:
+        files, sound = _files(folder)
+        for line in _verdict(folder, config, found, files, sound):
+            say(line)
+    console.print("\nThis machine", style="bold")
     say(f"python           {platform.python_version()}, torch {torch.__version__}")
     say(f"CPU              {cpu_name()}, {native.threads()} cores that this process may use")
     say(f"memory           {free_memory(torch.device('cpu')) / 1e9:.1f} GB free")
     built = native.library() is not None
     chip = f"{native.instruction_set()}, as REDLINE_CPU_ISA says" if native.instruction_set() else "this chip"
     say(f"CPU kernels      {f'built for {chip}' if built else native.why_not()}")
-    device = pick_device(None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         say(f"GPU              {torch.cuda.get_device_name(device)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
@@ -52,17 +67,20 @@ def doctor(folder: Path | None, console: Console) -> int:
         say(f"GPU kernels      {f'none: {reason}; the reference path runs' if reason else 'compiled when first used'}")
     else:
         say("GPU              none that torch sees")
-    torch.set_num_threads(native.threads())
-    machine = measure(device)
     say(f"reads memory at  {machine.bytes_per_s / 1e9:.1f} GB/s (measured)")
     say(f"multiplies at    {machine.flops_per_s / 1e12:.2f} TFLOP/s (measured)")
-    say(f"fit              {KIMI}")
-    if folder is None or config is None:
+    kimi = f"Kimi K2.6 (61 layers, INT4 experts) is {KIMI_K26.weight_bytes / 1e9:,.0f} GB of weights"
+    say(f"fit              {kimi}: the fewest GPUs that hold it are {would_do(KIMI_K26)} (`redline doctor --on`)")
+    if folder is None or config is None or found is None:
         return 0
     console.print(f"\n{folder}", style="bold", highlight=False, soft_wrap=True)
     files, sound = _files(folder)
     say(files)
-    _checkpoint(config, device, console)
+    for line in (*config.explain_parameters(), *config.explain_weight_bytes()):
+        say(line)
+    say(config.explain_kv_bytes(KV_DTYPES["bf16"]))
+    for line in (*_memory(found.sizes, free), *([] if found.floor is None else [found.floor.line])):
+        say(line)
     if sound and any(folder.glob("*.safetensors")) and not isinstance(config.quantization, Nvfp4Experts):
         say(_quantizing(folder))
     return int(not sound)
@@ -86,16 +104,47 @@ def _files(folder: Path) -> tuple[str, bool]:
     return f"files            whole: {checkpoint.bytes / 1e9:,.2f} GB of weights, as stored", True
 
 
-def _checkpoint(config: K2Config, device: torch.device, console: Console) -> None:
-    free = free_memory(device)
+class _Floor(NamedTuple):
+    """The least time of a token, as a line, and the tokens/s that it allows."""
+
+    tokens_per_s: float
+    line: str
+
+
+class _Found(NamedTuple):
+    """How a model fits here."""
+
+    sizes: Sizes
+    layout: Layout | None  # None: it does not fit
+    why_not: str
+    floor: _Floor | None
+
+
+def _found(config: K2Config, device: torch.device, free: int) -> _Found:
     sizes = sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"], free)
-    lines = [*config.explain_parameters(), *config.explain_weight_bytes()]
-    lines.append(config.explain_kv_bytes(KV_DTYPES["bf16"]))
-    lines.extend(_memory(sizes, free))
-    if sizes.left(free, 1) > 0:
-        lines.append(_floor(config, device))
-    for line in lines:
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    layout, why_not = None, ""
+    try:
+        layout = fit(sizes, free, alone=True)
+    except ConfigError as error:
+        why_not = str(error)
+    return _Found(sizes, layout, why_not, _floor(config, device) if sizes.left(free, 1) > 0 else None)
+
+
+def _verdict(folder: Path, config: K2Config, found: _Found, files: str, sound: bool) -> Iterator[str]:
+    """Whether it fits, what it would give, and what to type."""
+    if found.layout is None or found.floor is None:
+        yield f"verdict          does not fit: {found.why_not}"
+        yield f"would do         {would_do(config)}: `redline doctor {shlex.quote(str(folder))} --on MACHINE` says more"
+        return
+    speed = f"at most {found.floor.tokens_per_s:,.0f} tokens/s of one stream"
+    yield f"verdict          fits: contexts of {found.layout.tokens:,} tokens, {speed}"
+    if not sound:
+        yield f"but              {files[LABEL:]}"
+        return
+    where = shlex.quote(str(folder))
+    fetched = any(folder.glob("*.safetensors"))
+    yield f"run              redline serve {where}" + ("" if fetched else ", once its weights are there")
+    yield f"verify           redline verify {where}"
 
 
 def _memory(sizes: Sizes, free: int) -> list[str]:
@@ -121,14 +170,15 @@ def _memory(sizes: Sizes, free: int) -> list[str]:
     return [*lines, *layout.explain()]
 
 
-def _floor(config: K2Config, device: torch.device) -> str:
+def _floor(config: K2Config, device: torch.device) -> _Floor:
     """The least time of a token. A small model's weights may live in a cache, which is faster than memory: bandwidth is
     measured over as many bytes as a token reads, or over so many that no cache holds them.
     """
     read = config.bytes_per_token
     machine = measure(device, working_set_bytes=min(read, WORKING_SET_BYTES))
     seconds = read / machine.bytes_per_s
-    return (
+    return _Floor(
+        1 / seconds,
         f"floor            a token reads {read / 1e6:,.1f} MB of weights: {seconds * 1e3:.2f} ms at "
-        f"{machine.bytes_per_s / 1e9:.1f} GB/s (measured over so much), at most {1 / seconds:,.0f} tokens/s at batch 1"
+        f"{machine.bytes_per_s / 1e9:.1f} GB/s (measured over so much), at most {1 / seconds:,.0f} tokens/s at batch 1",
     )

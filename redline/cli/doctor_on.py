@@ -4,6 +4,7 @@ The model is Kimi K2.6, or that of a folder with a config.json. Nothing is measu
 two H200s took (`bench/step/predict.py`) and on what is known of the chips (`bench/step/machines.py`).
 """
 
+import shlex
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,11 +67,14 @@ def doctor_on(text: str, folder: Path | None, console: Console) -> int:
         check_ranks(config, on.count)
     except ConfigError as error:
         raise ConfigError(f"on is {on.name!r}: {error}") from None
-    width = min(console.width, WIDEST)
     title = "Kimi K2.6" if folder is None else str(folder)
-    sections = {f"{on.name}: {title}": _machine(on), "Bytes of a rank (derived)": _bytes(config, on)}
-    if like_kimi(config):
-        machines = Machines(config, on)
+    machines = Machines(config, on) if like_kimi(config) else None
+    sections = {
+        f"{on.name}: {title}": _verdict(config, on, machines, folder),
+        "The machine": _machine(on),
+        "Bytes of a rank (derived)": _bytes(config, on),
+    }
+    if machines is not None:
         steps = [machines.step(tokens, 1, SHORT) for tokens in TOKENS]
         longer = {kv_dtype: machines.step(1, 1, LONG, kv_dtype) for kv_dtype in KV_DTYPES}
         rounds = {drafts: machines.round(drafts) for drafts in ROUNDS}
@@ -84,13 +88,66 @@ def doctor_on(text: str, folder: Path | None, console: Console) -> int:
     for number, (heading, lines) in enumerate(sections.items()):
         console.print(f"{chr(10) * (number > 0)}{heading}", style="bold", highlight=False, soft_wrap=True, markup=False)
         for name, line in lines:
-            whole = f"{name:<{LABEL}}{line}"
-            if name:  # a table's lines have none
-                whole = textwrap.fill(
-                    whole, width, subsequent_indent=" " * LABEL, break_on_hyphens=False, break_long_words=False
-                )
-            console.print(whole if name else line, highlight=False, soft_wrap=True, markup=False)
+            say_line(console, name, line)
     return 0
+
+
+def say_line(console: Console, name: str, line: str) -> None:
+    """A line under its name, wrapped between words; without a name, a table's line as it is."""
+    whole = line
+    if name:
+        whole = textwrap.fill(
+            f"{name:<{LABEL}}{line}", min(console.width, WIDEST), subsequent_indent=" " * LABEL,
+            break_on_hyphens=False, break_long_words=False,
+        )  # fmt: skip
+    console.print(whole, highlight=False, soft_wrap=True, markup=False)
+
+
+def _verdict(config: K2Config, on: Several, machines: Machines | None, folder: Path | None) -> Lines:
+    """Whether it fits, what it would give, and what to type."""
+    if not fits(config, on):
+        yield "verdict", f"does not fit: {would_do(config)} would do"
+        return
+    memory = int(on.chip.memory.value)
+    tokens = {kv_dtype: capacity(_sizes(config, on, kv_dtype), memory) for kv_dtype in KV_DTYPES}
+    pages = " or ".join(f"{count:,} tokens in {kv_dtype}" for kv_dtype, count in tokens.items())
+    speed = ""
+    if machines is not None:
+        step = machines.step(1, 1, SHORT)
+        speed = (
+            f"; one stream {1e3 / step.ms:,.0f} tokens/s predicted, {1e3 / (step.floor + step.whole):,.0f} at the floor"
+        )
+    yield "verdict", f"fits: contexts of {pages}{speed}"
+    where = "FOLDER" if folder is None else shlex.quote(str(folder))
+    yield "run", f"redline serve {where}" + (f" --ranks {on.count}" if on.count > 1 else "")
+    yield "verify", f"redline verify {where}"
+
+
+def fits(config: K2Config, on: Several) -> bool:
+    """Whether a machine's ranks hold the model and a page of context: what all that is said of machines rests on."""
+    try:
+        check_ranks(config, on.count)
+    except ConfigError:
+        return False
+    sizes = _sizes(config, on, "bf16")
+    return sizes.left(int(on.chip.memory.value), PAGE_TOKENS) >= sizes.page_bytes
+
+
+def would_do(config: K2Config) -> str:
+    """The fewest GPUs of each chip that hold the model."""
+    found = (
+        next((one for ranks in RANKS if fits(config, one := Several(ranks, chip))), None) for chip in CHIPS.values()
+    )
+    return ", ".join(one.name for one in found if one is not None) or "no machine known here"
+
+
+def capacity(sizes: Sizes, memory: int) -> int:
+    """Tokens of context that all the memory that is left holds."""
+    try:
+        length = fit(sizes, memory, alone=True).max_model_len
+    except ConfigError:
+        return 0
+    return sizes.left(memory, length) // sizes.page_bytes * PAGE_TOKENS
 
 
 def _machine(on: Several) -> Lines:
@@ -144,7 +201,7 @@ def _bytes(config: K2Config, on: Several) -> Lines:
     yield "whole on each", f"{parts}: {whole:,} x 2 bytes = {_gb(2 * whole)}"
     yield "weights", f"the sum: {_gb(weight_bytes(c, ranks))} of {_gb(c.weight_bytes)}"
     sizes, memory = _sizes(c, on, "bf16"), int(on.chip.memory.value)
-    if sizes.left(memory, PAGE_TOKENS) < sizes.page_bytes:
+    if not fits(c, on):
         yield "does not fit", _does_not_fit(c, sizes, memory)
         return
     for kv_dtype in KV_DTYPES:
@@ -165,13 +222,11 @@ def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
 
 def _pages(sizes: Sizes, memory: int) -> str:
     """Tokens that all the memory that is left holds; one line."""
-    try:
-        length = fit(sizes, memory, alone=True).max_model_len
-    except ConfigError:
+    tokens = capacity(sizes, memory)
+    if not tokens:
         return f"none: {sizes.needs(PAGE_TOKENS).sentence()} do not fit into {_gb(memory)}"
-    left = sizes.left(memory, length)
-    beside = _gb(sizes.needs(length).whole)
-    tokens = left // sizes.page_bytes * PAGE_TOKENS
+    length = fit(sizes, memory, alone=True).max_model_len
+    left, beside = sizes.left(memory, length), _gb(sizes.needs(length).whole)
     return (
         f"{_gb(memory)} - {beside} of weights, scratch and recorded steps = {_gb(left)} / "
         f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it "
@@ -181,25 +236,10 @@ def _pages(sizes: Sizes, memory: int) -> str:
 
 def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
     needs = sizes.needs(PAGE_TOKENS)
-    would = [f"{one.count} x {one.chip.name}" for one in _that_fit(config)]
     return (
-        f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {', '.join(would) or 'no machine known here'} "
-        "would do. What follows is what this machine would give if it did"
+        f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {would_do(config)} would do. "
+        "What follows is what this machine would give if it did"
     )
-
-
-def _that_fit(config: K2Config) -> Iterator[Several]:
-    """Of each chip the fewest that hold the model."""
-    for chip in CHIPS.values():
-        for ranks in RANKS:
-            one = Several(ranks, chip)
-            try:
-                check_ranks(config, ranks)
-                fit(_sizes(config, one, "bf16"), int(chip.memory.value))
-            except ConfigError:
-                continue
-            yield one
-            break
 
 
 def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: dict[int, tuple[Step, float]]) -> Lines:
@@ -208,14 +248,19 @@ def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: di
     for step in steps:
         took = STEPS.get(on.count, {}).get(step.rows) if measured else None
         of = f"{_tokens(step.rows)}, no drafts"
-        yield "", _row(of, step.floor, step.ms, step.nvfp4, step.rows, took and took.ms)
+        yield "", _row(of, step.floor + step.whole, step.ms, step.nvfp4, step.rows, took and took.ms)
     for kv_dtype, step in longer.items():
         took = LONG_STEPS[kv_dtype] if measured and on.count == 1 else None
-        yield "", _row(f"1 token at {LONG:,}, {kv_dtype}", step.floor, step.ms, step.nvfp4, 1, took and took.ms)
+        yield (
+            "",
+            _row(f"1 token at {LONG:,}, {kv_dtype}", step.floor + step.whole, step.ms, step.nvfp4, 1, took and took.ms),
+        )
     for drafts, (step, drafting) in rounds.items():
         took = ROUND_MS.get(on.count, {}).get(drafts) if measured else None
         of, ms = f"1 stream, {drafts} draft{'s' * (drafts > 1)}", step.ms + drafting
         yield "", _row(of, None, ms, step.nvfp4, GOLDEN[drafts - 1], took)
+    if on.count > 1:
+        yield "floor", "of what a rank reads: what every rank reads whole counts once per rank (`whole` below)"
     yield "contexts", f"{SHORT:,} and bf16 pages where nothing else is said; uniform routing"
     yield "NVFP4", f"INT4 + {NVFP4_OVER_INT4:.0%} of reading the experts: measured by a probe, of one token"
     if measured and on.count in STEPS:

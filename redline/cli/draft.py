@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from redline.cli.console import plain_console, until_interrupted
+from redline.cli.options import Drafter, drafter, model
+from redline.folder import check_drafter
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,10 +21,9 @@ app = typer.Typer(
     Every verb goes on where it was stopped, by the same command. The story is in docs/draft.md.""",
 )
 
-Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.")]
+Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.", callback=model)]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")]
 Seed = Annotated[int, typer.Option(help="The same seed, the same result.")]
-Draft = Annotated[Path, typer.Option(help="The drafter's folder.")]
 Temperature = Annotated[float | None, typer.Option(help="Absent: what the checkpoint asks for.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Absent: what the checkpoint asks for.")]
 Domains = Annotated[
@@ -60,6 +61,8 @@ def synth(
     device: Device = None,
 ) -> None:
     """Prompts answered by the target itself, as it is served: a corpus."""
+    if draft not in (None, "suffix"):
+        check_drafter(Path(draft))
     from redline.draft.corpus.synth import SynthConfig, run
     from redline.draft.stages import fill
     from redline.worker.config import EngineConfig, drafts_of
@@ -122,7 +125,9 @@ def train(
     out: Annotated[Path, typer.Option(help="The drafter's folder. Training that was interrupted there goes on.")],
     capture: Annotated[Path | None, typer.Option(help="What `redline draft capture` has stored.")] = None,
     corpus: Annotated[list[Path] | None, typer.Option(help="Or a corpus, the target beside (repeatable).")] = None,
-    start: Annotated[Path | None, typer.Option(help="A drafter to begin with. Absent: a new one.")] = None,
+    start: Annotated[
+        Path | None, typer.Option(help="A drafter to begin with. Absent: a new one.", callback=drafter)
+    ] = None,
     settings: Annotated[
         Path | None,
         typer.Option(help="A TOML file: a recipe, or the keys of its table 'train' alone. Flags win over it."),
@@ -176,7 +181,7 @@ def train(
 @app.command()
 def mine(
     target: Target,
-    draft: Draft,
+    draft: Drafter,
     corpus: Corpus,
     out: Annotated[Path, typer.Option(help="A folder for report, picture and corpora. mixed.jsonl is to train on.")],
     traces: Annotated[
@@ -241,7 +246,7 @@ def mine(
 @app.command(name="eval")
 def evaluate(
     target: Target,
-    draft: Draft,
+    draft: Drafter,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, JSONL.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Or a corpus, whose prompts are asked again.")] = None,
     domain: Domains = None,
@@ -290,7 +295,7 @@ def evaluate(
 @app.command()
 def export(
     target: Target,
-    draft: Draft,
+    draft: Drafter,
     out: Annotated[Path, typer.Option(help="The folder that is written; it may be the drafter's own.")],
     latent: Annotated[
         str,

@@ -1,13 +1,15 @@
 """`redline eval`: opens the engine, shows the progress, prints the table."""
 
-import functools
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from redline.bench.quality.answering import Greedy
+from redline.bench.quality.kept import Kept
 from redline.bench.quality.quality import caption, grade_all, table
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
@@ -19,6 +21,7 @@ from redline.wire.base import Record
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of
 
+KEPT = "what was answered is kept, and the same command goes on"
 CONTEXT = 8192  # the longest evaluation prompt and its answer
 
 
@@ -46,20 +49,32 @@ def run(config: GradeConfig, console: Console) -> int:
         style_of(folder)
     if config.save is not None:
         check_output(config.save)
-    return until_interrupted(lambda: _run(config, console), console)
+    return until_interrupted(lambda: _run(config, console), console, KEPT)
 
 
 def _run(config: GradeConfig, console: Console) -> int:
+    opened: list[Kept] = []
+
+    @contextmanager
+    def answerer(folder: Path) -> Generator[Kept]:
+        with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, kv_dtype=config.kv_dtype)) as engine:
+            file = _state() / f"eval-{engine.fingerprint[:16]}-{config.kv_dtype}.jsonl"
+            opened.append(Kept(Greedy(engine), file))
+            yield opened[-1]
+
     with Working("answers") as working:
         report = grade_all(
             config.folder,
-            functools.partial(_open, config.kv_dtype),
+            answerer,
             sets=config.sets,
             against=config.against,
             run_code=config.run_code,
             limit=config.limit,
             progress=working.show,
         )
+    report = msgspec.structs.replace(report, seconds=round(report.seconds + opened[0].earlier_s, 2))
+    for one in opened:
+        one.forget()
     console.print(table(report))
     console.print(caption(report), style="dim", highlight=False, soft_wrap=True)
     if config.save is not None:
@@ -67,7 +82,7 @@ def _run(config: GradeConfig, console: Console) -> int:
     return 0
 
 
-@contextmanager
-def _open(kv_dtype: str, folder: Path) -> Generator[Greedy]:
-    with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, kv_dtype=kv_dtype)) as engine:
-        yield Greedy(engine)
+def _state() -> Path:
+    """Where answers are kept until an evaluation is whole."""
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "redline"

@@ -6,11 +6,14 @@ from typing import Annotated, Any
 import typer
 
 from redline.cli.console import plain_console, until_interrupted
+from redline.cli.options import model
 from redline.errors import ConfigError
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8 or bf16.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8 or bf16.", callback=model)
+    ],
     out: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written. What it holds is kept.")],
     format: Annotated[
         str,
@@ -89,8 +92,8 @@ def quantize(
 
 
 def audit(
-    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint that is taken as right.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The same model in another format.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint that is taken as right.", callback=model)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model in another format.", callback=model)],
     text: Annotated[
         list[Path] | None,
         typer.Option(

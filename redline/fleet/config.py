@@ -13,7 +13,8 @@ cors_origins = ["https://chat.example"]   # pages of other origins that may ask 
 log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
 access_log = "json"                    # each request's line is a JSON object; or "text"
 drain_s = 30                           # seconds for running answers once the server stops
-admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: there are none
+admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: any free one and a key
+                                       # that the start prints; none with a keys_file or beyond this machine
 admin_keys_file = "admin-keys.txt"     # whose keys they ask for
 metrics_port = 9090                    # /metrics there too, on `host` and without a key; absent: it is not
 page = false                           # no page at /; absent: it is there, and asks for a key where keys_file is set
@@ -252,7 +253,7 @@ class ServeConfig(Record, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     access_log: Literal["text", "json"] = "text"
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # for running answers once the server stops
-    admin_port: int | None = None  # 0: any free one; None: there are no admin routes
+    admin_port: int | None = None  # 0: any free one; None: likewise with a key of its own on loopback, else none
     admin_keys_file: str | None = None
     page: bool = True  # at /, to talk to the model and to watch the engine
     metrics_port: int | None = None  # 0: any free one; None: /metrics is with the API alone

@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -22,6 +23,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 from rich.console import Console
 from rich.text import Text
@@ -41,7 +43,7 @@ from redline.chat.conversation import Conversation, Message
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.disk import drop_held
-from redline.errors import ConfigError, RedlineError
+from redline.errors import CheckpointError, ConfigError, RedlineError
 from redline.fleet.config import ADMIN_HOST, ServeConfig
 from redline.fleet.front import Doors, end, limits_of, open_front, serve_beside
 from redline.fleet.lines import lines_on_stderr
@@ -50,6 +52,7 @@ from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replicas import serve_replicas
 from redline.fleet.signals import Signals
 from redline.fleet.supervisor import Supervisor
+from redline.folder import check_drafter, check_model
 from redline.wire.news import Ready
 from redline.worker.config import SUFFIX, DraftConfig, Learned
 
@@ -70,10 +73,10 @@ def serve(config: ServeConfig, console: Console) -> int:
     WorkerLost where it ends while loading and cannot say why.
     """
     folder = Path(config.weights)
-    if not folder.is_dir():
-        raise ConfigError(f"weights: {folder}: no such folder")
+    here = any(place.at is None for place in config.places)
+    check_model(folder, weights=here and config.engine.random_weights is None)
     speculation = config.engine.speculation
-    if speculation is not None and any(place.at is None for place in config.places):
+    if speculation is not None and here:
         _check_drafting(speculation)
     check_origins(config.cors_origins)
     if config.keys_file is not None:
@@ -89,12 +92,22 @@ def serve(config: ServeConfig, console: Console) -> int:
         if config.unix_socket is not None:
             listeners.callback(Path(config.unix_socket).unlink, missing_ok=True)
         admin = None
-        if config.admin_port is not None:
-            admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port, "admin_port"))
+        if config.admin_port is not None or _for_this_machine(config):
+            admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port or 0, "admin_port"))
         scrape = None
         if config.metrics_port is not None:
             scrape = listeners.enter_context(_listen(config.host, config.metrics_port, "metrics_port"))
         return _serve_at(config, folder, Doors(listener, admin, scrape), console)
+
+
+def _for_this_machine(config: ServeConfig) -> bool:
+    """Whether it serves whoever uses this machine, without keys: then it has admin routes with a key of its own."""
+    return (
+        config.admin_keys_file is None
+        and config.keys_file is None
+        and config.unix_socket is None
+        and is_loopback(config.host)
+    )
 
 
 def _serve_at(config: ServeConfig, folder: Path, doors: Doors, console: Console) -> int:
@@ -139,11 +152,11 @@ def _check_tls(cert: str, key: str) -> None:
 
 def _check_drafting(speculation: DraftConfig) -> None:
     """ConfigError, before a model is loaded for minutes."""
-    if isinstance(speculation, Learned) and not Path(speculation.drafter).is_dir():
-        raise ConfigError(
-            f"engine.speculation.drafter: {speculation.drafter}: no such folder; expected a drafter's folder, "
-            f"or --draft {SUFFIX}, which needs none"
-        )
+    if isinstance(speculation, Learned):
+        try:
+            check_drafter(Path(speculation.drafter))
+        except CheckpointError as error:
+            raise ConfigError(f"engine.speculation.drafter: {error}; --draft {SUFFIX} needs none") from None
     if speculation.trace is not None and not Path(speculation.trace).resolve().parent.is_dir():
         raise ConfigError(f"engine.speculation.trace: {speculation.trace}: its folder does not exist")
 
@@ -239,7 +252,11 @@ async def _serve_through(
     signals: Signals,
     console: Console,
 ) -> int:
-    stop = signals.stop
+    stop, admin_key = signals.stop, None
+    if doors.admin is not None and config.admin_keys_file is None:
+        admin_key, file = f"sk-{secrets.token_hex(16)}", sockets / "admin-keys.txt"
+        file.write_text(f"admin {admin_key}\n")
+        config = msgspec.structs.replace(config, admin_keys_file=str(file))
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
@@ -247,7 +264,7 @@ async def _serve_through(
     def announce(ready: Ready) -> None:
         _check_length(ready.max_model_len, tokenizer, style)
         try:
-            _announce(config, doors.api, doors.admin, ready, console)
+            _announce(config, doors, admin_key, ready, console)
         except OSError as error:  # the file that it goes to may be on a full disk
             log.error("standard output cannot be written (%s); the server is ready", error.strerror or error)
             drop_held(console.file)
@@ -347,14 +364,17 @@ def _ourselves() -> str:
     return "redline" if found and os.path.exists(typed) and os.path.samefile(found, typed) else shlex.quote(typed)
 
 
-def _announce(
-    config: ServeConfig, listener: socket.socket, admin: socket.socket | None, ready: Ready, console: Console
-) -> None:
-    name = config.names[0]
+def _announce(config: ServeConfig, doors: Doors, admin_key: str | None, ready: Ready, console: Console) -> None:
+    """admin_key: of the admin routes, where it was made for this start."""
+    name, listener, explain = config.names[0], doors.api, ""
     scheme = "http" if config.tls_cert is None else "https"
-    if admin is not None:
-        at = f"{scheme}://{ADMIN_HOST}:{admin.getsockname()[1]}/admin/status"
-        console.print(f"admin routes are at {at}", style="dim", highlight=False, soft_wrap=True)
+    if doors.admin is not None:
+        admin = f"{scheme}://{ADMIN_HOST}:{doors.admin.getsockname()[1]}"
+        console.print(f"admin routes are at {admin}/admin/status", style="dim", highlight=False, soft_wrap=True)
+        whose = "an answer's X-Request-Id" + ("" if admin_key else f"; ADMIN-KEY: in {config.admin_keys_file}")
+        explain = (
+            f"{_ourselves()} explain REQUEST --url {admin} --key {admin_key or 'ADMIN-KEY'}   # REQUEST: {whose}\n"
+        )
     if config.unix_socket is not None:
         where = f"is ready at {config.unix_socket}   (Ctrl-C stops it)\n{ready.summary}"
         console.print(f"{name} {where}", highlight=False, soft_wrap=True, markup=False)
@@ -377,7 +397,7 @@ def _announce(
         python_import = "os, "
         print(f"export {KEY_VARIABLE}=...   # one of the keys in {config.keys_file}\n")
     print(
-        f"{_ourselves()} chat --url {url}\n\n"
+        f"{_ourselves()} chat --url {url}\n{explain}\n"
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{curl_key} -d {shlex.quote(body)}\n\n"
         f"import json, {python_import}urllib.request\n"
         'question = "Write a Python function that adds two numbers."\n'

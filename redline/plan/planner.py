@@ -42,7 +42,7 @@ from redline.tune.floor import StepFloor
 from redline.wire.delta import Brought, Delta, Fault, Finish, Preempted
 from redline.wire.handoff import Handed
 from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId
-from redline.wire.news import STEP_SIZES, Cached, Load
+from redline.wire.news import STEP_SIZES, Cached, Load, TimedStep
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
@@ -179,6 +179,10 @@ class Planner:
     def stand_beside(self, floor: StepFloor) -> None:
         """From now on steps that are timed are added up beside the least that they can take."""
         self._timed.floor = floor
+
+    def watch_steps(self, watch: Callable[[TimedStep, float, int], object]) -> None:
+        """From now on every step is timed, and `watch` is called as `TimedSteps` has it, in the loop's thread."""
+        self._timed.watch = watch
 
     def foresee(self, forecast: Forecast) -> None:
         """From now on steps with prompts beside answers are bounded by the config's `step_ms`, as far as a forecast
@@ -610,7 +614,7 @@ class Planner:
         positions = sum(row.count for row in step.rows)
         self._step_sizes[bisect_left(STEP_SIZES, positions)] += 1
         self._step_positions += positions
-        deltas = self._notes()
+        deltas, delivered = self._notes(), 0
         drafts_ms = None if seconds is None else self._speculation.predicted_ms(step, result)
         for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
             job.flights -= 1
@@ -622,13 +626,14 @@ class Planner:
                 delta = self._settle_row(job, row, outcome)
                 if delta is not None:
                     deltas.append(delta)
+                    delivered += len(delta.tokens) if row.start is None else 0
             elif not job.flights:
                 self._draining.remove(job)
                 self._release(job)
         if seconds is not None:
             self._beside.spent_s += seconds
             self._speculation.took(step, result, seconds)
-            self._timed.took(step, flight.jobs, result, seconds)
+            self._timed.took(step, flight.jobs, result, seconds, delivered)
             if self._below is not None:
                 self._below.took(step, seconds)
         return deltas

@@ -24,13 +24,15 @@ class TimedSteps:
     """The newest steps of each kind, and the sums of all that were timed.
 
     floor: what steps take at least; None: the machine was not measured, and there are no sums. hears: is told of each
-    step that was timed, and its milliseconds; None: nobody.
+    step that was timed, and its milliseconds; None: nobody. watch: called with every step, its floor in seconds (0: not
+    known) and the tokens that its decode rows gave to jobs; None: one step in EVERY is timed.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         """clock: tells seconds; None: a step is told as it took itself."""
         self.floor: StepFloor | None = None
         self.hears: Callable[[Work, float], object] | None = None
+        self.watch: Callable[[TimedStep, float, int], object] | None = None
         self._clock = clock
         self._before: tuple[float, Sequence[ActiveJob]] = 0.0, ()  # when the last step had settled, and its jobs
         self._with_prompts: deque[TimedStep] = deque(maxlen=KEPT)
@@ -47,12 +49,15 @@ class TimedSteps:
         """Of each kind that there was."""
         return tuple(self._sums.values())
 
-    def took(self, step: Step, jobs: Sequence[ActiveJob], result: StepResult, seconds: float) -> None:
-        """A step has settled, just now. jobs: one for each of its rows. seconds: that it took itself."""
+    def took(
+        self, step: Step, jobs: Sequence[ActiveJob], result: StepResult, seconds: float, delivered: int = 0
+    ) -> None:
+        """A step has settled, just now. jobs: one for each of its rows. seconds: that it took itself. delivered: tokens
+        that its decode rows gave to jobs, without those behind a job's end."""
         (last, waited), now = self._before, 0.0 if self._clock is None else self._clock()
         self._before = now, jobs
         with_prompts = step.rows[-1].start is not None  # decode rows stand before all others
-        if not with_prompts and step.number % EVERY:
+        if not with_prompts and step.number % EVERY and self.watch is None:
             return
         prompt, prompt_pairs, expanded, rows, context, tokens = 0, 0.0, 0, 0, 0, 0
         verified, read, pairs, sampled, drafted = 0, 0, 0.0, 0, list[int]()
@@ -88,6 +93,8 @@ class TimedSteps:
         if self.hears is not None:
             self.hears(Work(prompt, prompt_pairs, rows, context, expanded), timed.ms)
         if self.floor is None:
+            if self.watch is not None:
+                self.watch(timed, 0.0, delivered)
             return
         by_row = result.drafted if result.drafted is not None else drafted
         counted = Counted(
@@ -99,11 +106,14 @@ class TimedSteps:
             passes=max(by_row, default=0),
             drafted=sum(by_row),
         )
+        floor_s = self.floor.seconds(counted)
+        if self.watch is not None:
+            self.watch(timed, floor_s, delivered)
         kind: StepKind = "prompts" if with_prompts else "decode"
         before = self._sums.get(kind, StepTimes(kind=kind))
         self._sums[kind] = StepTimes(
             kind=kind,
             steps=before.steps + 1,
             seconds=before.seconds + seconds,
-            floor_s=before.floor_s + self.floor.seconds(counted),
+            floor_s=before.floor_s + floor_s,
         )

@@ -156,15 +156,16 @@ class EngineCore:
             started.pop_all()
         return engine
 
-    def measure(self) -> None:
+    def measure(self) -> StepFloor | None:
         """Measures how fast the device reads and multiplies, in a tenth of a second or so: from now on steps are timed
-        beside the least that they can take. Nothing may run meanwhile."""
+        beside the least that they can take. None: it could not be measured. Nothing may run meanwhile."""
         given, device = (self.model.config, self.layout.kv_dtype), self.model.device
         draft_ranks = self._ranks if device.type == "cuda" else 1
         work = step_work(*given, self._ranks, self.drafter, self._head_bits, draft_ranks)
         self._floor = measure(work, device)
         if self._floor is not None:
             self.planner.stand_beside(self._floor)
+        return self._floor
 
     @property
     def ready(self) -> Ready:

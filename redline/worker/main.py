@@ -111,6 +111,8 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             engine = EngineCore.load(
                 config.weights, config.engine, progress=progress, lost=lost, aside=handoffs, alone=config.alone
             )
+        if engine.model.device.type == "cpu" and native.library() is None:
+            _log.warning("%s", native.why_not())
         engine.measure()
         gc.collect()
         gc.freeze()  # what stands now stays: no collection has to walk through it between two steps

@@ -16,6 +16,8 @@ from redline.cli.bench.round_tables import RoundsConfig, round_cases
 from redline.cli.bench.step_tables import DepthConfig
 from redline.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
+
 SMALL = ["bench", "decode", "--shape", "kimi-nano", "--layers", "4", "--context", "70", "--repeats", "1"]
 KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row context kv_dtype routing ms p10_ms p90_ms
     floor_ms expert_bytes bytes_per_s flops_per_s ops commit date versions machine cores"""
@@ -57,8 +59,8 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
     [
         ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-k2.6-nvfp4, "),
         ("", "give a checkpoint's folder or --shape, one of the two"),
-        ("nowhere --shape kimi-nano", "one of the two"),
-        ("nowhere --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),
+        ("models/kimi-nano --shape kimi-nano", "one of the two"),
+        ("models/kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),
         ("--shape kimi-nano --alias 9", "alias is 9; the model has 8 layers"),
         ("--shape kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8"),
         ("--shape kimi-k2.6 --context 64", "the step needs 594"),
@@ -67,6 +69,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
 def test_a_mistake_is_one_line_and_code_1(
     words: str, says: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["redline", "bench", "decode", *words.split()])
     with pytest.raises(SystemExit) as end:
         main()
@@ -179,6 +182,7 @@ def test_a_round_that_the_gpus_kernels_cannot_record_is_refused_by_name():
     assert fitting[0].depth.tokens == 4
 
 
-def test_a_drafter_is_of_a_shape_and_not_of_a_checkpoint():
-    done = CliRunner().invoke(app, ["bench", "decode", "nowhere", "--draft-shape", "eagle3-mla"])
+def test_a_drafter_is_of_a_shape_and_not_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, ["bench", "decode", "models/kimi-nano", "--draft-shape", "eagle3-mla"])
     assert "--draft-shape is of a --shape" in str(done.exception)

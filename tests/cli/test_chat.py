@@ -4,6 +4,7 @@ import io
 import json
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 
 from redline.cli import main
-from redline.cli.chat import Client, converse, talk
+from redline.cli.chat import Client, _Waiting, converse, talk
 from redline.cli.terminal import Terminal
 from redline.errors import ConfigError
+from redline.progress import Working
 from tests.cli.servers import CHUNKS, DONE, MODELS, Answer, Fake, says, server, stream, streams, text
+from tests.waiting import LIMIT_S
 
 SSE = "text/event-stream"
 
@@ -87,6 +90,20 @@ def test_a_question_is_answered_with_the_thinking_dimmed_and_the_rate_below():
     assert asked[0]["model"] == "fake"
     assert [message["role"] for message in asked[0]["messages"]] == ["system", "user"]
     assert asked[0]["chat_template_kwargs"] == {"thinking": True}
+
+
+def test_a_long_prompt_is_seen_to_be_computed(monkeypatch: pytest.MonkeyPatch):
+    """Once the first word has been waited for; no longer than until it comes."""
+    monkeypatch.setattr("redline.cli.chat.SHOWN_AFTER_S", 0.0)
+    said, begun = io.StringIO(), threading.Event()
+    monkeypatch.setattr(Working, "__enter__", lambda self: begun.set() or self)
+    ended: list[object] = []
+    monkeypatch.setattr(Working, "__exit__", lambda self, *_: ended.append(self))
+    waiting = _Waiting(Terminal(file=said))
+    assert begun.wait(LIMIT_S)
+    waiting.end()
+    waiting.end()
+    assert len(ended) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from redline.bench.quality.answering import Greedy
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli import app
 from redline.cli.bench import step_tables
+from redline.cli.eval import KEPT
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
@@ -147,10 +148,11 @@ def test_ctrl_c_is_one_line_and_code_130(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step_tables, "_measure", interrupt)
     monkeypatch.setattr("redline.bench.speculation.rates.Asker.ask", interrupt)
     monkeypatch.setattr(step_tables, "measure", interrupt)
-    for words in verbs(tiny).values():
+    for verb, words in verbs(tiny).items():
         done = typed(*words)
         assert done.exit_code == 130, done.output
-        assert done.output.splitlines()[-1] == "stopped: nothing was saved"
+        kept = KEPT if verb == "eval" else "nothing was saved"
+        assert done.output.splitlines()[-1] == f"stopped: {kept}"
 
 
 HEARD = """

@@ -49,3 +49,43 @@ def test_our_own_styles_and_bars_still_reach_it():
 def test_one_line_is_one_line_and_short():
     assert one_line(" a\nb\t c\r\n") == "a b c"
     assert one_line("x" * 1000, 10) == "x" * 10 + "..."
+
+
+def wide(columns: int) -> Table:
+    table = Table(title="a title", caption="a caption")
+    table.add_column("domain")
+    for number in range(columns):
+        table.add_column(f"k{number}", justify="right")
+    for row in range(2):
+        table.add_row(f"row {row}", *(f"1,234,{row}{number:02}.5" for number in range(columns)))
+    return table
+
+
+@pytest.mark.parametrize("columns", [3, 12])
+def test_no_digit_is_lost_in_eighty_columns(columns: int):
+    screen = io.StringIO()
+    Terminal(file=screen, width=80).print(wide(columns))
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for row in range(2):
+        for number in range(columns):
+            assert sum(f"1,234,{row}{number:02}.5" in line for line in lines) == 1
+    assert screen.getvalue().count("a title") == screen.getvalue().count("a caption") == 1
+    assert screen.getvalue().count("row 0") == (1 if columns == 3 else 3), "whose row it is stands in each part"
+
+
+def test_a_long_line_is_broken_between_words_and_a_path_stays_whole():
+    screen = io.StringIO()
+    path = "/" + 60 * "long" + "/file"
+    terminal = Terminal(file=screen, width=80, force_terminal=True)
+    terminal.print(20 * "some words " + path, highlight=False, soft_wrap=True)
+    lines = screen.getvalue().splitlines()
+    assert sum(path in line for line in lines) == 1
+    assert all(len(line) <= 80 for line in lines if path not in line)
+    assert " ".join(screen.getvalue().split()) == 20 * "some words " + path
+
+
+def test_a_line_that_is_no_terminals_stays_one():
+    screen = io.StringIO()
+    Terminal(file=screen, width=80).print(30 * "words ", soft_wrap=True)
+    assert len(screen.getvalue().splitlines()) == 1

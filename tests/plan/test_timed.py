@@ -86,3 +86,17 @@ def test_what_the_host_does_between_two_steps_counts_while_somebody_waits() -> N
         result = StepResult(number=EVERY * number, rows=(RowResult(tokens=(1,)),))
         timed.took(Step(number=EVERY * number, rows=(row,)), [job], result, 0.002)
         assert timed.newest[-1].ms == pytest.approx((2, 3, 2, 3)[number])
+
+
+def test_whoever_watches_is_told_of_every_step_with_its_floor_and_the_tokens_that_jobs_got() -> None:
+    world = World(seconds=lambda step, _: 0.25)
+    seen: list[tuple[int, float, int]] = []
+    world.planner.watch_steps(lambda step, floor_s, tokens: seen.append((step.prompt, floor_s, tokens)))
+    world.submit(tuple(range(40)), max_tokens=20)
+    while world.planner.load().steps <= EVERY + 1:
+        world.turn()
+    world.settle()
+    world.finish()
+    assert [prompt for prompt, _, _ in seen if prompt] == [40]
+    assert sum(tokens for prompt, _, tokens in seen if not prompt) == 19, "the first token is the prompt's step's"
+    assert {floor_s for _, floor_s, _ in seen} == {0.0}, "nothing was measured"

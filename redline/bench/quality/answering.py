@@ -3,6 +3,7 @@
 The same template, batching and parser as behind the API, without HTTP.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from redline.bench.quality.prompts import Answer, Prompt
@@ -41,11 +42,22 @@ class Greedy:
         """The checkpoint's fingerprint, by which a report names the model and its weights."""
         return self._engine.fingerprint
 
-    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
-        """The answers in the order of the prompts; calls `done` once for each as it ends."""
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        done: Callable[[], None],
+        keep: Callable[[Prompt, Answer], object] = lambda _prompt, _answer: None,
+    ) -> list[Answer]:
+        """The answers in the order of the prompts; calls `keep` and `done` once for each as it ends."""
+        deltas: defaultdict[JobId, list[Delta]] = defaultdict(list)
+        found: dict[JobId, Answer] = {}
 
-        def count(delta: Delta) -> None:
+        def take(delta: Delta) -> None:
+            deltas[delta.job].append(delta)
             if delta.finish is not None:
+                prompt, job, one = by_id[delta.job]
+                found[delta.job] = self._read(job, one, deltas.pop(delta.job))
+                keep(prompt, found[delta.job])
                 done()
 
         asked = [conversation(prompt) for prompt in prompts]
@@ -53,8 +65,9 @@ class Greedy:
         jobs = [
             self._job(JobId(f"prompt-{number}"), *pair) for number, pair in enumerate(zip(asked, forms, strict=True))
         ]
-        deltas = self._engine.generate(jobs, count)
-        return [self._read(job, one, deltas[job.id]) for job, one in zip(jobs, asked, strict=True)]
+        by_id = {job.id: (prompt, job, one) for prompt, job, one in zip(prompts, jobs, asked, strict=True)}
+        self._engine.generate(jobs, take)
+        return [found[job.id] for job in jobs]
 
     def _job(self, id: JobId, conversation: Conversation, grammar: Grammar | None) -> Job:
         tokenizer = self._engine.tokenizer

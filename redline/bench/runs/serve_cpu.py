@@ -350,13 +350,14 @@ def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iter
     configs = variants(str(draft), (), DRAFT_BATCH, longest, KV_BYTES, None)
     with Engine.open(folder, configs["off"]) as off, Engine.open(folder, configs["auto"]) as auto:
         ours = {"off": Asker(off, ANSWER), "auto": Asker(auto, ANSWER)}
+        Asker.measure_floors(list(ours.values()))
         every = ours | {peer.name: PeerAsker(peer, way)}
         for asker in every.values():
             asker.ask(questions[:1])  # warm
         single = list(bench_rates(every, questions, 1, rounds))
         batch = list(bench_rates(ours, questions, DRAFT_BATCH, rounds))
+    speeds, speeds_batch = by_domain(single), by_domain(batch)
     times = mean_times(single)["auto", 1]
-    speeds = by_domain(single)
     over_peer = statistics.fmean(speed["auto"] / speed[peer.name] for speed in speeds.values())
     yield {
         "name": f"one stream with the drafter, mean of {len(speeds)} domains",
@@ -371,14 +372,16 @@ def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iter
         "times": {"without": round(times, 3)},
         "target": ">= 0.98 x without",
         "met": times >= 0.98,
-        "tokens_per_s": by_domain(batch),
+        "tokens_per_s": speeds_batch,
     }
 
 
 def by_domain(rates: Sequence[Rate]) -> dict[str, dict[str, float]]:
-    """{domain: {variant: tokens/s}}, rounded to a tenth."""
+    """{domain: {variant: tokens/s}}, rounded to a tenth. Raises RedlineError where one is above its floor."""
     found: dict[str, dict[str, float]] = {}
     for rate in rates:
+        if rate.tokens_per_s is None:
+            raise RedlineError(f"{rate.domain}, {rate.variant}, batch {rate.batch}: {rate.above}")
         found.setdefault(rate.domain, {})[rate.variant] = round(rate.tokens_per_s, 1)
     return found
 

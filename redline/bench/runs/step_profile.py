@@ -23,13 +23,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from unittest.mock import patch
 
 import redline.run.runner
 from redline import clock
-from redline.bench.program import output, program
+from redline.bench.program import drawn, output, program
 from redline.bench.record import provenance
 from redline.bench.speculation.rates import read_questions
 from redline.chat.hashing import make_job
@@ -437,7 +438,7 @@ def main() -> None:
         "cases": cases,
     }
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, asked.out.with_suffix(".png"))
+    drawn(partial(draw, result), asked.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,11 @@ import argparse
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from redline.bench.program import count, output, program
+from redline.bench.program import count, drawn, output, program
 
 
 def draw(case: dict[str, Any], path: Path) -> None:
@@ -52,8 +53,8 @@ def main() -> int:
     alias = ["--alias", str(asked.alias)] if asked.alias else []
     status = subprocess.run([sys.executable, "-m", "redline", *command, *alias, "--save", str(asked.out)], check=False)
     if not status.returncode:
-        draw(json.loads(asked.out.read_text())[-1], asked.out.with_suffix(".png"))
-        print(f"drawn in {asked.out.with_suffix('.png')}")
+        result = json.loads(asked.out.read_text())[-1]
+        drawn(partial(draw, result), asked.out.with_suffix(".png"))
     return status.returncode
 
 

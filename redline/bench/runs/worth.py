@@ -11,11 +11,12 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from redline.bench.program import output, program
+from redline.bench.program import drawn, output, program
 
 KS = (1, 2, 3, 5, 7)
 
@@ -29,10 +30,12 @@ class Worth(NamedTuple):
 
 
 def worths(rates: list[dict[str, Any]]) -> list[Worth]:
-    """The variants of a result's rates, in their order; without drafts a round is one token."""
+    """The variants of a result's rates, in their order; without drafts a round is one token. A rate that was above its
+    floor is left out."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for rate in rates:
-        found[rate["variant"]].append(rate)
+        if rate["times"] is not None:
+            found[rate["variant"]].append(rate)
     return [
         Worth(variant, fmean(one["times"] for one in same), fmean(one["length"] or 1.0 for one in same))
         for variant, same in found.items()
@@ -73,8 +76,8 @@ def main() -> int:
     command = ["bench", "speculate", asked.folder, "--draft", asked.draft, *few, *ks, "--save", str(asked.out)]
     status = subprocess.run([sys.executable, "-m", "redline", *command], check=False).returncode
     if not status:
-        draw(json.loads(asked.out.read_text()), asked.out.with_suffix(".png"))
-        print(f"drawn in {asked.out.with_suffix('.png')}")
+        result = json.loads(asked.out.read_text())
+        drawn(partial(draw, result), asked.out.with_suffix(".png"))
     return status
 
 

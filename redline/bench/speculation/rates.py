@@ -9,7 +9,9 @@ ratios of neighbours mean something. What is generated is the same under every v
     suffix   suffix matching alone
     auto     as served: the drafter, suffix matching above it, k as it pays
 
-A rate counts from the first token of every answer to the last of all: decoding, without prefill.
+A rate is tokens over seconds of the engine's decode steps, sums over sums: each step with what the host does up to the
+next, steps with prompts left out. When a caller gets tokens is no measure: those of several steps may arrive at once. A
+rate above the floor of the same steps is no speed, so it is not given, and `above` says what came.
 
 The parts are steps of the runner alone, one after another in turns: plain, with d drafts verified, with d drafts made.
 """
@@ -40,13 +42,14 @@ from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.tune.synthetic import Acceptance
 from redline.wire.base import Record
-from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
+from redline.wire.news import TimedStep
 from redline.worker.acceptance import Round, acceptance_length, spoken
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
 VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
+TRIES = 3  # of measuring what the machine can do, for each engine
 CHAIN = 4  # drafter passes of one call
 
 
@@ -70,26 +73,29 @@ class _Line(Chat, frozen=True, kw_only=True):
 class Outcome(NamedTuple):
     """What one variant did with some questions at once."""
 
-    seconds: float  # of decoding, from when all answers have begun
+    seconds: float  # of decode steps
     tokens: int  # generated in these seconds
     rounds: list[list[Round]]  # of speculation, by answer
+    floor_s: float = 0.0  # the least that these steps can take; 0: not known
 
 
 class Rate(Record, frozen=True):
     """One variant in one domain at one batch.
 
-    `times`: its tokens/s over those without drafts; both are medians over rounds. rounds: of speculation, steps of one
-    answer that verified drafts.
+    `times`: its tokens/s over those without drafts, in the same turns. Both are None where one of the two was above its
+    floor. rounds: of speculation, steps of one answer that verified drafts.
     """
 
     domain: str
     variant: str
     batch: int
-    tokens_per_s: float
-    times: float
+    tokens_per_s: float | None
+    times: float | None
     length: float | None  # acceptance length; None: no drafts were verified
     accepted: float | None  # share of the drafts
     rounds: int
+    floor_tokens_per_s: float | None = None  # the most that this machine can give in these steps; None: not measured
+    above: str | None = None  # why there is no speed
 
 
 class Part(Record, frozen=True):
@@ -159,9 +165,15 @@ class Asker:
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._numbers = itertools.count()
+        self._steps: list[tuple[float, int, float]] = []  # of decode steps: seconds, tokens, floor in seconds
+        engine.engine.planner.watch_steps(self._took)
+
+    def _took(self, step: TimedStep, floor_s: float, tokens: int) -> None:
+        if tokens and not step.prompt:
+            self._steps.append((step.ms / 1e3, tokens, floor_s))
 
     def ask(self, questions: Sequence[Question]) -> Outcome:
-        """All at once. Tokens count from the first step in which every answer has begun."""
+        """All at once."""
         asked = {JobId(f"question-{next(self._numbers)}"): question for question in questions}
         stop_ids = self._engine.tokenizer.stop_ids if self._ends else ()
         sampling = Sampling(max_tokens=self._max_tokens, temperature=self._temperature, stop_ids=stop_ids)
@@ -169,21 +181,27 @@ class Asker:
         jobs: list[Job] = [
             make_job(id, question.tokens, sampling, self._engine.fingerprint, salt=id) for id, question in asked.items()
         ]
-        waiting, begun, tokens, end = set(asked), 0.0, 0, 0.0
-
-        def note(delta: Delta) -> None:
-            nonlocal begun, tokens, end
-            end = clock.perf_counter()
-            if waiting:
-                if delta.tokens or delta.finish:
-                    waiting.discard(delta.job)
-                begun = end
-            else:
-                tokens += len(delta.tokens)
-
-        deltas = self._engine.generate(jobs, note)
+        before = len(self._steps)
+        deltas = self._engine.generate(jobs)
+        steps = self._steps[before:]  # a step is timed before its tokens are told
         answers = [spoken(id, question.domain, question.tokens, deltas[id]) for id, question in asked.items()]
-        return Outcome(end - begun, tokens, [list(answer.rounds) for answer in answers])
+        return Outcome(
+            seconds=sum(seconds for seconds, _, _ in steps),
+            tokens=sum(tokens for _, tokens, _ in steps),
+            rounds=[list(answer.rounds) for answer in answers],
+            floor_s=sum(floor_s for _, _, floor_s in steps),
+        )
+
+    @staticmethod
+    def measure_floors(askers: Sequence["Asker"]) -> None:
+        """Measures what steps of these engines take at least: by the best of several tries, which holds for all of them
+        since they read through the same memory. Nothing may run meanwhile."""
+        cores = [asker._engine.engine for asker in askers for _ in range(TRIES)]
+        found = [(core, floor) for core in cores if (floor := core.measure()) is not None]
+        for core, floor in found:
+            bytes_per_s = max(other.bytes_per_s for _, other in found)
+            ops_per_s = max(other.ops_per_s for _, other in found)
+            core.planner.stand_beside(msgspec.structs.replace(floor, bytes_per_s=bytes_per_s, ops_per_s=ops_per_s))
 
 
 def bench_rates(
@@ -214,8 +232,8 @@ def bench_rates(
             both = [pair for pair in zip(outcomes, took["off"], strict=True) if pair[0].tokens and pair[1].tokens]
             if not both:
                 continue  # answers of one token each: nothing was decoded
-            speeds = [mine.tokens / mine.seconds for mine, _ in both]
-            plain = [theirs.tokens / theirs.seconds for _, theirs in both]
+            mine, plain = Speed.of([pair[0] for pair in both]), Speed.of([pair[1] for pair in both])
+            above = mine.above or (plain.above and f"without drafts {plain.above}")
             verified = [answer for outcome in outcomes for answer in outcome.rounds]
             length = acceptance_length(verified)
             proposed = sum(round.proposed for answer in verified for round in answer)
@@ -223,19 +241,43 @@ def bench_rates(
                 domain=domain,
                 variant=name,
                 batch=batch,
-                tokens_per_s=statistics.median(speeds),
-                times=statistics.median(mine / theirs for mine, theirs in zip(speeds, plain, strict=True)),
+                tokens_per_s=None if mine.above else mine.tokens_per_s,
+                times=None if above else mine.tokens_per_s / plain.tokens_per_s,
                 length=length.mean if length.rounds else None,
                 accepted=(length.mean - 1) * length.rounds / proposed if proposed else None,
                 rounds=length.rounds,
+                floor_tokens_per_s=mine.floor_tokens_per_s,
+                above=above or None,
             )
 
 
+class Speed(NamedTuple):
+    """Tokens/s of some outcomes together, and the most that their steps' floor allows (None: not known)."""
+
+    tokens_per_s: float
+    floor_tokens_per_s: float | None
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> "Speed":
+        """Sums over sums."""
+        tokens, floor_s = sum(one.tokens for one in outcomes), sum(one.floor_s for one in outcomes)
+        return cls(tokens / sum(one.seconds for one in outcomes), tokens / floor_s if floor_s else None)
+
+    @property
+    def above(self) -> str:
+        """Why this is no speed; empty: it is one."""
+        most = self.floor_tokens_per_s
+        if most is None or self.tokens_per_s <= most:
+            return ""
+        return f"{self.tokens_per_s:,.0f} tokens/s came, above the floor's {most:,.0f}"
+
+
 def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
-    """{(variant, batch): `times`, averaged over domains}."""
+    """{(variant, batch): `times`, averaged over the domains that have it}."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rate in rates:
-        found[rate.variant, rate.batch].append(rate.times)
+        if rate.times is not None:
+            found[rate.variant, rate.batch].append(rate.times)
     return {key: statistics.fmean(values) for key, values in found.items()}
 
 

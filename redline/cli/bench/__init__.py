@@ -14,7 +14,7 @@ from redline.cli.bench.report import bench_report
 from redline.cli.bench.serve import bench_serve
 from redline.cli.bench.sweep import bench_sweep
 from redline.cli.console import plain_console
-from redline.cli.options import SYNTHETIC, Folder
+from redline.cli.options import SYNTHETIC, Drafter, Folder, model
 from redline.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
@@ -30,7 +30,8 @@ app.command(name="report")(bench_report)
 @app.command(name="decode")
 def bench_decode(
     folder: Annotated[
-        Path | None, typer.Argument(help="A checkpoint's folder, or none: then --shape says what is built.")
+        Path | None,
+        typer.Argument(help="A checkpoint's folder, or none: then --shape says what is built.", callback=model),
     ] = None,
     shape: Annotated[
         str | None,
@@ -166,7 +167,7 @@ def bench_decode(
 @app.command(name="speculate")
 def bench_speculate(
     folder: Folder,
-    draft: Annotated[Path, typer.Option(help="The drafter's folder.")],
+    draft: Drafter,
     prompts: Annotated[
         list[Path] | None, typer.Option(help="A file of prompts, JSONL (repeatable). Absent: FOLDER/eval.")
     ] = None,

@@ -18,7 +18,7 @@ from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
 from redline.bench.step.trace import draw
 from redline.cli.bench.step_tables import READ_BYTES, DepthConfig, cases, check_device, describe
-from redline.cli.console import say, until_interrupted
+from redline.cli.console import rate, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
@@ -219,7 +219,7 @@ def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Mach
         table.add_row(
             *(f"{record.context:,}", str(record.rows), str(record.k), f"{record.accept:.2f}"),
             *(f"{figure:.2f}" for figure in figures),
-            *(f"{record.tokens_per_s:,.1f}", f"{record.times:.2f}"),
+            *(rate(record.tokens_per_s * record.ms / 1e3, record.ms, record.floor_ms, 1), f"{record.times:.2f}"),
             *("-" if record.idle_share is None else f"{record.idle_share:.1%}", f"{host_ms:.2f}"),
         )
     console.print(table)

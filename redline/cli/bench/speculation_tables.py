@@ -35,6 +35,8 @@ from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
+ABOVE = "Nothing is faster than its floor: the floor was measured while the machine was busy; run it again, alone."
+
 
 class SpeculateConfig(Record, frozen=True):
     """What `redline bench speculate` is told."""
@@ -101,6 +103,11 @@ def _run(
         askers = {
             name: Asker(engine, config.max_tokens, config.temperature, ends=ends) for name, engine in engines.items()
         }
+        working.show(what="measuring the floor")
+        Asker.measure_floors(list(askers.values()))
+        working.show(what="warming up")
+        for asker in askers.values():
+            asker.ask(questions[:1])
         asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
         working.show(0, total, what="turns of asking")
 
@@ -118,6 +125,9 @@ def _run(
         parts = list(bench_parts(model, drafter, config.batch, config.context, config.repeats))
     for batch in config.batch:
         console.print(_rate_table([rate for rate in rates if rate.batch == batch], batch, folder.name))
+    for rate in rates:
+        if rate.above is not None:
+            console.print(f"no speed for {rate.domain}, {rate.variant}, batch {rate.batch}: {rate.above}. {ABOVE}")
     console.print(_part_table(parts, config.context))
     if config.save is not None:
         record = {
@@ -136,7 +146,7 @@ def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
     order = list(dict.fromkeys(rate.variant for rate in rates))
     table = Table(
         title=f"speculation, {name}, batch {batch}",
-        caption="tokens/s over those without drafts (median of rounds), acceptance length below; off: tokens/s",
+        caption="tokens/s over those without drafts, acceptance length below; off: tokens/s",
     )
     table.add_column("domain")
     for variant in order:
@@ -149,15 +159,19 @@ def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
         if rate is None:
             return ""
         if rate.variant == "off":
-            return f"{rate.tokens_per_s:,.0f}"
-        return f"{rate.times:.2f}x\n" + ("-" if rate.length is None else f"{rate.length:.2f}")
+            return "-" if rate.tokens_per_s is None else f"{rate.tokens_per_s:,.0f}"
+        times = "-" if rate.times is None else f"{rate.times:.2f}x"
+        return f"{times}\n" + ("-" if rate.length is None else f"{rate.length:.2f}")
 
     for domain, found in by_domain.items():
         table.add_row(
             domain, *(cell(found.get(variant)) for variant in order), end_section=domain == list(by_domain)[-1]
         )
     means = mean_times(rates)
-    cells = ("" if variant == "off" else f"{means[variant, batch]:.2f}x" for variant in order)
+    cells = (
+        "" if variant == "off" else f"{means[variant, batch]:.2f}x" if (variant, batch) in means else "-"
+        for variant in order
+    )
     table.add_row("mean over domains", *cells, style="bold")
     return table
 

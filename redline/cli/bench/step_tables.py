@@ -19,7 +19,7 @@ from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_ste
 from redline.bench.step.depth_fit import Memory, check
 from redline.bench.step.depth_record import KV_DTYPES, PEER, PEER_DATE, DepthRecord, append, read, record_of
 from redline.bench.step.ranks import own_rank, ranks_of_gpus
-from redline.cli.console import save_result, say, until_interrupted
+from redline.cli.console import rate, save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
@@ -96,7 +96,7 @@ def _bench_decode(
         table.add_column(name, justify="right")
     for case in cases:
         figures = f"{case.ms:.2f} {case.p10_ms:.2f} {case.p90_ms:.2f} {case.floor_ms:.2f} {case.ratio:.0%}".split()
-        table.add_row(str(case.batch), str(case.context), *figures, f"{1000 * case.batch / case.ms:,.0f}")
+        table.add_row(str(case.batch), str(case.context), *figures, rate(case.batch, case.ms, case.floor_ms))
     console.print(table)
     if save is not None:
         record = {
@@ -330,7 +330,7 @@ def _sums(record: DepthRecord) -> list[str]:
         f"step             {record.ms:.3f} ms (p10 {record.p10_ms:.3f}, p90 {record.p90_ms:.3f})",
         f"floor            {record.floor_ms:.3f} ms, {record.floor_ms / record.ms:.0%} of the time",
         f"experts read     {record.expert_bytes / 1e9:.3f} GB of distinct experts a step, the mean",
-        f"tokens/s         {1e3 * record.tokens / record.ms:,.0f}",
+        f"tokens/s         {rate(record.tokens, record.ms, record.floor_ms)}",
     ]
     if (ms := record.peer_ms) is not None:
         lines.append(

@@ -12,6 +12,7 @@ import os
 import platform
 import re
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
@@ -59,6 +60,8 @@ INSTRUCTION_SETS = {
 
 # Where kernels and what they take are declared, and Python reads them.
 HEADERS = ("core/kernels.h", "core/watch.h", "blocks/blocks.h", "blocks/draft_pass.h")
+
+SLOWER = "the CPU runs the reference path, about a hundred times slower"
 
 _reason: str | None = None
 _sharing = 1
@@ -126,7 +129,7 @@ def library() -> ctypes.CDLL | None:
     if compiler is None:
         named = os.environ.get("CXX")
         missing = f"CXX is {named}, which is no program" if named else "no C++ compiler on the PATH"
-        _reason = f"{missing}: the CPU runs the reference path, several times slower"
+        _reason = f"{missing}: {SLOWER}"
         return None
     try:
         path = cache_folder() / f"kernels-{_key(compiler)}.so"
@@ -135,7 +138,7 @@ def library() -> ctypes.CDLL | None:
     except OSError as error:  # no place to write to, or a file that cannot be loaded
         failure, loaded = str(error), None
     if loaded is None:
-        _reason = f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
+        _reason = f"the CPU kernels did not build ({failure}): {SLOWER}"
         return None
     for symbol in _declared(r"void (redline_\w+)\("):
         getattr(loaded, symbol).restype = None
@@ -239,11 +242,28 @@ def find_compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Raises OSError where this user has none."""
+    """The user's cache, XDG_CACHE_HOME or ~/.cache; where that cannot be written, a temporary folder of the user's own.
+    Raises OSError where there is neither."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
-    except RuntimeError:
-        raise FileNotFoundError("this user has no home folder: set XDG_CACHE_HOME to a folder of its own") from None
+        own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
+        if _writable(own):
+            return own
+    except RuntimeError:  # this user has no home folder
+        pass
+    folder = Path(tempfile.gettempdir()) / f"redline-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} can be written by others: set XDG_CACHE_HOME to a folder of your own")
+    return folder
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in it, or it can be made."""
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place.is_dir() and os.access(place, os.W_OK | os.X_OK)
 
 
 def with_includes(source: Path, *folders: Path) -> Iterator[Path]:

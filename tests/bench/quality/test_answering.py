@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from redline.bench.quality.answering import Greedy
+from redline.bench.quality.kept import Kept
 from redline.bench.quality.prompts import Prompt
 from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
@@ -103,3 +104,31 @@ def test_everything_in_a_prompt_reaches_the_template(tokenizer: Tokenizer) -> No
     assert text.endswith("<think>")
     instant = conversation(Prompt(kind="chat", messages=HELLO.messages, check={}, thinking=False))
     assert tokenizer.decode_bytes(encode(instant, tokenizer, K2_6)).decode().endswith("<think></think>")
+
+
+def test_an_evaluation_that_was_stopped_asks_only_what_is_left(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prompts = [HELLO, Prompt(kind="chat", messages=(Turn(role="user", content="bye"),), check={"contains": ["bye"]})]
+    file, ended = tmp_path / "state" / "eval.jsonl", list[str]()
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    both = "a</think>hello<|im_end|>", "b</think>bye<|im_end|>"
+    with pytest.raises(KeyboardInterrupt):
+        Kept(Greedy(Script(tokenizer, *both)), file).answer(prompts, stop)
+    file.write_bytes(file.read_bytes() + b'{"prompt": "cut o')
+    script = Script(tokenizer, both[0])
+    kept = Kept(Greedy(script), file)
+    answers = kept.answer(prompts, lambda: ended.append("one"))
+    assert [answer.content for answer in answers] == ["hello", "bye"]
+    assert len(script.jobs) == 1, "the second was answered first, and kept"
+    assert len(ended) == 2
+    assert kept.earlier_s > 0
+    kept.forget()
+    assert not file.exists()
+
+
+def test_where_nothing_can_be_written_an_evaluation_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    kept = Kept(Greedy(Script(tokenizer, "a</think>hello<|im_end|>")), tmp_path / "file" / "eval.jsonl")
+    assert [answer.content for answer in kept.answer([HELLO], lambda: None)] == ["hello"]
