@@ -286,17 +286,19 @@ def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
 
     Raises ConfigError where the folder holds something else.
     """
-    folder, records = work.out / WORK, list[ShardDone]()
-    if (folder / "job.json").exists():
-        job = _decoded(folder / "job.json", Job)
-        records = [_decoded(path, ShardDone) for path in sorted(folder.glob("model-*.json"))]
-    elif (work.out / RESULT).exists():
+    folder, by_file = work.out / WORK, dict[str, ShardDone]()
+    begun, ended = (folder / "job.json").exists(), (work.out / RESULT).exists()
+    job = work.job
+    if ended:  # a check or a repair of a finished folder has begun WORK anew, without records
         result = _decoded(work.out / RESULT, Result)
-        job, records = result.job, list(result.shards)
-    elif any((work.out / name).exists() for name in (CONFIG, INDEX)) or list(work.out.glob("*.safetensors")):
+        job, by_file = result.job, {record.file: record for record in result.shards}
+    if begun:
+        job = _decoded(folder / "job.json", Job)
+        records = [_decoded(path, ShardDone) for path in folder.glob("model-*.json")]
+        by_file |= {record.file: record for record in records}
+    here = any((work.out / name).exists() for name in (CONFIG, INDEX)) or any(work.out.glob("*.safetensors"))
+    if here and not (begun or ended):
         raise ConfigError(f"{work.out}: holds a checkpoint that `redline quantize` has not made: name another folder")
-    else:
-        job = work.job
     for field in Job.__struct_fields__:
         was, now = getattr(job, field), getattr(work.job, field)
         if was != now:
@@ -304,8 +306,8 @@ def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
     with written(folder):
         folder.mkdir(exist_ok=True)
     save(folder / "job.json", msgspec.json.encode(work.job))
-    total, read, found = sum(record.bytes for record in records), 0, dict[str, ShardDone]()
-    for record in records:
+    total, read, found = sum(record.bytes for record in by_file.values()), 0, dict[str, ShardDone]()
+    for record in by_file.values():
         working.show(read / max(total, 1), 1.0)
         path = work.out / record.file
         if path.exists() and path.stat().st_size == record.bytes and measured(path).sha256 == record.sha256:

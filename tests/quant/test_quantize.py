@@ -301,6 +301,37 @@ def test_a_finished_shard_that_was_damaged_is_made_again_and_only_that(tmp_path:
     assert made == [damaged.name]
 
 
+def test_what_is_there_survives_a_check_that_was_interrupted_and_a_repair_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    at, out = source(tmp_path / "a"), tmp_path / "b"
+    converted(at, out)
+    expected = files_of(out)
+    made: list[str] = []
+    write = quantize.write_shard
+    monkeypatch.setattr(quantize, "write_shard", lambda path, *rest: (made.append(path.name), write(path, *rest))[1])
+
+    def killed(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "measured", killed)
+        with pytest.raises(Killed):
+            converted(at, out)
+    assert converted(at, out) == 0
+    assert made == []
+    damaged = out / "model-00002-of-00006.safetensors"
+    damaged.write_bytes(b"?")
+    with monkeypatch.context() as patch:
+        usage = namedtuple("usage", "total used free")
+        patch.setattr("redline.disk.shutil.disk_usage", lambda _: usage(10**9, 0, 10))
+        with pytest.raises(ConfigError, match="1 shards take"):
+            converted(at, out)
+    assert converted(at, out) == 0
+    assert made == [damaged.name]
+    assert files_of(out) == expected
+
+
 def test_a_folder_of_another_job_is_refused_and_stays(tmp_path: Path):
     at, out = source(tmp_path / "a"), tmp_path / "b"
     converted(at, out)
