@@ -37,7 +37,10 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Converted:
-    """A unit's new tensors, on the CPU, and what rounding did to each of its weights, by logical name."""
+    """A unit's new tensors, on the CPU, and what rounding did to each of its weights that was rounded, by logical name.
+
+    What comes as bf16 and stays bf16 is not rounded: attention and dense layers of an FP8 checkpoint.
+    """
 
     tensors: list[Tensor]
     errors: dict[str, Error]
@@ -197,10 +200,11 @@ def convert(
                 packed, error = int4.round_int4(value, int4.MINMAX if level == "fast" else int4.SEARCHED)
             case _:
                 packed = value.to(torch.bfloat16)
-                error = _error(value, packed)
+                error = None if value.dtype == torch.bfloat16 else _error(value, packed)
         made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, None)
         tensors += [tensor.cpu() for _, tensor in made]
-        errors[task.weight.name] = error
+        if error is not None:
+            errors[task.weight.name] = error
     return Converted(tensors, errors)
 
 

@@ -481,6 +481,8 @@ def summary(shards: Sequence[ShardDone]) -> list[str]:
             f"{projection}: {count:,} weights, error {mean:.4f} of the weight ({ratio:.3f} of max scaling's); "
             f"worst {worst.relative:.4f}, {name}"
         )
+    if not by_projection:
+        lines.append("no weight was rounded: bf16 holds each as the source's own reader gives it")
     every = [error for shard in shards for error in shard.weights.values() if error.output_to_max_scaling is not None]
     if every:
         ratio = sum(error.output_to_max_scaling or 0.0 for error in every) / len(every)

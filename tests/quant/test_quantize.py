@@ -106,6 +106,24 @@ def test_every_format_becomes_every_other(tmp_path: Path, of: str, to: Format, l
     assert not (out / ".quantize").exists()
 
 
+@pytest.mark.parametrize("to", ["nvfp4-modelopt", "int4"])
+def test_errors_of_an_fp8_source_are_those_of_the_weights_that_were_rounded(tmp_path: Path, to: Format):
+    at, said = source(tmp_path / "a", "fp8"), io.StringIO()
+    config = QuantizeConfig(source=str(at), out=str(tmp_path / "b"), format=to, device="cpu")
+    assert run(config, Console(file=said, width=400)) == 0
+    errors = {name: error for one in result(tmp_path / "b").shards for name, error in one.weights.items()}
+    assert set(errors) == {weight.name for weight in weights(tiny_config()) if weight.kind == "expert"}
+    lines = [line for line in said.getvalue().splitlines() if " weights, error " in line]
+    assert [line.split(",")[0] for line in lines] == [f"{one}_proj: 16 weights" for one in ("down", "gate", "up")]
+
+
+def test_a_run_that_rounds_nothing_says_so(tmp_path: Path):
+    at, said = source(tmp_path / "a", "fp8"), io.StringIO()
+    config = QuantizeConfig(source=str(at), out=str(tmp_path / "b"), format="bf16", device="cpu")
+    assert run(config, Console(file=said, width=400)) == 0
+    assert "no weight was rounded" in said.getvalue()
+
+
 def test_what_is_not_asked_for_passes_through_byte_for_byte(tmp_path: Path):
     at, out = source(tmp_path / "a"), tmp_path / "b"
     converted(at, out)
