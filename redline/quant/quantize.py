@@ -30,9 +30,19 @@ from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
 from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
-from redline.quant.convert import Converted, Item, KvScales, Unit, convert, entries_of, items_of
+from redline.quant.convert import (
+    Converted,
+    Item,
+    KvScales,
+    Moved,
+    Unit,
+    activation_scale,
+    convert,
+    entries_of,
+    items_of,
+)
 from redline.quant.nvfp4 import Error
-from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, check, kept, tasks
+from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, as_stored, check, is_layout, kept, tasks
 from redline.quant.shard import Entry, file_bytes, measured, write_shard
 from redline.quant.texts import Text
 from redline.wire.base import Record
@@ -196,6 +206,8 @@ class Plan:
     devices: tuple[torch.device, ...]
     workers: int
     calibration: int  # bytes on disk
+    activations: bool  # whether the result has scales for 4-bit activations
+    layout: bool  # whether codes are kept (`is_layout`)
 
     @property
     def bytes(self) -> int:
@@ -223,12 +235,20 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
     """What will be done. Reads no weight."""
     from redline import __version__
 
-    todo = tasks(config, checkpoint, list(weights(checkpoint.config)))
+    every = list(weights(checkpoint.config))
+    layout = is_layout(config, checkpoint)
+    if layout:
+        config = as_stored(config, checkpoint, every)
+    todo = tasks(config, checkpoint, every)
+    activations = config.level == "calibrated"
+    if layout:
+        kept_codes = [task.weight for task in todo.values() if isinstance(task.to, Nvfp4Experts)]
+        activations = all(activation_scale(checkpoint, weight) is not None for weight in kept_codes)
     sources = list(checkpoint.files)
     names = [f"model-{number:05}-of-{len(sources):05}.safetensors" for number in range(1, len(sources) + 1)]
     to = FORMATS[config.format]
-    kv_scales = to.maker if config.kv_scales and isinstance(to, Nvfp4Experts) else None
-    items = items_of(checkpoint, todo, config.level, kv_scales)
+    maker = to.maker if isinstance(to, Nvfp4Experts) else None
+    items = items_of(checkpoint, todo, activations, maker if config.kv_scales else None, maker if layout else None)
     shards = [Shard(name, tuple(here)) for name, here in zip(names, items, strict=True)]
     devices = _devices(config.device)
     workers = config.workers
@@ -246,7 +266,9 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
         redline=__version__,
     )
     calibration = stored_bytes(checkpoint, texts) if texts else 0
-    return Plan(config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration)
+    return Plan(
+        config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration, activations, layout
+    )
 
 
 def explain(work: Plan) -> list[str]:
@@ -254,8 +276,9 @@ def explain(work: Plan) -> list[str]:
     read = sum(shard.read for shard in work.shards)
     units = sum(isinstance(item, Unit) for shard in work.shards for item in shard.items)
     where = f"{work.workers} workers on {', '.join(map(str, work.devices))}"
+    how = "codes and scales kept" if work.layout else work.config.level
     return [
-        f"{work.config.source} -> {work.config.format}, {work.config.level}: {human(read)} in {len(work.shards)} "
+        f"{work.config.source} -> {work.config.format}, {how}: {human(read)} in {len(work.shards)} "
         f"shards become {human(work.bytes)}; {units:,} weights or pairs of them, {where}",
         f"memory at the peak: {human(work.memory)} at most, beside the program's own",
     ]
@@ -274,6 +297,8 @@ def _read(item: Item) -> int:
             return item.read
         case KvScales():
             return 0
+        case Moved(stored=Stored(start=start, stop=stop)):
+            return stop - start
         case Stored():
             return item.stop - item.start
 
@@ -396,8 +421,9 @@ def _data(
             assert inputs is not None
             yield from (tensor for _, tensor in item.tensors(inputs.kv_scale(item.layer)))
         else:
-            assert isinstance(item, Stored)
-            yield work.checkpoint.raw(item) if item.stop > item.start else torch.empty(0, dtype=torch.uint8)
+            stored = item.stored if isinstance(item, Moved) else item
+            assert isinstance(stored, Stored)
+            yield work.checkpoint.raw(stored) if stored.stop > stored.start else torch.empty(0, dtype=torch.uint8)
         progress(_read(item))
 
     try:
@@ -447,7 +473,7 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
             beside = path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name
             if beside and path.name not in _NOT_COPIED:
                 shutil.copyfile(path, out / path.name)
-    has = {"activations": work.config.level == "calibrated", "kv_scales": work.config.kv_scales}
+    has = {"activations": work.activations, "kv_scales": work.config.kv_scales}
     to, names = FORMATS[work.config.format], kept(work.config, work.checkpoint)
     _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, **has))
     if to == Nvfp4Experts("ModelOpt"):

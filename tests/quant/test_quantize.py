@@ -29,7 +29,7 @@ from redline.quant import quantize, shard
 from redline.quant.audit import Audit, Bounds, audit
 from redline.quant.quantize import Result, run
 from redline.quant.read import dense
-from redline.quant.settings import FORMATS, Format, QuantizeConfig
+from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig
 from redline.quant.texts import Text
 
 CPU = torch.device("cpu")
@@ -206,6 +206,28 @@ def test_both_layouts_of_nvfp4_decode_to_the_same_numbers(tmp_path: Path):
     one, other = Checkpoint.open(tmp_path / "nvfp4-modelopt"), Checkpoint.open(tmp_path / "nvfp4-ct")
     for weight in weights(one.config):
         assert torch.equal(dense(one, weight, CPU), dense(other, weight, CPU))
+
+
+@pytest.mark.parametrize("level", ["fast", "search"])
+@pytest.mark.parametrize(("of", "to"), [("nvfp4-modelopt", "nvfp4-ct"), ("nvfp4-ct", "nvfp4-modelopt")])
+def test_one_layout_of_nvfp4_becomes_the_other_and_nothing_is_rounded(
+    tmp_path: Path, of: Format, to: Format, level: Level
+):
+    at, settings = source(tmp_path / "a"), {"level": level, "also": ("shared",)}
+    for made in (of, to):
+        converted(at, tmp_path / made, format=made, **settings)
+    assert converted(tmp_path / of, tmp_path / "b", format=to) == 0
+    given, expected = stored(tmp_path / "b"), stored(tmp_path / to)
+    assert set(given) == set(expected)
+    for name, value in expected.items():
+        bytes_of = [one.reshape(-1).view(torch.uint8) for one in (given[name], value)]
+        if name.endswith("_scale_2"):  # one over one over it
+            torch.testing.assert_close(given[name], value, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(*bytes_of), name
+    assert (tmp_path / "b" / "config.json").read_bytes() == (tmp_path / to / "config.json").read_bytes()
+    assert (tmp_path / "b" / "hf_quant_config.json").exists() == (to == "nvfp4-modelopt")
+    assert not any(one.weights for one in result(tmp_path / "b").shards)
 
 
 def test_int4_is_read_by_the_library_that_owns_it(tmp_path: Path):
@@ -387,7 +409,8 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
     int4, nvfp4 = source(tmp_path / "a"), source(tmp_path / "n", "nvfp4")
     for at, settings, message in (
         (int4, {"format": "int4"}, "stored as int4 already"),
-        (nvfp4, {"format": "nvfp4-ct"}, "rounding it again"),
+        (nvfp4, {}, "stored as nvfp4-modelopt already"),
+        (nvfp4, {"format": "nvfp4-ct", "also": ("shared",)}, "keeps what the source has quantised"),
         (int4, {"format": "bf16", "also": ("shared",)}, "only routed experts"),
         (int4, {"also": ("attention",)}, "expected shared or dense"),
         (int4, {"workers": 0}, "workers is 0"),
