@@ -25,11 +25,12 @@ from redline.disk import alone, check_room, human, is_full, save, written
 from redline.errors import ConfigError
 from redline.limits import processors
 from redline.model.k2.checkpoint import Checkpoint, Stored, weights
-from redline.model.k2.config import Nvfp4Experts, read_json
+from redline.model.k2.config import Int4Experts, Nvfp4Experts, read_json
 from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
 from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
+from redline.quant.card import CARD, card
 from redline.quant.convert import (
     Converted,
     Item,
@@ -54,7 +55,7 @@ WORK, INPUTS = ".quantize", "inputs"
 T = TypeVar("T")
 NAMED = 20  # of the weights that are beyond their bound
 UNITS_A_GPU = 4  # computed side by side on each GPU, so that copies hide behind work
-_NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT}
+_NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT, CARD}
 
 
 class Job(Record, frozen=True):
@@ -215,6 +216,11 @@ class Plan:
         return sum(file_bytes(shard.entries) for shard in self.shards)
 
     @property
+    def how(self) -> str:
+        """The level, or what is done in its place."""
+        return "codes and scales kept" if self.layout else self.config.level
+
+    @property
     def memory(self) -> int:
         """Bytes of memory at the peak, at most: of units that are computed, or wait to be written."""
         units = [item for shard in self.shards for item in shard.items if isinstance(item, Unit)]
@@ -276,9 +282,8 @@ def explain(work: Plan) -> list[str]:
     read = sum(shard.read for shard in work.shards)
     units = sum(isinstance(item, Unit) for shard in work.shards for item in shard.items)
     where = f"{work.workers} workers on {', '.join(map(str, work.devices))}"
-    how = "codes and scales kept" if work.layout else work.config.level
     return [
-        f"{work.config.source} -> {work.config.format}, {how}: {human(read)} in {len(work.shards)} "
+        f"{work.config.source} -> {work.config.format}, {work.how}: {human(read)} in {len(work.shards)} "
         f"shards become {human(work.bytes)}; {units:,} weights or pairs of them, {where}",
         f"memory at the peak: {human(work.memory)} at most, beside the program's own",
     ]
@@ -478,12 +483,41 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
     _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, **has))
     if to == Nvfp4Experts("ModelOpt"):
         _save(out / HF_QUANT, hf_quant_config(names, **has))
+    save(out / CARD, _card(work, shards).encode())
+    os.chmod(out / CARD, 0o644)
     _save(out / RESULT, msgspec.to_builtins(Result(job=work.job, shards=tuple(shards))))
     weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
     size = sum(entry.bytes for shard in work.shards for entry in shard.entries)
     _save(out / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
     Checkpoint.open(out)  # proves what was written: every name, dtype, shape and size
     shutil.rmtree(out / WORK)
+
+
+def _card(work: Plan, shards: Sequence[ShardDone]) -> str:
+    """README.md of the result."""
+    quantised: set[str] = set()
+    kept: list[tuple[str, str]] = []
+    for item in (item for shard in work.shards for item in shard.items):
+        if isinstance(item, Unit) and isinstance(item.tasks[0].to, Nvfp4Experts | Int4Experts):
+            quantised |= {entry.name for entry in item.entries}
+        elif not isinstance(item, KvScales | Moved):
+            kept += [(entry.name, entry.dtype) for entry in entries_of(item) if entry.bytes]
+    theirs = Path(work.config.source) / CARD
+    return card(
+        to=FORMATS[work.config.format],
+        how=work.how,
+        source=Path(work.config.source).resolve().name,
+        was=work.checkpoint.config.quantization,
+        fingerprint=work.job.fingerprint,
+        version=work.job.redline,
+        size=work.bytes,
+        quantised=quantised,
+        kept=kept,
+        activations=work.activations,
+        kv_scales=work.config.kv_scales,
+        errors=summary(shards),
+        theirs=theirs.read_text(errors="replace") if theirs.is_file() else "",
+    )
 
 
 def _save(path: Path, value: Any) -> None:
@@ -508,7 +542,7 @@ def summary(shards: Sequence[ShardDone]) -> list[str]:
             f"worst {worst.relative:.4f}, {name}"
         )
     if not by_projection:
-        lines.append("no weight was rounded: bf16 holds each as the source's own reader gives it")
+        lines.append("no weight was rounded")
     every = [error for shard in shards for error in shard.weights.values() if error.output_to_max_scaling is not None]
     if every:
         ratio = sum(error.output_to_max_scaling or 0.0 for error in every) / len(every)

@@ -230,6 +230,29 @@ def test_one_layout_of_nvfp4_becomes_the_other_and_nothing_is_rounded(
     assert not any(one.weights for one in result(tmp_path / "b").shards)
 
 
+def test_the_card_describes_the_result_and_keeps_that_of_the_source(tmp_path: Path):
+    at = source(tmp_path / "tiny", "fp8")
+    (at / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n\nIts experts are FP8.\n")
+    converted(at, tmp_path / "b", format="int4")
+    text = (tmp_path / "b" / "README.md").read_text()
+    assert text.startswith("---\nlicense: mit\n---\n\n# tiny in INT4")
+    for part in (
+        "| group size | 32 weights |",
+        "| quantised | routed experts |",
+        "| in bf16 | attention, dense layers, embeddings, head, norms,",
+        f"| made from | tiny, FP8 in blocks of 128 x 128, fingerprint {Checkpoint.open(at).fingerprint[:16]} |",
+        "- down_proj: 16 weights, error 0.",
+        "    redline serve FOLDER",
+    ):
+        assert part in text
+    assert text.endswith("# The card of the source\n\n# Tiny\n\nIts experts are FP8.\n")
+    assert "transformers" not in text
+    converted(at, tmp_path / "c", format="nvfp4-ct", also=("shared",))
+    text = (tmp_path / "c" / "README.md").read_text()
+    assert "| quantised | routed experts, shared experts |" in text
+    assert "transformers 5.24 drops `weight_global_scale`" in text
+
+
 def test_int4_is_read_by_the_library_that_owns_it(tmp_path: Path):
     converted(source(tmp_path / "a", "bf16"), tmp_path / "b", format="int4")
     values = json.loads((tmp_path / "b" / "config.json").read_text())["text_config"]["quantization_config"]
