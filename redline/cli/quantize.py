@@ -10,7 +10,7 @@ from redline.errors import ConfigError
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8 or bf16.")],
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8, bf16 or NVFP4.")],
     out: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written. What it holds is kept.")],
     format: Annotated[
         str,
@@ -51,7 +51,7 @@ def quantize(
     workers: Annotated[int | None, typer.Option(help="Weights computed side by side. Absent: one a core.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPUs, if there are any.")] = None,
 ) -> None:
-    """A checkpoint in another format: INT4, FP8 or bf16 to NVFP4, INT4 or bf16, shard by shard.
+    """A checkpoint in another format: INT4, FP8, bf16 or NVFP4 to NVFP4, INT4 or bf16, shard by shard.
 
     The same command goes on where it was stopped.
     """

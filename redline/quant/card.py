@@ -95,7 +95,7 @@ def card(
     if to == Nvfp4Experts("compressed-tensors"):
         lines += [
             "",
-            "transformers 5.24 drops `weight_global_scale` of these experts while it loads them, and computes with wrong",
+            "transformers 5.24 drops `weight_global_scale` of these experts as it loads them, and computes with wrong",
             "weights.",
         ]
     if body:
