@@ -60,10 +60,10 @@ def _run(config: GradeConfig, console: Console) -> int:
             limit=config.limit,
             progress=working.show,
         )
-    console.print(table(report))
-    console.print(caption(report), style="dim", highlight=False, soft_wrap=True)
     if config.save is not None:
         save_result(config.save, report, console)
+    console.print(table(report))
+    console.print(caption(report), style="dim", highlight=False, soft_wrap=True)
     return 0
 
 

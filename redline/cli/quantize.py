@@ -62,6 +62,7 @@ def quantize(
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig
     from redline.quant.texts import Text, chosen, halves
+    from redline.wire.base import explained
 
     values: dict[str, Any] = {
         "source": str(source),
@@ -77,7 +78,8 @@ def quantize(
     try:
         config = msgspec.convert(values, QuantizeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from None
+        message, at = explained(error, QuantizeConfig)
+        raise ConfigError(f"{at.removeprefix('.')}: {message}") from None
     texts: list[Text] = []
     if config.level == "calibrated":
         vocabulary = K2Config.from_folder(source).vocab_size
