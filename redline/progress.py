@@ -11,6 +11,7 @@ from typing import Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from redline import clock
 
@@ -46,14 +47,17 @@ class Working:
         self._lines: threading.Thread | None = None
         if shown and bar and self._stream.isatty():
             console = Console(file=self._stream)
-            bar_width = 40 if console.width > 100 else 12  # what is written beside it is not cut
-            share = TextColumn("{task.fields[share]}")
-            columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width), share
+            # Words give way, and the bar before them, so that both times are whole at 80 columns.
+            room = max(20, console.width - 22)
+            words = [
+                TextColumn(text, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most))
+                for text, most in (("{task.description}", room * 2 // 5), ("{task.fields[share]}", room * 3 // 5))
+            ]
+            columns = words[0], BarColumn(), words[1]
             # What is printed meanwhile goes where it would have gone: stdout may be a file.
             self._bar = Progress(
                 *columns,
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                *(kind(table_column=Column(no_wrap=True)) for kind in (TimeElapsedColumn, TimeRemainingColumn)),
                 console=console,
                 transient=True,
                 refresh_per_second=2,  # the work itself may be what is timed

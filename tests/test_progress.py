@@ -95,6 +95,17 @@ def test_on_a_terminal_there_is_a_bar_and_a_name_keeps_its_brackets(monkeypatch:
     assert out.getvalue() == "a result\n", "what is printed meanwhile goes where it would have gone"
 
 
+def test_times_are_whole_at_80_columns_whatever_the_words(monkeypatch: pytest.MonkeyPatch):
+    for name, value in (("COLUMNS", "80"), ("TERM", "xterm"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+    stream = Terminal()
+    with Working("a long name of what is being worked on for a while", stream=stream) as bar:
+        bar.show(123_456, 7_654_321, note="1,234,567 tokens/s, 1,234 running")
+    last = stream.getvalue().rpartition("a long name")[2]
+    assert "123,456 of 7,654,321" in last
+    assert re.search(r"\d:\d\d:\d\d (-:--:--|\d:\d\d:\d\d)", last)
+
+
 def test_a_bar_is_as_long_as_what_is_done_and_moves_to_and_fro_where_nobody_knows_how_much_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ):

@@ -45,13 +45,14 @@ def run(config: AuditConfig, console: Console) -> int:
     texts = chosen(held_out, config.tokens, a.config.vocab_size) if config.tokens else []
     with Working("audit") as working:
         found = audit(a, b, texts, config.bounds, device, lambda what, share: working.show(share, 1.0, what=what))
-    _print(found, console)
     origin = provenance("torch")
-    if config.save is not None:
-        save_result(config.save, {**origin, **msgspec.structs.asdict(found)}, console)
     if config.html is not None:
         where = [(key, str(value)) for key, value in origin.items()]
         save_file(config.html, audit_page(found, config.a.name, config.b.name, where).encode())
+    if config.save is not None:
+        save_result(config.save, {**origin, **msgspec.structs.asdict(found)}, console)
+    _print(found, console)
+    if config.html is not None:
         say(console, f"written to {config.html}", "dim")
     return int(bool(found.excess))
 

@@ -75,10 +75,10 @@ def _run(config: GradeConfig, console: Console) -> int:
     report = msgspec.structs.replace(report, seconds=round(report.seconds + opened[0].earlier_s, 2))
     for one in opened:
         one.forget()
-    console.print(table(report))
-    console.print(caption(report), style="dim", highlight=False, soft_wrap=True)
     if config.save is not None:
         save_result(config.save, report, console)
+    console.print(table(report))
+    console.print(caption(report), style="dim", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -12,7 +12,7 @@ from redline.errors import ConfigError
 
 def quantize(
     source: Annotated[
-        Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8 or bf16.", callback=model)
+        Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8, bf16 or NVFP4.", callback=model)
     ],
     out: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written. What it holds is kept.")],
     format: Annotated[
@@ -54,7 +54,7 @@ def quantize(
     workers: Annotated[int | None, typer.Option(help="Weights computed side by side. Absent: one a core.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPUs, if there are any.")] = None,
 ) -> None:
-    """A checkpoint in another format: INT4, FP8 or bf16 to NVFP4, INT4 or bf16, shard by shard.
+    """A checkpoint in another format: INT4, FP8, bf16 or NVFP4 to NVFP4, INT4 or bf16, shard by shard.
 
     The same command goes on where it was stopped.
     """
@@ -65,6 +65,7 @@ def quantize(
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig
     from redline.quant.texts import Text, chosen, halves
+    from redline.wire.base import explained
 
     values: dict[str, Any] = {
         "source": str(source),
@@ -80,7 +81,8 @@ def quantize(
     try:
         config = msgspec.convert(values, QuantizeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from None
+        message, at = explained(error, QuantizeConfig)
+        raise ConfigError(f"{at.removeprefix('.')}: {message}") from None
     texts: list[Text] = []
     if config.level == "calibrated":
         vocabulary = K2Config.from_folder(source).vocab_size

@@ -93,10 +93,6 @@ def _run(config: SimulateConfig, console: Console) -> int:
         targets=targets,
         runs=runs,
     )
-    if config.json:
-        console.file.write(msgspec.json.format(msgspec.json.encode(result), indent=1).decode() + "\n")
-    else:
-        _show(runs, config.price is not None, console)
     if config.html is not None:
         made = [("command", " ".join(result.command)), ("trace", config.trace), ("worker", model.name)]
         made += [(name, str(value)) for name, value in result.provenance.items()]
@@ -106,9 +102,13 @@ def _run(config: SimulateConfig, console: Console) -> int:
             subtitle=f"{config.gpus} GPUs, {workers} workers of {model.name}",
             provenance=made,
         )
-        save(config.html, page.encode())
-        if not config.json:
-            say(console, f"written to {config.html}", "dim")
+        save(config.html, page.encode())  # before anything is printed: a pipe may be closed
+    if config.json:
+        console.file.write(msgspec.json.format(msgspec.json.encode(result), indent=1).decode() + "\n")
+    else:
+        _show(runs, config.price is not None, console)
+    if config.html is not None and not config.json:
+        say(console, f"written to {config.html}", "dim")
     return 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+from typing import Any, Protocol
 
 import msgspec
 from rich.console import Console
@@ -24,7 +24,7 @@ from rich.console import Console
 from redline import clock
 from redline.disk import save, written
 from redline.errors import ConfigError
-from redline.wire.base import Record
+from redline.wire.base import Record, explained
 
 STAMPS = "stamps"
 
@@ -157,21 +157,8 @@ def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mappin
     try:
         return msgspec.convert({**table, **paths}, kind)
     except msgspec.ValidationError as error:
-        message, _, at = str(error).partition(" - at `$")
-        at = at.rstrip("`")
-        choices = _choices(kind, at.removeprefix("."))
-        if message.startswith("Invalid enum value") and choices:
-            message += f"; expected {' or '.join(choices)}"
+        message, at = explained(error, kind)
         raise ConfigError(f"{place}{at}: {message}") from None
-
-
-def _choices(kind: Any, dotted: str) -> list[str]:
-    """What a field of Records within Records may say, where that is a Literal; [] for any other."""
-    for key in dotted.partition("[")[0].split("."):
-        kind = get_type_hints(kind).get(key) if isinstance(kind, type) else None
-    while kind is not None and get_origin(kind) is not Literal and get_args(kind):
-        kind = get_args(kind)[0]
-    return [repr(value) for value in get_args(kind)]
 
 
 def _empty(stage: Stage, out: Path, console: Console) -> None:

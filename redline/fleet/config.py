@@ -102,7 +102,7 @@ from redline.fleet.cluster import check_listen
 from redline.plan.planner import MOST_STEP_TOKENS
 from redline.transport.choice import WITHIN_A_HOST, TransportName, check_installed
 from redline.tune.synthetic import read_acceptance
-from redline.wire.base import Record
+from redline.wire.base import Record, explained
 from redline.wire.news import Role
 from redline.worker.config import (
     HEAD_BITS,
@@ -452,7 +452,8 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        message, at = explained(error, ServeConfig)
+        raise ConfigError(f"{source}: {message}" + (f" - at `${at}`" if at else "")) from None
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
     if config.admin_port is not None and not 0 <= config.admin_port <= 65535:

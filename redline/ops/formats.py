@@ -126,13 +126,13 @@ def int8_round(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     return q_NK.clamp(-INT8_STEPS, INT8_STEPS).to(torch.int8), scale_N
 
 
-def int4_scale(weight: Tensor) -> Tensor:
-    """The scale of each group of 32 inputs: max |w| / 7.5, rounded to bf16; 1 where the group is zero.
+def int4_scale(weight: Tensor, steps: float = 7.5) -> Tensor:
+    """The scale of each group of 32 inputs: max |w| / steps, rounded to bf16; 1 where the group is zero.
 
-    weight [..., N, K] -> bf16 [..., N, K // 32]. The symmetric minmax observer of compressed-tensors does the same.
+    weight [..., N, K] -> bf16 [..., N, K // 32]. With 7.5 steps it is that of compressed-tensors' minmax observer.
     """
     amax = weight.float().unflatten(-1, (-1, INT4_GROUP)).abs().amax(-1)
-    return torch.where(amax > 0, amax / 7.5, torch.ones_like(amax)).to(torch.bfloat16)
+    return torch.where(amax > 0, amax / steps, torch.ones_like(amax)).to(torch.bfloat16)
 
 
 def int4_round(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
-from redline.model.k2.checkpoint import Checkpoint, Stored
+from redline.model.k2.checkpoint import Checkpoint, Stored, Weight
 from redline.model.k2.config import Int4Experts, Maker, Nvfp4Experts, Quantization
 from redline.model.k2.write import int4_tensors, kv_scale_tensors, nvfp4_tensors
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
@@ -23,7 +23,7 @@ from redline.quant.calibrate import SEEN, Inputs, input_scale
 from redline.quant.gptq import damping_of, output_error, round_gptq, second_moments
 from redline.quant.nvfp4 import Error, OutputError
 from redline.quant.read import dense
-from redline.quant.settings import Level, Task
+from redline.quant.settings import KV_SCALE, Level, Task
 from redline.quant.shard import Entry, entry_of
 
 
@@ -37,7 +37,10 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Converted:
-    """A unit's new tensors, on the CPU, and what rounding did to each of its weights, by logical name."""
+    """A unit's new tensors, on the CPU, and what rounding did to each of its weights that was rounded, by logical name.
+
+    What comes as bf16 and stays bf16 is not rounded: attention and dense layers of an FP8 checkpoint.
+    """
 
     tensors: list[Tensor]
     errors: dict[str, Error]
@@ -55,30 +58,67 @@ class KvScales(NamedTuple):
         return kv_scale_tensors(self.at, scale, self.maker)
 
 
-Item = Stored | Unit | KvScales
+class Moved(NamedTuple):
+    """A scale of an fp8 KV cache that the source has, under the name and in the shape of another maker."""
+
+    stored: Stored
+    entry: Entry
+
+
+Item = Stored | Unit | KvScales | Moved
 
 _LATENT_NORM = re.compile(r"(?P<at>(?:.*\.)?layers\.(?P<layer>\d{1,6})\.self_attn)\.kv_a_layernorm\.weight")
-_KV_SCALE = re.compile(r".*\.self_attn\.(k_proj\.)?k_scale|.*\.self_attn\.(v_proj\.)?v_scale")
 
 
 def items_of(
-    checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level, kv_scales: Maker | None = None
+    checkpoint: Checkpoint,
+    tasks: Mapping[str, Task],
+    activations: bool,
+    kv_scales: Maker | None = None,
+    layout: Maker | None = None,
 ) -> list[list[Item]]:
     """What each shard of the source becomes, in the order of its bytes.
 
-    kv_scales: under whose names scales of an fp8 KV cache are written, in the place of those that are there; None: not.
+    activations  whether scales for 4-bit activations are written
+    kv_scales    under whose names scales of an fp8 KV cache are written, in the place of those that are there
+    layout       whose names those that are there get, where codes are kept
     """
     replaced = _replaced(checkpoint, tasks)
-    return [
-        list(_with_kv_scales(items, checkpoint.config.num_hidden_layers, kv_scales) if kv_scales else items)
-        for items in (_items(file, checkpoint, tasks, replaced, level) for file in checkpoint.files)
-    ]
+    shards = [_items(file, checkpoint, tasks, replaced, activations) for file in checkpoint.files]
+    if layout:
+        return [list(_moved(items, layout, kv_scales is not None)) for items in shards]
+    if kv_scales:
+        return [list(_with_kv_scales(items, checkpoint.config.num_hidden_layers, kv_scales)) for items in shards]
+    return shards
+
+
+def _moved(items: Iterable[Item], maker: Maker, kv_scales: bool) -> Iterator[Item]:
+    for item in items:
+        match = KV_SCALE.fullmatch(item.name) if isinstance(item, Stored) else None
+        if match is None:
+            yield item
+            continue
+        if not kv_scales:  # of some layers alone, which the new config.json could not say
+            continue
+        assert isinstance(item, Stored)
+        name, tensor = kv_scale_tensors(match[1], 1.0, maker)["kv".index(match[2])]
+        yield Moved(item, entry_of(name, tensor.dtype, tensor.shape))
+
+
+def activation_scale(checkpoint: Checkpoint, weight: Weight) -> Stored | None:
+    """What an NVFP4 checkpoint holds as the tensor scale of a weight's 4-bit activations."""
+    codes = checkpoint.parts(weight)[0]
+    module = base_name(codes).removesuffix("weight")
+    for tensors in checkpoint.files.values():
+        if stored := tensors.get(f"{module}input_scale") or tensors.get(f"{module}input_global_scale"):
+            return stored
+    return None
 
 
 def _with_kv_scales(items: Iterable[Item], layers: int, maker: Maker) -> Iterator[Item]:
     for item in items:
         name = item.name if isinstance(item, Stored) else ""
-        if _KV_SCALE.fullmatch(name):
+        if KV_SCALE.fullmatch(name):
             continue
         yield item
         if (norm := _LATENT_NORM.fullmatch(name)) and int(norm["layer"]) < layers:
@@ -90,7 +130,7 @@ def _items(
     checkpoint: Checkpoint,
     tasks: Mapping[str, Task],
     replaced: Mapping[str, Task | None],
-    level: Level,
+    activations: bool,
 ) -> list[Item]:
     found: list[Item] = []
     for stored in sorted(checkpoint.files[file].values(), key=lambda stored: stored.start):
@@ -104,7 +144,7 @@ def _items(
         here = [one for one in pair if checkpoint.parts(one.weight)[0].file == file]
         first = min(here, key=lambda one: checkpoint.parts(one.weight)[0].start)
         if task is first:
-            found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint, level))
+            found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint, activations))
     return found
 
 
@@ -127,6 +167,8 @@ def entries_of(item: Item) -> list[Entry]:
         return list(item.entries)
     if isinstance(item, KvScales):
         return [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in item.tensors(1.0)]
+    if isinstance(item, Moved):
+        return [item.entry]
     return [Entry(item.name, item.dtype, item.shape, item.stop - item.start)]
 
 
@@ -135,7 +177,7 @@ def base_name(codes: Stored) -> str:
     return codes.name.removesuffix("_packed")
 
 
-def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint, level: Level) -> Unit:
+def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint, activations: bool) -> Unit:
     entries: list[Entry] = []
     for task in tasks:
         N, K = task.weight.shape
@@ -146,7 +188,7 @@ def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint, level: Level) -> Unit
                 packed = Int4(_meta(torch.int32, N, K // 8), _meta(torch.bfloat16, N, K // INT4_GROUP))
             case _:
                 packed = _meta(torch.bfloat16, N, K)
-        inputs = _one() if level == "calibrated" else None
+        inputs = _one() if activations else None
         made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, inputs)
         entries += [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in made]
     read = sum(part.stop - part.start for task in tasks for part in checkpoint.parts(task.weight))
@@ -177,6 +219,8 @@ def convert(
 
     Raises CheckpointError where a weight is not all finite numbers.
     """
+    if isinstance(checkpoint.config.quantization, Nvfp4Experts) and isinstance(unit.tasks[0].to, Nvfp4Experts):
+        return _laid_out(unit, checkpoint)
     values = {task.weight.name: dense(checkpoint, task.weight, device) for task in unit.tasks}
     scale, largest = _scale(unit, values, checkpoint, level, device)
     quantised = isinstance(unit.tasks[0].to, Nvfp4Experts)
@@ -197,11 +241,29 @@ def convert(
                 packed, error = int4.round_int4(value, int4.MINMAX if level == "fast" else int4.SEARCHED)
             case _:
                 packed = value.to(torch.bfloat16)
-                error = _error(value, packed)
+                error = None if value.dtype == torch.bfloat16 else _error(value, packed)
         made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, None)
         tensors += [tensor.cpu() for _, tensor in made]
-        errors[task.weight.name] = error
+        if error is not None:
+            errors[task.weight.name] = error
     return Converted(tensors, errors)
+
+
+def _laid_out(unit: Unit, checkpoint: Checkpoint) -> Converted:
+    """Codes and scales as they are, under another maker's names."""
+    source, tensors = checkpoint.config.quantization, list[Tensor]()
+    assert isinstance(source, Nvfp4Experts)
+    activations = len(unit.entries) == 4 * len(unit.tasks)
+    for task in unit.tasks:
+        packed = checkpoint.nvfp4(task.weight.name)
+        assert packed is not None
+        base = base_name(checkpoint.parts(task.weight)[0])
+        inputs = None
+        if activations and (stored := activation_scale(checkpoint, task.weight)) is not None:
+            inputs = checkpoint.raw(stored).clone().view(torch.float32)
+            inputs = inputs if source.maker == "ModelOpt" else 1 / inputs
+        tensors += [tensor for _, tensor in _tensors(base, packed, task.to, inputs)]
+    return Converted(tensors, {})
 
 
 def _calibrated(

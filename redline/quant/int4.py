@@ -1,7 +1,9 @@
 """Weights to INT4: 15 steps and a bf16 scale for each group of 32 (`ops.formats.Int4`).
 
-The minmax rule, as compressed-tensors has it, maps the largest weight to 7.5 steps. Searching also tries smaller
-scales, which cut the largest weights off and round all others finer, and keeps what has the least squared error.
+The minmax rule, as compressed-tensors has it, maps the largest weight to 7.5 steps. Searching also maps it to 7 and to
+8, one of which is right wherever the weight was INT4 before, and to more, which cuts the largest weights off and rounds
+all others finer. What has the least squared error is kept, and its scale fitted to its codes by least squares: without
+that, the scale of a weight that was INT4 and then bf16 is often one bf16 number off.
 """
 
 from collections.abc import Sequence
@@ -12,17 +14,17 @@ from torch import Tensor
 from redline.ops.formats import INT4_GROUP, Int4, int4_scale
 from redline.quant.nvfp4 import Error
 
-MINMAX = (1.0,)
-SEARCHED = (1.0, 15 / 16, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.825, 0.8)  # 15 / 16: the largest is code 8 or -8
+MINMAX = ()
+SEARCHED = (7.0, 8.0, 7.7, 7.9, 8.1, 8.3, 8.6, 8.8, 9.1, 9.4)
 ROWS = 256  # worked on together
 
 
-def round_int4(weight_NK: Tensor, factors: Sequence[float]) -> tuple[Int4, Error]:
-    """A weight [N, K] of any float dtype, K divisible by 32. factors: of the minmax scale, which are tried.
+def round_int4(weight_NK: Tensor, steps: Sequence[float]) -> tuple[Int4, Error]:
+    """A weight [N, K] of any float dtype, K divisible by 32.
 
-    The first factor must be 1.
+    steps: to how many of them a group's largest weight is mapped, each in turn, after the minmax rule's 7.5.
     """
-    parts = [_rows(rows, factors) for rows in weight_NK.split(ROWS)]
+    parts = [_rows(rows, steps) for rows in weight_NK.split(ROWS)]
     packed, scale = (torch.cat([part[0][at] for part in parts]) for at in (0, 1))
     sums = [part[1] for part in parts]
     error = Error(
@@ -34,28 +36,41 @@ def round_int4(weight_NK: Tensor, factors: Sequence[float]) -> tuple[Int4, Error
     return Int4(packed, scale), error
 
 
-def _rows(weight: Tensor, factors: Sequence[float]) -> tuple[tuple[Tensor, Tensor], Error]:
-    groups = weight.float().unflatten(-1, (-1, INT4_GROUP))
-    minmax = int4_scale(weight)
-    best_scale, best, plain = minmax, torch.empty(0), 0.0
-    for number, factor in enumerate(factors):
-        scale = (minmax.float() * factor).to(torch.bfloat16)
-        unit = scale.float()[..., None]
-        squared = ((groups / unit).round_().clamp_(-8, 7).mul_(unit).sub_(groups)).square_().sum(-1)
-        if not number:
-            best, plain = squared, float(squared.sum(dtype=torch.float64))
-            continue
-        better = squared < best
-        best_scale, best = torch.where(better, scale, best_scale), torch.where(better, squared, best)
-    unit = best_scale.float()[..., None]
-    q = (groups / unit).round_().clamp_(-8, 7)
+def _rows(weight: Tensor, steps: Sequence[float]) -> tuple[tuple[Tensor, Tensor], Error]:
+    weight = weight.float()
+    groups = weight.unflatten(-1, (-1, INT4_GROUP))
+    best_scale = int4_scale(weight)
+    best = _squared(groups, best_scale)
+    plain = float(best.sum(dtype=torch.float64))
+    for count in steps:
+        best_scale, best = _better(groups, int4_scale(weight, count), best_scale, best)
+    if steps:
+        q = _codes(groups, best_scale)
+        fitted = ((q * groups).sum(-1) / q.square().sum(-1)).to(torch.bfloat16)
+        best_scale, best = _better(groups, fitted, best_scale, best)
+    q = _codes(groups, best_scale)
     u = (q.flatten(-2).to(torch.int32) + 8).unflatten(-1, (-1, 8))
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
     packed = (u << shifts).sum(-1, dtype=torch.int32)
     error = Error(
         squared=float(best.sum(dtype=torch.float64)),
         weight_squared=float(groups.square().sum(dtype=torch.float64)),
-        largest=float((q * unit - groups).abs().max()),
+        largest=float((q * best_scale.float()[..., None] - groups).abs().max()),
         max_scaling=plain,
     )
     return (packed, best_scale), error
+
+
+def _codes(groups: Tensor, scale: Tensor) -> Tensor:
+    return (groups / scale.float()[..., None]).round_().clamp_(-8, 7)
+
+
+def _squared(groups: Tensor, scale: Tensor) -> Tensor:
+    """The squared error of each group; NaN under a scale that is."""
+    return _codes(groups, scale).mul_(scale.float()[..., None]).sub_(groups).square_().sum(-1)
+
+
+def _better(groups: Tensor, scale: Tensor, best_scale: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    squared = _squared(groups, scale)
+    better = squared < best
+    return torch.where(better, scale, best_scale), torch.where(better, squared, best)

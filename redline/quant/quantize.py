@@ -25,14 +25,25 @@ from redline.disk import alone, check_room, human, is_full, save, written
 from redline.errors import ConfigError
 from redline.limits import processors
 from redline.model.k2.checkpoint import Checkpoint, Stored, weights
-from redline.model.k2.config import Nvfp4Experts, read_json
+from redline.model.k2.config import Int4Experts, Nvfp4Experts, read_json
 from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
 from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
-from redline.quant.convert import Converted, Item, KvScales, Unit, convert, entries_of, items_of
+from redline.quant.card import CARD, card
+from redline.quant.convert import (
+    Converted,
+    Item,
+    KvScales,
+    Moved,
+    Unit,
+    activation_scale,
+    convert,
+    entries_of,
+    items_of,
+)
 from redline.quant.nvfp4 import Error
-from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, check, kept, tasks
+from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, as_stored, check, is_layout, kept, tasks
 from redline.quant.shard import Entry, file_bytes, measured, write_shard
 from redline.quant.texts import Text
 from redline.wire.base import Record
@@ -44,7 +55,7 @@ WORK, INPUTS = ".quantize", "inputs"
 T = TypeVar("T")
 NAMED = 20  # of the weights that are beyond their bound
 UNITS_A_GPU = 4  # computed side by side on each GPU, so that copies hide behind work
-_NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT}
+_NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT, CARD}
 
 
 class Job(Record, frozen=True):
@@ -196,11 +207,18 @@ class Plan:
     devices: tuple[torch.device, ...]
     workers: int
     calibration: int  # bytes on disk
+    activations: bool  # whether the result has scales for 4-bit activations
+    layout: bool  # whether codes are kept (`is_layout`)
 
     @property
     def bytes(self) -> int:
         """Of all shards of the result."""
         return sum(file_bytes(shard.entries) for shard in self.shards)
+
+    @property
+    def how(self) -> str:
+        """The level, or what is done in its place."""
+        return "codes and scales kept" if self.layout else self.config.level
 
     @property
     def memory(self) -> int:
@@ -223,12 +241,20 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
     """What will be done. Reads no weight."""
     from redline import __version__
 
-    todo = tasks(config, checkpoint, list(weights(checkpoint.config)))
+    every = list(weights(checkpoint.config))
+    layout = is_layout(config, checkpoint)
+    if layout:
+        config = as_stored(config, checkpoint, every)
+    todo = tasks(config, checkpoint, every)
+    activations = config.level == "calibrated"
+    if layout:
+        kept_codes = [task.weight for task in todo.values() if isinstance(task.to, Nvfp4Experts)]
+        activations = all(activation_scale(checkpoint, weight) is not None for weight in kept_codes)
     sources = list(checkpoint.files)
     names = [f"model-{number:05}-of-{len(sources):05}.safetensors" for number in range(1, len(sources) + 1)]
     to = FORMATS[config.format]
-    kv_scales = to.maker if config.kv_scales and isinstance(to, Nvfp4Experts) else None
-    items = items_of(checkpoint, todo, config.level, kv_scales)
+    maker = to.maker if isinstance(to, Nvfp4Experts) else None
+    items = items_of(checkpoint, todo, activations, maker if config.kv_scales else None, maker if layout else None)
     shards = [Shard(name, tuple(here)) for name, here in zip(names, items, strict=True)]
     devices = _devices(config.device)
     workers = config.workers
@@ -246,7 +272,9 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
         redline=__version__,
     )
     calibration = stored_bytes(checkpoint, texts) if texts else 0
-    return Plan(config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration)
+    return Plan(
+        config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration, activations, layout
+    )
 
 
 def explain(work: Plan) -> list[str]:
@@ -255,7 +283,7 @@ def explain(work: Plan) -> list[str]:
     units = sum(isinstance(item, Unit) for shard in work.shards for item in shard.items)
     where = f"{work.workers} workers on {', '.join(map(str, work.devices))}"
     return [
-        f"{work.config.source} -> {work.config.format}, {work.config.level}: {human(read)} in {len(work.shards)} "
+        f"{work.config.source} -> {work.config.format}, {work.how}: {human(read)} in {len(work.shards)} "
         f"shards become {human(work.bytes)}; {units:,} weights or pairs of them, {where}",
         f"memory at the peak: {human(work.memory)} at most, beside the program's own",
     ]
@@ -274,6 +302,8 @@ def _read(item: Item) -> int:
             return item.read
         case KvScales():
             return 0
+        case Moved(stored=Stored(start=start, stop=stop)):
+            return stop - start
         case Stored():
             return item.stop - item.start
 
@@ -286,17 +316,19 @@ def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
 
     Raises ConfigError where the folder holds something else.
     """
-    folder, records = work.out / WORK, list[ShardDone]()
-    if (folder / "job.json").exists():
-        job = _decoded(folder / "job.json", Job)
-        records = [_decoded(path, ShardDone) for path in sorted(folder.glob("model-*.json"))]
-    elif (work.out / RESULT).exists():
+    folder, by_file = work.out / WORK, dict[str, ShardDone]()
+    begun, ended = (folder / "job.json").exists(), (work.out / RESULT).exists()
+    job = work.job
+    if ended:  # a check or a repair of a finished folder has begun WORK anew, without records
         result = _decoded(work.out / RESULT, Result)
-        job, records = result.job, list(result.shards)
-    elif any((work.out / name).exists() for name in (CONFIG, INDEX)) or list(work.out.glob("*.safetensors")):
+        job, by_file = result.job, {record.file: record for record in result.shards}
+    if begun:
+        job = _decoded(folder / "job.json", Job)
+        records = [_decoded(path, ShardDone) for path in folder.glob("model-*.json")]
+        by_file |= {record.file: record for record in records}
+    here = any((work.out / name).exists() for name in (CONFIG, INDEX)) or any(work.out.glob("*.safetensors"))
+    if here and not (begun or ended):
         raise ConfigError(f"{work.out}: holds a checkpoint that `redline quantize` has not made: name another folder")
-    else:
-        job = work.job
     for field in Job.__struct_fields__:
         was, now = getattr(job, field), getattr(work.job, field)
         if was != now:
@@ -304,8 +336,8 @@ def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
     with written(folder):
         folder.mkdir(exist_ok=True)
     save(folder / "job.json", msgspec.json.encode(work.job))
-    total, read, found = sum(record.bytes for record in records), 0, dict[str, ShardDone]()
-    for record in records:
+    total, read, found = sum(record.bytes for record in by_file.values()), 0, dict[str, ShardDone]()
+    for record in by_file.values():
         working.show(read / max(total, 1), 1.0)
         path = work.out / record.file
         if path.exists() and path.stat().st_size == record.bytes and measured(path).sha256 == record.sha256:
@@ -394,8 +426,9 @@ def _data(
             assert inputs is not None
             yield from (tensor for _, tensor in item.tensors(inputs.kv_scale(item.layer)))
         else:
-            assert isinstance(item, Stored)
-            yield work.checkpoint.raw(item) if item.stop > item.start else torch.empty(0, dtype=torch.uint8)
+            stored = item.stored if isinstance(item, Moved) else item
+            assert isinstance(stored, Stored)
+            yield work.checkpoint.raw(stored) if stored.stop > stored.start else torch.empty(0, dtype=torch.uint8)
         progress(_read(item))
 
     try:
@@ -445,17 +478,46 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
             beside = path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name
             if beside and path.name not in _NOT_COPIED:
                 shutil.copyfile(path, out / path.name)
-    has = {"activations": work.config.level == "calibrated", "kv_scales": work.config.kv_scales}
+    has = {"activations": work.activations, "kv_scales": work.config.kv_scales}
     to, names = FORMATS[work.config.format], kept(work.config, work.checkpoint)
     _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, **has))
     if to == Nvfp4Experts("ModelOpt"):
         _save(out / HF_QUANT, hf_quant_config(names, **has))
+    save(out / CARD, _card(work, shards).encode())
+    os.chmod(out / CARD, 0o644)
     _save(out / RESULT, msgspec.to_builtins(Result(job=work.job, shards=tuple(shards))))
     weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
     size = sum(entry.bytes for shard in work.shards for entry in shard.entries)
     _save(out / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
     Checkpoint.open(out)  # proves what was written: every name, dtype, shape and size
     shutil.rmtree(out / WORK)
+
+
+def _card(work: Plan, shards: Sequence[ShardDone]) -> str:
+    """README.md of the result."""
+    quantised: set[str] = set()
+    kept: list[tuple[str, str]] = []
+    for item in (item for shard in work.shards for item in shard.items):
+        if isinstance(item, Unit) and isinstance(item.tasks[0].to, Nvfp4Experts | Int4Experts):
+            quantised |= {entry.name for entry in item.entries}
+        elif not isinstance(item, KvScales | Moved):
+            kept += [(entry.name, entry.dtype) for entry in entries_of(item) if entry.bytes]
+    theirs = Path(work.config.source) / CARD
+    return card(
+        to=FORMATS[work.config.format],
+        how=work.how,
+        source=Path(work.config.source).resolve().name,
+        was=work.checkpoint.config.quantization,
+        fingerprint=work.job.fingerprint,
+        version=work.job.redline,
+        size=work.bytes,
+        quantised=quantised,
+        kept=kept,
+        activations=work.activations,
+        kv_scales=work.config.kv_scales,
+        errors=summary(shards),
+        theirs=theirs.read_text(errors="replace") if theirs.is_file() else "",
+    )
 
 
 def _save(path: Path, value: Any) -> None:
@@ -479,6 +541,8 @@ def summary(shards: Sequence[ShardDone]) -> list[str]:
             f"{projection}: {count:,} weights, error {mean:.4f} of the weight ({ratio:.3f} of max scaling's); "
             f"worst {worst.relative:.4f}, {name}"
         )
+    if not by_projection:
+        lines.append("no weight was rounded")
     every = [error for shard in shards for error in shard.weights.values() if error.output_to_max_scaling is not None]
     if every:
         ratio = sum(error.output_to_max_scaling or 0.0 for error in every) / len(every)

@@ -1,8 +1,11 @@
 """What `redline quantize` is told, and which weights that concerns."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
+
+from msgspec.structs import replace
 
 from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint, Weight
@@ -20,6 +23,7 @@ FORMATS: dict[Format, Quantization] = {
     "int4": Int4Experts(),
     "bf16": Unquantized(),
 }
+KV_SCALE = re.compile(r"(.*\.layers\.\d{1,6}\.self_attn)\.(?:[kv]_proj\.)?([kv])_scale")
 _SHARED = re.compile(r"layers\.\d+\.mlp\.shared_experts\..*")
 _DENSE = re.compile(r"layers\.\d+\.mlp\.(gate|up|down)_proj\.weight")
 
@@ -60,9 +64,12 @@ def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"level: calibrated is for NVFP4; {config.format} has fast and search")
     if config.kv_scales and config.level != "calibrated":
         raise ConfigError(f"kv_scales: level {config.level} reads no texts, which alone can tell them; calibrated does")
-    if isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts):
-        raise ConfigError(f"{config.source}: is NVFP4 ({source.maker}) already; rounding it again would only lose")
-    if type(source) is type(target):
+    if is_layout(config, checkpoint):
+        if config.level == "calibrated":
+            raise ConfigError("level: calibrated rounds, and NVFP4 to NVFP4 keeps the codes; leave --level out")
+        if config.also:
+            raise ConfigError("also: NVFP4 to NVFP4 keeps what the source has quantised; leave --also out")
+    elif type(source) is type(target):
         raise ConfigError(f"{config.source}: is stored as {config.format} already")
     group = NVFP4_GROUP if isinstance(target, Nvfp4Experts) else INT4_GROUP if isinstance(target, Int4Experts) else 1
     for key in ("hidden_size", "moe_intermediate_size", *(("intermediate_size",) if "dense" in config.also else ())):
@@ -70,6 +77,32 @@ def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
             raise ConfigError(
                 f"{config.source}: {key} is {getattr(checkpoint.config, key)}; needs a multiple of {group}"
             )
+
+
+def is_layout(config: QuantizeConfig, checkpoint: Checkpoint) -> bool:
+    """Whether codes and scales are kept, and only get another maker's names: NVFP4 to the other layout of NVFP4."""
+    source, target = checkpoint.config.quantization, FORMATS[config.format]
+    return isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts) and source != target
+
+
+def as_stored(config: QuantizeConfig, checkpoint: Checkpoint, weights: Iterable[Weight]) -> QuantizeConfig:
+    """The config with what a source of another layout decides: what is quantised, and scales of an fp8 KV cache.
+
+    Where only some of the shared experts or dense layers are quantised, those become bf16.
+    """
+    linear = [weight for weight in weights if weight.kind == "linear"]
+    also: list[str] = []
+    for name, pattern in (("shared", _SHARED), ("dense", _DENSE)):
+        found = [len(checkpoint.parts(weight)) > 1 for weight in linear if pattern.fullmatch(weight.name)]
+        also += [name] * (bool(found) and all(found))
+    return replace(config, also=tuple(also), kv_scales=has_kv_scales(checkpoint))
+
+
+def has_kv_scales(checkpoint: Checkpoint) -> bool:
+    """Whether every layer has both scales of an fp8 KV cache."""
+    names = [name for tensors in checkpoint.files.values() for name in tensors]
+    found = {(match[1], match[2]) for name in names if (match := KV_SCALE.fullmatch(name))}
+    return len(found) >= 2 * checkpoint.config.num_hidden_layers
 
 
 def tasks(config: QuantizeConfig, checkpoint: Checkpoint, weights: list[Weight]) -> dict[str, Task]:

@@ -86,7 +86,12 @@ def test_every_verb_has_help_for_every_option(verb: str):
         (["serve", "nowhere"], "nowhere: no such folder or file"),
         (["eval", "nowhere"], "nowhere"),
         (["quantize", "nowhere", "out"], "nowhere"),
-        (["quantize", str(NANO), "out", "--level", "best"], "Invalid enum value 'best'"),
+        (
+            ["quantize", str(NANO), "out", "--level", "best"],
+            "level: Invalid enum value 'best'; expected 'fast' or 'search' or 'calibrated'",
+        ),
+        (["doctor", "--on", "3 x H200"], "expected 1, 2, 4, 8 GPUs of one host"),
+        (["doctor", "--on", "64 x H200"], "expected 1, 2, 4, 8 GPUs of one host"),
         (["audit", "nowhere", "nobody"], "nowhere"),
         (["doctor", "nowhere"], "nowhere"),
         (["bench", "decode", "nowhere"], "nowhere"),

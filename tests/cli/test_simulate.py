@@ -47,6 +47,18 @@ def test_the_page_stands_alone(tmp_path: Path):
     assert 'src="' not in text
 
 
+def test_the_page_is_written_though_nobody_reads_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = tmp_path / "page.html"
+
+    def closed(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("redline.cli.simulate_run._show", closed)
+    words = ["simulate", "chat:20@2", "--gpus", "16", "--roles", "both", "--html", str(page)]
+    CliRunner().invoke(app, words, env={"COLUMNS": "160"})
+    assert "Workers that compute prompts alone" in page.read_text()
+
+
 def test_a_made_trace_that_is_kept_is_played_again_alike(tmp_path: Path):
     kept = tmp_path / "trace.jsonl"
     made = json.loads(said(TRACE, "--gpus", "16", "--roles", "both", "--keep-trace", str(kept), "--json"))

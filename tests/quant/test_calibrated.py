@@ -161,6 +161,24 @@ def test_a_calibrated_checkpoint_has_scales_for_activations_and_says_so(tmp_path
     assert torch.equal(gate.scale, up.scale)
 
 
+@pytest.mark.parametrize(("of", "to"), [("nvfp4-modelopt", "nvfp4-ct"), ("nvfp4-ct", "nvfp4-modelopt")])
+def test_another_layout_keeps_scales_of_activations_and_of_an_fp8_cache(tmp_path: Path, source: Path, of: str, to: str):
+    for made in (of, to):
+        converted(source, tmp_path / made, texts(), format=made, kv_scales=True)
+    assert converted(tmp_path / of, tmp_path / "b", [], format=to, level="search") == 0
+    given, expected = (
+        {name: value for path in (tmp_path / at).glob("*.safetensors") for name, value in load_file(path).items()}
+        for at in ("b", to)
+    )
+    assert set(given) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(given[name].float(), value.float(), rtol=1e-6, atol=0, msg=name)
+    for name in ("config.json", "hf_quant_config.json"):
+        one, other = (tmp_path / at / name for at in ("b", to))
+        assert one.exists() == other.exists()
+        assert not one.exists() or one.read_bytes() == other.read_bytes()
+
+
 @pytest.mark.parametrize("to", ["nvfp4-modelopt", "nvfp4-ct"])
 def test_scales_of_an_fp8_cache_are_those_of_the_largest_that_attention_kept(tmp_path: Path, source: Path, to: str):
     assert converted(source, tmp_path / "b", texts(), format=to, kv_scales=True) == 0

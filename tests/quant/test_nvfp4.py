@@ -132,3 +132,23 @@ def test_int4_by_minmax_is_that_of_ops_and_a_search_is_never_worse():
     assert isinstance(searched, Int4)
     assert better.squared < 0.97 * error.squared == pytest.approx(0.97 * better.max_scaling)
     assert (searched.dequantize() - weight).square().sum().item() == pytest.approx(better.squared, rel=1e-5)
+
+
+@pytest.mark.parametrize("largest_code", [7, 8])
+def test_int4_to_bf16_and_back_is_a_round_trip(largest_code: int):
+    """The largest weight has code 7 or -8, so its group's scale is its magnitude over 7 or 8."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-7, 8, (512, 8, 32), generator=generator)
+    codes[..., 3] = 7 if largest_code == 7 else -8
+    scale = torch.rand(512, 8, generator=generator).add(0.01).bfloat16()
+    weight = (codes * scale.float()[..., None]).flatten(-2)
+    packed, error = round_int4(weight.bfloat16(), SEARCHED_INT4)
+    assert torch.equal(packed.codes() - 8, codes.flatten(-2))
+    assert (packed.scale == scale).float().mean() > 0.999
+    assert (error.squared / error.weight_squared) ** 0.5 < 0.0025
+
+
+def test_a_group_of_zeros_has_the_scale_one_after_a_search_too():
+    packed, error = round_int4(torch.zeros(2, 64), SEARCHED_INT4)
+    assert torch.equal(packed.scale, torch.ones(2, 2).bfloat16())
+    assert (error.squared, packed.dequantize().any()) == (0.0, False)

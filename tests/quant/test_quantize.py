@@ -29,7 +29,7 @@ from redline.quant import quantize, shard
 from redline.quant.audit import Audit, Bounds, audit
 from redline.quant.quantize import Result, run
 from redline.quant.read import dense
-from redline.quant.settings import FORMATS, Format, QuantizeConfig
+from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig
 from redline.quant.texts import Text
 
 CPU = torch.device("cpu")
@@ -104,6 +104,24 @@ def test_every_format_becomes_every_other(tmp_path: Path, of: str, to: Format, l
             assert torch.equal(was, now), weight.name
     assert (out / "tokenizer_config.json").read_text() == "{}"
     assert not (out / ".quantize").exists()
+
+
+@pytest.mark.parametrize("to", ["nvfp4-modelopt", "int4"])
+def test_errors_of_an_fp8_source_are_those_of_the_weights_that_were_rounded(tmp_path: Path, to: Format):
+    at, said = source(tmp_path / "a", "fp8"), io.StringIO()
+    config = QuantizeConfig(source=str(at), out=str(tmp_path / "b"), format=to, device="cpu")
+    assert run(config, Console(file=said, width=400)) == 0
+    errors = {name: error for one in result(tmp_path / "b").shards for name, error in one.weights.items()}
+    assert set(errors) == {weight.name for weight in weights(tiny_config()) if weight.kind == "expert"}
+    lines = [line for line in said.getvalue().splitlines() if " weights, error " in line]
+    assert [line.split(",")[0] for line in lines] == [f"{one}_proj: 16 weights" for one in ("down", "gate", "up")]
+
+
+def test_a_run_that_rounds_nothing_says_so(tmp_path: Path):
+    at, said = source(tmp_path / "a", "fp8"), io.StringIO()
+    config = QuantizeConfig(source=str(at), out=str(tmp_path / "b"), format="bf16", device="cpu")
+    assert run(config, Console(file=said, width=400)) == 0
+    assert "no weight was rounded" in said.getvalue()
 
 
 def test_what_is_not_asked_for_passes_through_byte_for_byte(tmp_path: Path):
@@ -188,6 +206,51 @@ def test_both_layouts_of_nvfp4_decode_to_the_same_numbers(tmp_path: Path):
     one, other = Checkpoint.open(tmp_path / "nvfp4-modelopt"), Checkpoint.open(tmp_path / "nvfp4-ct")
     for weight in weights(one.config):
         assert torch.equal(dense(one, weight, CPU), dense(other, weight, CPU))
+
+
+@pytest.mark.parametrize("level", ["fast", "search"])
+@pytest.mark.parametrize(("of", "to"), [("nvfp4-modelopt", "nvfp4-ct"), ("nvfp4-ct", "nvfp4-modelopt")])
+def test_one_layout_of_nvfp4_becomes_the_other_and_nothing_is_rounded(
+    tmp_path: Path, of: Format, to: Format, level: Level
+):
+    at, settings = source(tmp_path / "a"), {"level": level, "also": ("shared",)}
+    for made in (of, to):
+        converted(at, tmp_path / made, format=made, **settings)
+    assert converted(tmp_path / of, tmp_path / "b", format=to) == 0
+    given, expected = stored(tmp_path / "b"), stored(tmp_path / to)
+    assert set(given) == set(expected)
+    for name, value in expected.items():
+        bytes_of = [one.reshape(-1).view(torch.uint8) for one in (given[name], value)]
+        if name.endswith("_scale_2"):  # one over one over it
+            torch.testing.assert_close(given[name], value, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(*bytes_of), name
+    assert (tmp_path / "b" / "config.json").read_bytes() == (tmp_path / to / "config.json").read_bytes()
+    assert (tmp_path / "b" / "hf_quant_config.json").exists() == (to == "nvfp4-modelopt")
+    assert not any(one.weights for one in result(tmp_path / "b").shards)
+
+
+def test_the_card_describes_the_result_and_keeps_that_of_the_source(tmp_path: Path):
+    at = source(tmp_path / "tiny", "fp8")
+    (at / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n\nIts experts are FP8.\n")
+    converted(at, tmp_path / "b", format="int4")
+    text = (tmp_path / "b" / "README.md").read_text()
+    assert text.startswith("---\nlicense: mit\n---\n\n# tiny in INT4")
+    for part in (
+        "| group size | 32 weights |",
+        "| quantised | routed experts |",
+        "| in bf16 | attention, dense layers, embeddings, head, norms,",
+        f"| made from | tiny, FP8 in blocks of 128 x 128, fingerprint {Checkpoint.open(at).fingerprint[:16]} |",
+        "- down_proj: 16 weights, error 0.",
+        "    redline serve FOLDER",
+    ):
+        assert part in text
+    assert text.endswith("# The card of the source\n\n# Tiny\n\nIts experts are FP8.\n")
+    assert "transformers" not in text
+    converted(at, tmp_path / "c", format="nvfp4-ct", also=("shared",))
+    text = (tmp_path / "c" / "README.md").read_text()
+    assert "| quantised | routed experts, shared experts |" in text
+    assert "transformers 5.24 drops `weight_global_scale`" in text
 
 
 def test_int4_is_read_by_the_library_that_owns_it(tmp_path: Path):
@@ -301,6 +364,37 @@ def test_a_finished_shard_that_was_damaged_is_made_again_and_only_that(tmp_path:
     assert made == [damaged.name]
 
 
+def test_what_is_there_survives_a_check_that_was_interrupted_and_a_repair_that_was_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    at, out = source(tmp_path / "a"), tmp_path / "b"
+    converted(at, out)
+    expected = files_of(out)
+    made: list[str] = []
+    write = quantize.write_shard
+    monkeypatch.setattr(quantize, "write_shard", lambda path, *rest: (made.append(path.name), write(path, *rest))[1])
+
+    def killed(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "measured", killed)
+        with pytest.raises(Killed):
+            converted(at, out)
+    assert converted(at, out) == 0
+    assert made == []
+    damaged = out / "model-00002-of-00006.safetensors"
+    damaged.write_bytes(b"?")
+    with monkeypatch.context() as patch:
+        usage = namedtuple("usage", "total used free")
+        patch.setattr("redline.disk.shutil.disk_usage", lambda _: usage(10**9, 0, 10))
+        with pytest.raises(ConfigError, match="1 shards take"):
+            converted(at, out)
+    assert converted(at, out) == 0
+    assert made == [damaged.name]
+    assert files_of(out) == expected
+
+
 def test_a_folder_of_another_job_is_refused_and_stays(tmp_path: Path):
     at, out = source(tmp_path / "a"), tmp_path / "b"
     converted(at, out)
@@ -338,7 +432,8 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
     int4, nvfp4 = source(tmp_path / "a"), source(tmp_path / "n", "nvfp4")
     for at, settings, message in (
         (int4, {"format": "int4"}, "stored as int4 already"),
-        (nvfp4, {"format": "nvfp4-ct"}, "rounding it again"),
+        (nvfp4, {}, "stored as nvfp4-modelopt already"),
+        (nvfp4, {"format": "nvfp4-ct", "also": ("shared",)}, "keeps what the source has quantised"),
         (int4, {"format": "bf16", "also": ("shared",)}, "only routed experts"),
         (int4, {"also": ("attention",)}, "expected shared or dense"),
         (int4, {"workers": 0}, "workers is 0"),

@@ -138,6 +138,8 @@ def grade_all(
     cannot be graded, before anything is asked.
     """
     place = sets or folder / "eval"
+    if sets is None and not place.is_dir():
+        raise ConfigError(f"{place}: no evaluation sets; name a folder of them with --sets, such as SOURCE/eval")
     found, targets = read_sets(place), read_targets(place)
     asked = found if limit is None else limited(found, limit)
     prompts = [prompt for members in asked.values() for prompt in members]

@@ -326,8 +326,14 @@ def measure(
 # ------------------------------------------------------------------------------------------------------- what is said
 
 
-def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bool) -> list[str]:
-    """What sets this measurement apart from the leaderboard's, a sentence each."""
+def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bool, tokenizer: bool) -> list[str]:
+    """What sets this measurement apart from the leaderboard's, a sentence each.
+
+    o200k, tokenizer: whether these vocabularies were given.
+    """
+    advice = "--tokenizer with the model's vocabulary makes prompts of that length"
+    if tokenizer:
+        advice = "the vocabulary of --tokenizer is not the server's, or its template adds the rest"
     said = [
         f"This client stands where it was started and asks {target.base_url}; the leaderboard's stands in a data "
         "centre (us-central1), and its network time is part of every figure.",
@@ -365,7 +371,7 @@ def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bo
         if ins and abs(np.median(ins) / outcome.workload.input_len - 1) > 0.1:
             said.append(
                 f"{outcome.workload.name}: the server counts {np.median(ins):.0f} tokens of prompt, not "
-                f"{outcome.workload.input_len}; --tokenizer with the model's vocabulary makes prompts of that length."
+                f"{outcome.workload.input_len}; {advice}."
             )
     return said
 

@@ -170,7 +170,10 @@ class Chart {
     this.inner = { left: 10 + 7 * longest, top: 24, height: this.height - 24 - 44 };
     this.inner.width = this.width - this.inner.left - 14;
     const { left, top, width, height } = this.inner;
-    const xTicks = ticks(view.x, plot.log_x, Math.floor(width / 65), this.whole.x);
+    const named = plot.series.find((one) => one.style === "bars" && one.labels.length);
+    const xTicks = named
+      ? named.x.map((at, n) => ({ at, text: named.labels[n] })).filter((tick) => tick.at >= view.x[0] && tick.at <= view.x[1])
+      : ticks(view.x, plot.log_x, Math.floor(width / 65), this.whole.x);
     const grid = xTicks.map((tick) => `M${px(this.x(tick.at))} 0V${height}`)
       .concat(yTicks.map((tick) => `M0 ${px(this.y(tick.at))}H${width}`)).join("");
     this.locate();

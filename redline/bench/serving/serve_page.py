@@ -58,17 +58,24 @@ def serve_tables(result: Result) -> list[Section]:
 def heading(result: Result) -> str:
     """Who was asked what, how hard: one line."""
     figures = result.figures
-    rate = figures.get("request_rate", "inf")
     limit = figures.get("max_concurrency")
     parts = [
         f"{figures.get('model_id') or 'a model'} at {result.target.get('base_url', 'a server')}",
         str(figures.get("backend") or ""),
         _dataset(result.dataset),
         f"{figures.get('num_prompts', '?')} requests",
-        "as fast as places are free" if rate in ("inf", math.inf) else f"{rate:g} requests/s",
+        _pace(figures),
         "" if limit is None else f"{limit} at once",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _pace(figures: dict[str, Any]) -> str:
+    if strategy := figures.get("ramp_up_strategy"):
+        start, end = figures.get("ramp_up_start_rps"), figures.get("ramp_up_end_rps")
+        return f"{start:g} to {end:g} requests/s, {strategy}"
+    rate = figures.get("request_rate", "inf")
+    return "as fast as places are free" if rate in ("inf", math.inf) else f"{rate:g} requests/s"
 
 
 def _dataset(dataset: dict[str, Any]) -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from redline.errors import ConfigError
-
-MOST_GPUS = 64
+from redline.model.k2.shard import RANKS
 
 
 class Figure(NamedTuple):
@@ -90,9 +89,9 @@ CHIPS = {
 def machine(text: str) -> Several:
     """Reads "8 x H200", also "8xH200" or "H200" alone. ConfigError, with the names that are known, for all else."""
     found = re.fullmatch(r"\s*(?:(\d{1,3})\s*[x*]\s*)?(?:NVIDIA\s+)?([A-Za-z]+\d+)\s*", text, re.IGNORECASE | re.ASCII)
-    if found is None or found[2].upper() not in CHIPS or not 1 <= int(found[1] or 1) <= MOST_GPUS:
+    if found is None or found[2].upper() not in CHIPS or int(found[1] or 1) not in RANKS:
         raise ConfigError(
-            f"on is {text[:40]!r}; expected a number of GPUs and a chip, as in '8 x H200': 1 to {MOST_GPUS} x one of "
+            f"on is {text[:40]!r}; expected {', '.join(map(str, RANKS))} GPUs of one host, as in '8 x H200'; chips: "
             f"{', '.join(CHIPS)}"
         )
     return Several(int(found[1] or 1), CHIPS[found[2].upper()])

@@ -85,8 +85,8 @@ def _run(config: AcceptConfig, console: Console) -> int:
         stopped=stopped,
         answers=answers,
     )
-    show(accept.accept_sections(found), console)
     kept.keep(found, config.save, config.html, console)
+    show(accept.accept_sections(found), console)
     if stopped:
         say(console, "stopped: the figures are of what had been answered")
         return INTERRUPTED

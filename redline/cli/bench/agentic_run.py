@@ -90,8 +90,8 @@ def _run(config: AgenticConfig, console: Console) -> int:
     )
     result = msgspec.structs.replace(result, generator=found.generator)
     sections = agentic.agentic_sections(result)
-    show([section for section in sections if not isinstance(section, Plot)], console)
     kept.keep(result, config.save, config.html, console)
+    show([section for section in sections if not isinstance(section, Plot)], console)
     if found.stopped:
         say(console, f"stopped: {len(found.turns)} of {total} turns had been answered")
         return INTERRUPTED

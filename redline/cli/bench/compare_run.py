@@ -138,8 +138,8 @@ def _run(config: CompareConfig, console: Console) -> int:
     )
     result = msgspec.structs.replace(result, notes=notes, generator=compared.generator)
     sections = compare.compare_sections(result)
-    show([section for section in sections if not isinstance(section, Plot)], console)
     kept.keep(result, config.save, config.html, console)
+    show([section for section in sections if not isinstance(section, Plot)], console)
     if compared.stopped:
         say(console, f"stopped: {len(compared.blocks)} blocks had ended")
         return INTERRUPTED

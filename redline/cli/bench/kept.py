@@ -108,13 +108,16 @@ def check_files(save: str | Path | None, html: str | Path | None) -> None:
 
 
 def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:
-    """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written."""
+    """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written.
+
+    Before figures are shown: the reader of standard output may have closed it.
+    """
     if save is not None:
         saved.save(Path(save), found)
-        say(console, f"written to {save}", "dim")
     if html is not None:
         save_bytes(Path(html), page_of([(save or html, found)]).encode())
-        say(console, f"written to {html}", "dim")
+    for path in filter(None, (save, html)):
+        say(console, f"written to {path}", "dim")
 
 
 def numbers(flag: str, words: Sequence[str], *, whole: bool) -> list[float]:

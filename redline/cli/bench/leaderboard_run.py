@@ -109,7 +109,7 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
             if outcomes[-1].stopped:
                 break
     stopped = outcomes[-1].stopped
-    differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None)
+    differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None, tokenizer=counts is not None)
     found = kept.result(
         "leaderboard",
         leaderboard.figures(outcomes),
@@ -120,8 +120,8 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
         stopped=stopped,
         answers=answers,
     )
-    show(leaderboard.leaderboard_sections(found), console)
     kept.keep(found, config.save, config.html, console)
+    show(leaderboard.leaderboard_sections(found), console)
     if stopped:
         say(console, "stopped: the figures are of what had been answered")
         return INTERRUPTED

@@ -106,14 +106,14 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         details={"mismatches": msgspec.to_builtins(mismatches(run.answers, vocabulary))},
         answers=run.answers,
     )
-    say(console, heading(result), "bold")
-    show([*serve_tables(result), *remarks(result)], console)
     if path is not None:
         saved.save(path, result, detailed=config.detailed)
-        tell(f"written to {path}")
     if config.html is not None:
         save(Path(config.html), page_of([(Path(config.html).stem, result)]).encode())
-        tell(f"written to {config.html}")
+    say(console, heading(result), "bold")
+    show([*serve_tables(result), *remarks(result)], console)
+    for written in filter(None, (path, config.html)):
+        tell(f"written to {written}")
     if run.stopped and not _at_its_deadline(run, config.pace):
         return INTERRUPTED
     return 0 if figures["completed"] else 1
@@ -133,6 +133,9 @@ def named(target: Target, listed: Sequence[str], tell: Callable[[str], object]) 
 def measured(run: Run, config: ServeConfig, vocabulary: Vocabulary | None) -> dict[str, Any]:
     """`metrics.figures` of those latencies that were asked for, or of all that apply."""
     names = list(config.latencies)
+    if names and scheduled(config.pace):  # else what is told of coordinated omission would have no figures
+        names += [f"{name}_from_schedule" for name in ("ttft", "e2el") if name in names]
+        names = list(dict.fromkeys((*names, "client_queue_time")))
     if not names:
         thought = any(chunk.kind == "thinking" for answer in run.answers for chunk in answer.chunks)
         names = [*BASE, *(OF_THINKING if thought else ()), *(OF_SCHEDULE if scheduled(config.pace) else ())]

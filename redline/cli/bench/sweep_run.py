@@ -163,11 +163,11 @@ def _run(config: SweepConfig, console: Console) -> int:
 
         whole = sweep.sweep(plan, points, measure, save)
     found = result(stopped=not whole)
+    kept.keep(found, config.save, config.html, console)
     show(sweep.sweep_sections(found), console)
     if len(points) > 1:
         for bar in sweep.text_plot(plan, points):
             say(console, bar)
-    kept.keep(found, config.save, config.html, console)
     if not whole:
         say(console, "stopped: the load that ran is not counted")
         return INTERRUPTED

@@ -121,7 +121,7 @@ class Checkpoint:
         """
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             name = "embed_tokens.weight"
-        if (nvfp4 := self._nvfp4(name)) is not None:
+        if (nvfp4 := self.nvfp4(name)) is not None:
             return nvfp4.dequantize(torch.bfloat16)
         tensor = self._view(name)
         if tensor.dtype != torch.float8_e4m3fn:
@@ -137,7 +137,7 @@ class Checkpoint:
         name = f"layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
         if isinstance(self.config.quantization, Int4Experts):
             return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))
-        return self._nvfp4(name) or self.plain(name)
+        return self.nvfp4(name) or self.plain(name)
 
     @contextmanager
     def read_ahead(self, part: int = 0, parts: int = 1, layer: int | None = None) -> Generator[None]:
@@ -173,8 +173,11 @@ class Checkpoint:
             self._maps[stored.file], dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
         )
 
-    def _nvfp4(self, name: str) -> Nvfp4 | None:
-        """The weight as NVFP4; None where it is stored otherwise. CheckpointError where a block's scale is NaN."""
+    def nvfp4(self, name: str) -> Nvfp4 | None:
+        """A weight by its logical name, as it is stored; None where that is not NVFP4.
+
+        CheckpointError where the scale of a block is NaN.
+        """
         if not isinstance(self.config.quantization, Nvfp4Experts):
             return None
         packed, whole = NVFP4_NAMES[self.config.quantization.maker]

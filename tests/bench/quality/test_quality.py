@@ -143,6 +143,14 @@ def test_more_pairs_narrow_the_interval() -> None:
     assert many[1] - many[0] < (few[1] - few[0]) / 2
 
 
+def test_a_folder_without_sets_is_told_to_name_them(tmp_path: Path) -> None:
+    def never(folder: Path) -> Any:
+        raise AssertionError("opened")
+
+    with pytest.raises(ConfigError, match=r"eval: no evaluation sets; name a folder of them with --sets"):
+        grade_all(tmp_path, never)
+
+
 def test_a_set_may_lie_in_parts_and_compressed(tmp_path: Path) -> None:
     folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2})])
     line = json.dumps(ask("add", "1+2", {"number": 3})).encode()

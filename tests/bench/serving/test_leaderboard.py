@@ -66,8 +66,22 @@ def test_an_answer_that_never_began_has_no_end_to_end():
     assert row.ttft is not None
     assert row.answer_ttft is None
     assert row.end_to_end is None
-    said = leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True)
+    said = leaderboard.differs(
+        TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False
+    )
     assert any("1 of 1 requests were still thinking" in text for text in said)
+
+
+def test_a_vocabulary_that_was_given_is_not_asked_for():
+    row = measured(steady(1.0, 0.1, 20), workload="w", run=0)
+    of = [Outcome(workload=Workload(1000, 20), rows=(row,))]
+    for given in (False, True):
+        (said,) = (
+            text
+            for text in leaderboard.differs(TARGET, of, 1, o200k=True, tokenizer=given)
+            if "tokens of prompt" in text
+        )
+        assert ("makes prompts of that length" in said) == (not given)
 
 
 def test_who_was_still_thinking_is_later_than_all_others():
@@ -164,7 +178,7 @@ def test_a_workload_without_answers_still_has_a_page():
 def test_answers_whose_tokens_nobody_counted_are_told():
     bare = msgspec.structs.replace(steady(1.0, 0.1, 20), usage=None)
     said = [
-        leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True)
+        leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False)
         for row in (measured(one, workload="w", run=0) for one in (bare, steady(1.0, 0.1, 20)))
     ]
     assert [any("1 answers have no count of tokens" in text for text in texts) for texts in said] == [True, False]

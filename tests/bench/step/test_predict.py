@@ -205,10 +205,24 @@ def test_a_chip_alone_is_one():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "eight", "8", "8 x", "8 x H300", "0 x H200", "65 x H200", "-1 x H200", "8 x H200 x", "٨ x H200", "[b]"]
+    "text",
+    [
+        "",
+        "eight",
+        "8",
+        "8 x",
+        "8 x H300",
+        "0 x H200",
+        "3 x H200",
+        "65 x H200",
+        "-1 x H200",
+        "8 x H200 x",
+        "٨ x H200",
+        "[b]",
+    ],
 )
 def test_nonsense_is_one_line_that_names_what_is_known(text: str):
-    with pytest.raises(ConfigError, match="1 to 64 x one of H100, H200, B200") as caught:
+    with pytest.raises(ConfigError, match="1, 2, 4, 8 GPUs of one host, .* chips: H100, H200, B200") as caught:
         machine(text)
     assert "\n" not in str(caught.value)
     assert repr(text) in str(caught.value)

@@ -95,6 +95,16 @@ def test_a_rate_gives_latencies_from_the_schedule_too(server: Scripted, tmp_path
     assert "coordinated omission" in done.output
 
 
+def test_latencies_that_are_named_have_their_figures_from_the_schedule_too(server: Scripted, tmp_path: Path):
+    ramp = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "200")
+    given = (*ramp, "--max-concurrency", "1", "--percentile-metrics", "e2el")
+    done = typed(*words(server, prompts(tmp_path, "fast"), 6, *given))
+    assert done.exit_code == 0, done.output
+    for part in ("E2EL from the schedule", "wait before it was sent", "50 to 200 requests/s, linear"):
+        assert part in done.output
+    assert "TTFT" not in done.output.replace("TTFT from", "")
+
+
 def test_completions_are_asked_with_random_prompts_as_vllm_does(server: Scripted, tmp_path: Path):
     """Nobody names a dataset or a backend: so it is with vLLM."""
     done = typed(
