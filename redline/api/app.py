@@ -51,6 +51,8 @@ from redline.api.operations import operations
 from redline.api.passage import Passage
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
+from redline.api.render import PATH as RENDER_PATH
+from redline.api.render import Renderer
 from redline.api.response_store import ResponseStore
 from redline.api.responses import ResponsesRequest, read_input_tokens
 from redline.api.responses_events import KeptResponses, count_input, responses
@@ -96,6 +98,9 @@ def create_app(
     store = ResponseStore(Path(path)) if path else None
     if store is not None:
         gateway.at_end(store.close)
+    renderer = Renderer() if config.page else None
+    if renderer is not None:
+        gateway.at_end(renderer.ended)
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,
@@ -106,6 +111,11 @@ def create_app(
     routes = [
         *(page_routes() if config.page else [Route("/", api.version)]),
         Route("/engine", EngineView(gateway, edge).stream),
+        *(
+            [Route(RENDER_PATH, _Post(partial(_render, renderer), config, bodies), methods=["POST"])]
+            if renderer
+            else []
+        ),
         Route("/live", api.live),
         Route("/health", api.health),
         Route("/ping", api.health, methods=["GET", "POST"]),
@@ -137,6 +147,10 @@ def create_app(
     border = Border(router, edge, config, gateway.metrics, tellers, "; GET /version lists the routes")
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
+
+
+async def _render(renderer: Renderer, body: bytes, scope: Scope) -> Respond:
+    return partial(_send_json, body=await renderer.answer(body))
 
 
 def open_paths(config: ApiConfig) -> set[str]:
@@ -218,7 +232,7 @@ class Border:
                 scope["account"] = account = self._edge.keyring.account(headers)
             self._edge.check(scope["method"])
             CALLER.set(Caller(request_id.decode(), account, clock.monotonic(), _timeout_s(headers), passage))
-            if account is not None and scope["method"] == "POST":
+            if account is not None and scope["method"] == "POST" and scope["path"] != RENDER_PATH:
                 with account.request():
                     await self._app(scope, receive, send_on)
             else:
