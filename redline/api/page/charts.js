@@ -1,6 +1,7 @@
 // Lines over the last minutes, drawn as SVG.
 
 const [WIDTH, HEIGHT] = [600, 120];
+const LEAST_S = 60; // of an axis
 const GAP_S = 6; // without a point: the line is broken there
 
 export const number = (value, digits = 0) =>
@@ -26,10 +27,10 @@ function round(value) {
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
 }
 
-/** One chart. lines: their names. unit: of all. least: the least that the axis reaches. most: that it always has. */
+/** One chart. seconds: that it shows at most. lines: their names. unit: of all. least: the least that the axis reaches. most: that it always has. */
 export class Chart {
   constructor({ title, unit = "", lines, digits = 0, least = 1, most = null }, seconds) {
-    Object.assign(this, { title, unit, digits, least, most, seconds, points: [], hover: null });
+    Object.assign(this, { title, unit, digits, least, most, longest: seconds, seconds: LEAST_S, points: [], hover: null });
     this.figure = element("figure", "chart");
     const caption = element("figcaption", "", title);
     if (unit) caption.append(element("small", "", ` ${unit}`));
@@ -50,7 +51,8 @@ export class Chart {
     this.cursor = this.svg.appendChild(svg("path", { class: "cursor" }));
     plot.append(this.svg);
     const axis = element("div", "axis");
-    axis.append(element("span", "", `${seconds / 60} min ago`), element("span", "", "now"));
+    this.from = axis.appendChild(element("span", ""));
+    axis.append(element("span", "", "now"));
     this.figure.append(caption, legend, plot, axis);
     this.svg.addEventListener("pointermove", (event) => {
       const box = this.svg.getBoundingClientRect();
@@ -69,6 +71,8 @@ export class Chart {
     const values = points.flatMap(([, ...all]) => all).filter((value) => value !== null);
     const top = most ?? round(Math.max(this.least, ...values));
     const now = points.at(-1)?.[0] ?? 0;
+    this.seconds = Math.min(this.longest, Math.max(1, Math.ceil((now - (points[0]?.[0] ?? now)) / LEAST_S)) * LEAST_S);
+    this.from.textContent = `${this.seconds / 60} min ago`;
     this.top.textContent = number(top, top < 1 ? 1 : 0);
     this.paths.forEach((path, line) => {
       let drawn = "";

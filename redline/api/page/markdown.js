@@ -5,6 +5,7 @@ const KEPT = 4_000; // rendered blocks
 const AGAIN_MS = 4_000;
 const FENCE = /^\s*(`{3,}|~{3,})(.*)$/;
 const ITEM = /^\s*([-*+]|\d{1,9}[.)])(\s|$)/;
+const BEGUN = /^\s*([-*+]|\d{1,9}[.)]?|#{1,6}|[`~]+|\$|\\)?$/; // a line of which it cannot be said yet what it will be
 const CLOSES = { $$: "$$", "\\[": "\\]" };
 
 /** The blocks of a text, each {source, start, finished}: it is cut where whatever comes next cannot change what was. */
@@ -20,7 +21,8 @@ export function blocks(text, done) {
     if (text.slice(from, at).trim()) found.push({ source: text.slice(from, at).trimEnd(), start: from, finished: true });
     [from, blank, list] = [at, false, false];
   };
-  for (const line of lines) {
+  for (const [number, line] of lines.entries()) {
+    if (!done && !until && number === lines.length - 1 && BEGUN.test(line)) break;
     const alone = !/^\s/.test(line); // not part of a list's item
     if (until) {
       const ends = until(line);
@@ -48,7 +50,7 @@ export function blocks(text, done) {
     if (heading) cut();
   }
   if (text.slice(from).trim()) found.push({ source: text.slice(from), start: from, finished: done });
-  if (found.length && !done && found.at(-1).start + found.at(-1).source.length >= text.length) found.at(-1).finished = false;
+  else if (from > text.length) found.at(-1).finished = done; // its last line may go on
   return found;
 }
 

@@ -265,12 +265,12 @@ class Pace {
   get line() {
     if (!this.last) return "";
     const { tokens, ms } = this.last;
-    const parts = [`${number(tokens)} tokens`];
+    const parts = [];
     const seconds = (ms - this.first.ms) / 1000;
     if (seconds >= LEAST_S) {
       const rate = Math.min((tokens - this.first.tokens) / seconds, ownRate(seconds) ?? Infinity);
-      parts.push(`${number(rate, rate < 10 ? 1 : 0)} tokens/s`);
-    } else parts.push(`in ${number(ms / 1000, 2)} s`);
+      parts.push(`${number(tokens)} tokens`, `${number(rate, rate < 10 ? 1 : 0)} tokens/s`);
+    } else parts.push(`${number(tokens)} tokens in ${number(ms / 1000, 2)} s`);
     return [...parts, `first after ${number(this.heard - this.began)} ms`].join(", ");
   }
 }
@@ -340,7 +340,7 @@ async function answer() {
     if (control.signal.aborted) message.ended = "Stopped.";
     else {
       tell(error.message, true);
-      if (error instanceof Refused) complain(error.field, error.message);
+      if (error instanceof Refused) complain(error.field?.split(/[.[]/)[0], error.message);
       message.ended = `Broken off: ${error.message}`;
     }
     if (!begun && !control.signal.aborted) here.messages.splice(here.messages.indexOf(message), 1);
