@@ -23,14 +23,31 @@ export function colour(node, text, where) {
   if (!able) return;
   const children = node.children.length ? [...node.children] : [node];
   children.forEach((child, place) => {
-    const start = child.start ?? 0;
-    const end = children[place + 1]?.start ?? text.length;
-    const shape = child.shape ?? text.length;
-    if (child.coloured === shape && child.colouredTo === end) return;
-    bare(child);
-    [child.coloured, child.colouredTo, child.marks] = [shape, end, found(child, text, start, end, where)];
-    for (const [by, range] of child.marks) marks.get(by)?.add(range);
+    if (child.marked !== child.firstChild) bare(child);
+    child.marked = child.firstChild;
+    if (child.from !== undefined) grown(child, where);
+    else child.marks ??= add(found(child, text, child.start, children[place + 1]?.start ?? text.length, where));
   });
+}
+
+function add(made) {
+  for (const [by, range] of made) marks.get(by)?.add(range);
+  return made;
+}
+
+// Of a plain text that grows, only what is new is coloured; the last mark may grow with it.
+function grown(child, where) {
+  const [node, made] = [child.firstChild, (child.marks ??= [])];
+  if (!node) return;
+  const end = child.from + node.length;
+  if (child.open) remove([made.pop()]);
+  child.open = false;
+  for (let at = (child.next ??= 0); at < where.length && where[at][0] < end; at += 1) {
+    const [from, to, by] = where[at];
+    if (to > child.from) made.push(...add([[by, range(node, Math.max(0, from - child.from), Math.min(to, end) - child.from)]]));
+    child.open = to >= end && made.length > 0;
+    if (!child.open) child.next = at + 1;
+  }
 }
 
 /** Takes all colours away. */
@@ -39,8 +56,12 @@ export function clear(node) {
 }
 
 function bare(child) {
-  for (const [by, range] of child.marks ?? []) marks.get(by)?.delete(range);
-  child.marks = child.coloured = undefined;
+  remove(child.marks ?? []);
+  child.marks = child.marked = child.open = child.next = undefined;
+}
+
+function remove(made) {
+  for (const [by, range] of made) marks.get(by)?.delete(range);
 }
 
 // Words are found in the source one behind another: what Markdown's marks and links' addresses add is stepped over.
@@ -61,7 +82,7 @@ function found(child, text, start, end, where) {
       let done = 0;
       while (done < word.length) {
         const rest = near ? Math.min(word.length, Math.max(done + 1, where[span][1] - at)) : word.length;
-        made.push([where[span][2], new StaticRange(range(node, index + done, index + rest))]);
+        made.push([where[span][2], range(node, index + done, index + rest)]);
         done = rest;
         if (done < word.length && span < where.length - 1) span += 1;
         else break;
@@ -72,4 +93,5 @@ function found(child, text, start, end, where) {
   return made;
 }
 
-const range = (node, from, to) => ({ startContainer: node, startOffset: from, endContainer: node, endOffset: to });
+const range = (node, from, to) =>
+  new StaticRange({ startContainer: node, startOffset: from, endContainer: node, endOffset: to });

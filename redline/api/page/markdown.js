@@ -78,11 +78,16 @@ function plain(child) {
   const first = fence ? child.source.indexOf("\n") + 1 || child.source.length : 0;
   const text = child.source.slice(first).replace(fence ? /\n\s*(`{3,}|~{3,})\s*$/ : /\s+$/, "");
   child.className = fence ? "plain code" : "plain";
-  child.shape = Symbol();
-  const known = child.firstChild;
-  if (child.childNodes.length === 1 && known.nodeType === Node.TEXT_NODE && text.startsWith(known.data)) {
-    known.appendData(text.slice(known.length));
-  } else child.replaceChildren(text);
+  grow(child, text, child.start + first);
+}
+
+/** Brings a node to show a plain text that mostly grows. from: where it stands in the text that it is a part of. */
+export function grow(node, text, from = 0) {
+  const known = node.firstChild;
+  if (node.childNodes.length === 1 && known.nodeType === Node.TEXT_NODE && text.startsWith(known.data)) {
+    if (known.length < text.length) known.appendData(text.slice(known.length));
+  } else node.replaceChildren(text);
+  node.from = from;
 }
 
 function fill(child, html) {
@@ -104,7 +109,7 @@ function fill(child, html) {
     if (one.localName === "table") box.tabIndex = 0;
   }
   child.className = "rendered";
-  child.shape = Symbol();
+  child.from = undefined;
   child.replaceChildren(...made.childNodes);
   child.dispatchEvent(new CustomEvent("rendered", { bubbles: true }));
 }

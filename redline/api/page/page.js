@@ -3,7 +3,7 @@
 import { number } from "./charts.js";
 import { PROPOSERS, clear, colour, spans } from "./colours.js";
 import { ownRate, showEngine, watch } from "./engine.js";
-import { copied, renderWith, show } from "./markdown.js";
+import { copied, grow, renderWith, show } from "./markdown.js";
 import { Refused, events, headers, refusal, setKey, theKey, told } from "./server.js";
 import { SAMPLING, exported, fresh, imported, keep as keepChats, keptChats, sampling, settings } from "./store.js";
 
@@ -104,7 +104,7 @@ function update(one, message) {
   const [, thinking, text, calls, ended, rate] = one.children;
   thinking.hidden = !message.reasoning;
   const thought = thinking.lastElementChild;
-  if (thought.textContent !== (message.reasoning ?? "")) thought.textContent = message.reasoning;
+  grow(thought, message.reasoning ?? "");
   show(text, message.content, !message.open);
   if (settings.colours && message.pieces) {
     colour(thought, message.reasoning, spans(message.pieces.filter((piece) => piece.thought)));
