@@ -303,6 +303,75 @@ def test_steps_stand_beside_their_floor_live(tab: Tab):
     assert tab.run("document.querySelector('#steps meter').value") == pytest.approx(0.8)
 
 
+RICH = (
+    r"""## Two closed forms
+
+The sum of the first $n$ numbers is $\frac{n(n+1)}{2}$, and of their squares:
+
+$$
+\sum_{k=1}^{n} k^2 = \frac{n(n+1)(2n+1)}{6}
+$$
+
+1. Write a function:
+   - with **types**
+     - and a *docstring*
+   - as [the manual](https://docs.python.org/3/) has it
+2. Test it.
+
+> The second one was known to Archimedes.
+
+| n | sum | squares |
+|--:|----:|--------:|
+| 10 | 55 | 385 |
+| 100 | 5,050 | 338,350 |
+
+```python
+def squares(n: int) -> int:
+    """
+    + '"""The sum of k * k up to n."""'
+    + r"""
+    return n * (n + 1) * (2 * n + 1) // 6  # exact
+```
+"""
+)
+ANSWER = {"role": "assistant", "content": RICH, "reasoning": "A closed form."}
+CHATS = [{"id": "rich", "messages": [{"role": "user", "content": "How do I add the first n squares?"}, ANSWER]}]
+CUT = """[...document.querySelectorAll('body *')].filter((one) => one.checkVisibility() && !one.closest('aside, .wide')
+    && one.scrollWidth > one.clientWidth + 1 && getComputedStyle(one).overflowX !== 'visible' && one.clientWidth > 1)
+    .map((one) => one.outerHTML.slice(0, 200))"""
+LOADED = """(async () => {
+    for (let round = 1; round < 9; round += 1) {
+        await Promise.all(["Tell me a story.", "Count from 1 to 100.", "Tell me a long story."].map((content) => fetch(
+            "v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" },
+            body: JSON.stringify({ messages: [{ role: "user", content: `${content} ${round}` }],
+            min_tokens: 60 * round, max_tokens: 600 }) }).then((answer) => answer.text())));
+        await new Promise((done) => setTimeout(done, 700));
+    }
+})()"""
+
+
+def test_nothing_is_cut_at_any_width(tab: Tab):
+    """And the pictures of docs/page.md."""
+    tab.run(f"localStorage.setItem('redline.chats', {json.dumps(json.dumps(CHATS))})")
+    tab.run("window.before = true; location.reload()")
+    tab.until("!window.before && document.querySelectorAll('.rendered').length > 6")
+    tab.until("!document.querySelector('.plain')")
+    tab.run(LOADED)
+    for width, height in ((1280, 960), (390, 844)):
+        tab.look(width=width, height=height)
+        for view in ("chat", "settings", "engine"):
+            tab.run(f"document.getElementById('show-{view}').click()")
+            tab.until("document.getElementById('engine').hidden || document.querySelectorAll('#workers tr').length")
+            assert tab.run("document.documentElement.scrollWidth <= innerWidth")
+            assert tab.run(CUT) == []
+            tab.run("document.getElementById('messages').scrollTop = 0")
+            if view == "engine" and width < 500:
+                tab.run("document.querySelector('#charts').scrollIntoView()")
+            if view == "chat" and width < 500:
+                tab.run("document.getElementById('messages').scrollTop = 170")
+            tab.picture(PICTURES / f"{view}-{width}.png")
+
+
 AXE = """axe.run().then(({ violations }) => violations.map(({ id, impact, nodes }) =>
     [id, impact, nodes.map(({ target, failureSummary }) => `${target} ${failureSummary}`)]))"""
 HOSTILE = r"""<img src=x onerror="window.acted=1"> [a](javascript:window.acted=1) **<script>window.acted=1</script>**

@@ -98,9 +98,6 @@ def create_app(
     store = ResponseStore(Path(path)) if path else None
     if store is not None:
         gateway.at_end(store.close)
-    renderer = Renderer() if config.page else None
-    if renderer is not None:
-        gateway.at_end(renderer.ended)
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,
@@ -111,11 +108,6 @@ def create_app(
     routes = [
         *(page_routes() if config.page else [Route("/", api.version)]),
         Route("/engine", EngineView(gateway, edge).stream),
-        *(
-            [Route(RENDER_PATH, _Post(partial(_render, renderer), config, bodies), methods=["POST"])]
-            if renderer
-            else []
-        ),
         Route("/live", api.live),
         Route("/health", api.health),
         Route("/ping", api.health, methods=["GET", "POST"]),
@@ -136,6 +128,10 @@ def create_app(
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
+    if config.page:
+        renderer = Renderer()
+        gateway.at_end(renderer.ended)
+        routes.append(Route(RENDER_PATH, _Post(partial(_render, renderer), config, bodies), methods=["POST"]))
     if store is not None:
         kept = KeptResponses(store)
         routes.append(Route("/v1/responses/{id}", kept.read))

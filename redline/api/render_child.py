@@ -22,7 +22,7 @@ from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
+from pygments.lexers import find_lexer_class_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
@@ -49,7 +49,7 @@ _cleaner = nh3.Cleaner(
         "pre": {"data-language"},
         "th": {"data-align"},
         "td": {"data-align"},
-        **{tag: _MATH_ATTRIBUTES for tag in MATH},
+        **dict.fromkeys(MATH, _MATH_ATTRIBUTES),
     },
     allowed_classes={"span": {CLASS + name for name in STANDARD_TYPES.values() if name}},
     url_schemes={"http", "https", "mailto"},
@@ -79,7 +79,7 @@ def coloured(code: str, language: str) -> str:
     """The HTML of a block of code: each token of a language that Pygments knows has its class."""
     if len(code) <= COLOURED_CHARS:
         try:
-            return highlight(code, get_lexer_by_name(language, stripnl=False, ensurenl=False), _formatter)
+            return highlight(code, find_lexer_class_by_name(language)(stripnl=False, ensurenl=False), _formatter)
         except ClassNotFound:
             pass
     return escapeHtml(code)
