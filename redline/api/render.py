@@ -75,21 +75,24 @@ class Renderer:
     async def _rendered(self, line: bytes) -> bytes:
         try:
             process = await self._started()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            log.error("the process that renders the page's Markdown cannot be started: %r", error)
+            raise Overloaded("blocks cannot be rendered now; try again later") from None
+        try:
             async with asyncio.timeout(self.render_s):
                 return await _asked(process, line)
         except TimeoutError:
             self._kill()
             raise Refusal(400, f"blocks take more than {self.render_s:g} s to render", "blocks_too_slow") from None
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             self._kill()
-            log.error("the process that renders the page's Markdown has failed: %r", error)
-            raise Overloaded("blocks cannot be rendered now; try again later") from None
+            raise Refusal(400, "blocks take more memory to render than there is for it", "blocks_too_large") from None
         except BaseException:  # the client has left: what the process still says would answer the next request
             self._kill()
             raise
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """The process, once it has answered. Raises OSError and IncompleteReadError."""
+        """The process, once it has answered. Raises OSError (TimeoutError too) and IncompleteReadError."""
         if self._process is not None and self._process.returncode is None:
             return self._process
         await self.ended()  # the one before, which has ended or was killed
@@ -101,8 +104,9 @@ class Renderer:
         try:
             async with asyncio.timeout(START_S):
                 await _asked(process, b"[]\n")
-        except TimeoutError:
-            raise OSError(f"it has not started within {START_S:g} s") from None
+        except BaseException:
+            self._kill()
+            raise
         return process
 
 

@@ -1,6 +1,6 @@
 """The process that renders the page's Markdown: a block that takes too long costs this process, which can be killed.
 
-Standard input has one JSON list of texts a line; each line is answered by one with the list of their HTML. Markdown is
+Standard input has one JSON list of texts a line; each line is answered by one with the list of their HTML, null for one that fails. Markdown is
 read by markdown-it-py, code is coloured by Pygments, TeX becomes MathML by latex2mathml, and nh3 lets through nothing
 but the elements that these make. HTML in a text stays text.
 """
@@ -66,8 +66,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
         texts = msgspec.json.decode(line, type=list[str])
-        sys.stdout.buffer.write(msgspec.json.encode([rendered(text) for text in texts]) + b"\n")
+        sys.stdout.buffer.write(msgspec.json.encode([attempted(text) for text in texts]) + b"\n")
         sys.stdout.buffer.flush()
+
+
+def attempted(text: str) -> str | None:
+    """The HTML of a text's Markdown; None where that fails."""
+    try:
+        return rendered(text)
+    except Exception:  # whatever a text out of shape raises in one of the libraries
+        return None
 
 
 def rendered(text: str) -> str:

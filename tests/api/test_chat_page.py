@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.api import chat_page
+from redline.api import chat_page, render, render_child
 from redline.api.chat_page import FILES
 from redline.api.config import KeyLimits
 from redline.api.render import BLOCKS_BYTES, WAITING, Renderer
@@ -204,6 +204,36 @@ async def test_a_block_that_takes_too_long_ends_its_process_and_no_more() -> Non
         assert await renderer.answer(b'{"blocks":["a"]}') == b'{"blocks":["<p>a</p>\\n"]}'
     finally:
         await renderer.ended()
+
+
+async def test_a_process_that_ends_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = render._asked
+    renderer = Renderer(render_s=600.0)
+
+    async def asked(process: asyncio.subprocess.Process, line: bytes) -> bytes:
+        if b"deadly" in line:
+            process.kill()
+        return await real(process, line)
+
+    monkeypatch.setattr(render, "_asked", asked)
+    try:
+        with pytest.raises(RequestError, match="blocks take more memory"):
+            await renderer.answer(b'{"blocks":["deadly"]}')
+        assert b"<p>next</p>" in await renderer.answer(b'{"blocks":["next"]}')
+        monkeypatch.setattr(render.sys, "executable", "/nowhere/python")
+        await renderer.ended()
+        with pytest.raises(Overloaded, match="blocks cannot be rendered now"):
+            await renderer.answer(b'{"blocks":["next"]}')
+    finally:
+        await renderer.ended()
+
+
+def test_a_block_that_no_library_can_read_has_no_html(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(text: str) -> str:
+        raise RecursionError
+
+    monkeypatch.setattr(render_child, "rendered", fails)
+    assert render_child.attempted("a") is None
 
 
 async def test_who_leaves_does_not_get_another_ones_blocks() -> None:

@@ -5,13 +5,12 @@ import { events } from "./server.js";
 
 const $ = (id) => document.getElementById(id);
 const SHOWN_S = 300; // of the charts
-const KEPT_S = 3600; // for the rate of long answers
 const WINDOW_S = 3; // over which a rate is taken
 const AGAIN_MS = 2000;
 const KINDS = { decode: "answers alone", prompts: "with prompts" };
 const PAIRED = ["steps", "seconds", "floor_s"];
 
-const samples = []; // {at, now, sums, workers}
+const samples = []; // {at, now, sums}
 const timed = new Map(); // worker and kind of step -> the sums of the last event, and the newest steps that were shown
 let watching = null;
 
@@ -44,17 +43,12 @@ export async function watch() {
 }
 document.addEventListener("visibilitychange", watch);
 
-/** Tokens per second of the fastest worker in its own steps, of the last `seconds`; null where that is not known. */
+/** The most tokens per second that the engine gave in any second of the last `seconds`; null where few were seen. */
 export function ownRate(seconds) {
-  const last = samples.at(-1);
-  const first = samples.find(({ at }) => at >= last.at - seconds - 2);
-  let most = null;
-  for (const [name, now] of last?.workers ?? []) {
-    const then = first.workers.get(name) ?? { tokens: 0, seconds: 0 };
-    const [tokens, took] = [now.tokens - then.tokens, now.seconds - then.seconds];
-    if (tokens > 0 && took > 0) most = Math.max(most ?? 0, tokens / took);
-  }
-  return most;
+  const seen = samples.filter(({ at }) => at >= samples.at(-1).at - seconds);
+  const rates = seen.slice(1).map(({ at, sums }, place) => (sums.generated - seen[place].sums.generated) / (at - seen[place].at));
+  const most = Math.max(...rates);
+  return rates.length >= 3 && most > 0 ? most : null;
 }
 
 function take(now) {
@@ -68,12 +62,9 @@ function take(now) {
     ...Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, PAIRED.map((name) =>
       kinds.filter((one) => one.kind === kind).reduce((all, one) => all + one[name], 0))])),
   };
-  const workers = new Map(now.workers.filter(({ load }) => load).map(({ name, load }) => [name, {
-    tokens: load.generation_tokens, seconds: (load.step_times ?? []).reduce((all, one) => all + one.seconds, 0),
-  }]));
   if (now.at <= (samples.at(-1)?.at ?? 0)) samples.length = 0; // another server, or its clock was set
-  samples.push({ at: now.at, now, sums, workers });
-  while (now.at - samples[0].at > KEPT_S) samples.shift();
+  samples.push({ at: now.at, now, sums });
+  while (now.at - samples[0].at > SHOWN_S) samples.shift();
   const steps = now.workers.flatMap(stepRows); // counts from event to event, also while the view is hidden
   if (!$("engine").hidden) show(now, loads, steps);
 }
@@ -139,9 +130,8 @@ function show(now, loads, steps) {
       return box;
     }),
   );
-  const shown = samples.filter(({ at }) => last.at - at <= SHOWN_S);
   for (const { chart, values, title } of CHARTS) {
-    const points = shown.map((one) => [one.at, ...(one.values ??= new Map()).get(title) ?? kept(one, title, values)]);
+    const points = samples.map((one) => [one.at, ...(one.values ??= new Map()).get(title) ?? kept(one, title, values)]);
     chart.draw(points, title === "KV pages" ? last.sums.pages || 1 : undefined);
   }
   meters("steps", steps);
