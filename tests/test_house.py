@@ -327,13 +327,15 @@ def test_the_changelog_knows_this_version():
 
 # uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a
 # paste is one question in every terminal, which input() cannot promise; jsonschema grades answers in `redline eval`;
+# markdown-it-py, Pygments, latex2mathml and nh3 render the page's answers, in a process of its own;
 # filelock, which torch needs too, keeps corpora and folders to one process.
 RUN_TIME = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
-    "llguidance": "llguidance",
+    "llguidance": "llguidance", "markdown-it-py": "markdown_it", "pygments": "pygments",
+    "latex2mathml": "latex2mathml", "nh3": "nh3",
 }  # fmt: skip
 # Plots, foreign vocabularies, training, RDMA, YAML, Ray and spans (`bench`, `draft`, `train`, `nixl`, `manifests`,
 # `ray`, `otel`); the peer of `bench.peers`, which `test` brings.

@@ -60,7 +60,7 @@ class Tab:
     def until(self, condition: str, seconds: float = 30) -> None:
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
-        while not self.run(condition):
+        while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < deadline, (
                 f"not within {seconds} s: {condition}\n{self.run('document.body.innerText')}"
             )

@@ -51,6 +51,8 @@ from redline.api.operations import operations
 from redline.api.passage import Passage
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
+from redline.api.render import PATH as RENDER_PATH
+from redline.api.render import Renderer
 from redline.api.response_store import ResponseStore
 from redline.api.responses import ResponsesRequest, read_input_tokens
 from redline.api.responses_events import KeptResponses, count_input, responses
@@ -126,6 +128,10 @@ def create_app(
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
+    if config.page:
+        renderer = Renderer()
+        gateway.at_end(renderer.ended)
+        routes.append(Route(RENDER_PATH, _Post(partial(_render, renderer), config, bodies), methods=["POST"]))
     if store is not None:
         kept = KeptResponses(store)
         routes.append(Route("/v1/responses/{id}", kept.read))
@@ -137,6 +143,10 @@ def create_app(
     border = Border(router, edge, config, gateway.metrics, tellers, "; GET /version lists the routes")
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
+
+
+async def _render(renderer: Renderer, body: bytes, scope: Scope) -> Respond:
+    return partial(_send_json, body=await renderer.answer(body))
 
 
 def open_paths(config: ApiConfig) -> set[str]:
@@ -218,7 +228,7 @@ class Border:
                 scope["account"] = account = self._edge.keyring.account(headers)
             self._edge.check(scope["method"])
             CALLER.set(Caller(request_id.decode(), account, clock.monotonic(), _timeout_s(headers), passage))
-            if account is not None and scope["method"] == "POST":
+            if account is not None and scope["method"] == "POST" and scope["path"] != RENDER_PATH:
                 with account.request():
                     await self._app(scope, receive, send_on)
             else:

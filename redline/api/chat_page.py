@@ -17,16 +17,17 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from redline import clock
 from redline.api.edge import Edge
 from redline.api.gateway import Gateway
 from redline.errors import RequestError
 
 FOLDER = files("redline.api") / "page"
+SCRIPTS = ("page", "charts", "colours", "engine", "markdown", "server", "store")
 FILES = {
     "/": ("index.html", "text/html"),
     "/page/page.css": ("page.css", "text/css"),
-    "/page/page.js": ("page.js", "text/javascript"),
-    "/page/markdown.js": ("markdown.js", "text/javascript"),
+    **{f"/page/{name}.js": (f"{name}.js", "text/javascript") for name in SCRIPTS},
 }
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -91,6 +92,7 @@ class EngineView:
         gateway, links, others = self._gateway, self._gateway.links, self._gateway.others
         jobs, tokens = gateway.waiting
         return {
+            "at": round(clock.now(), 3),  # in Unix seconds: counters become rates by it
             "ready": gateway.ready is not None and links.trouble is None,
             "trouble": links.lost or links.trouble,
             "queue": {"jobs": jobs + others.waiting, "tokens": tokens + others.waiting_tokens},

@@ -111,6 +111,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     token_ids: Sequence[int] | None = None  # of the answer, since the last batch, where asked for
     prompt_ids: Sequence[int] | None = None  # with the first batch, where asked for
     proposer: Proposer | None = None  # of its tokens, where asked for
+    elapsed_ms: float = 0.0  # from the request's start until the engine's tokens were here, with `proposer`
 
 
 class Gateway:
@@ -598,7 +599,7 @@ class Gateway:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Have `ended` call this, in a thread: it may wait for a disk."""
+        """Have `ended` call this, in a thread, since it may wait for a disk; a coroutine that it returns is awaited."""
         self._at_end.append(close)
 
     async def ended(self) -> None:
@@ -606,7 +607,9 @@ class Gateway:
         what belongs to the API (`at_end`)."""
         await self._grammars.ended()
         while self._at_end:
-            await asyncio.to_thread(self._at_end.pop())
+            left = await asyncio.to_thread(self._at_end.pop())
+            if asyncio.iscoroutine(left):
+                await left
 
     # -- from a request
 
@@ -1315,5 +1318,6 @@ class Generation:
             prompt_ids = lane.job.tokens if first else None
             batch = msgspec.structs.replace(batch, token_ids=told, prompt_ids=prompt_ids)
         if self._proposers:
-            batch = msgspec.structs.replace(batch, proposer=delta.proposer)
+            elapsed_s = (lane.first_at if first else lane.last_at) - lane.began
+            batch = msgspec.structs.replace(batch, proposer=delta.proposer, elapsed_ms=round(1000 * elapsed_s, 1))
         return batch

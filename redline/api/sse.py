@@ -111,6 +111,7 @@ class ChatStream(_ChunkWriter):
         self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs whose text has not left yet
         self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
         self._proposer: Proposer | None = None  # of the batch that is written
+        self._elapsed_ms = 0.0  # from the request's start until that batch's tokens came from the engine
         self._plain = not (logprobs or how.continuous or how.proposers)
         self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
@@ -125,7 +126,7 @@ class ChatStream(_ChunkWriter):
         for batch in batches:
             choice, events = batch.choice, batch.events
             self._completion[choice] = batch.completion_tokens
-            self._proposer = batch.proposer
+            self._proposer, self._elapsed_ms = batch.proposer, batch.elapsed_ms
             if batch.first:
                 chunks.append(self._open(batch))
             if batch.token_ids is not None:
@@ -184,7 +185,7 @@ class ChatStream(_ChunkWriter):
         ids, self._token_ids[choice] = self._token_ids[choice], None
         told: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if self._proposer is not None:
-            told["proposer"] = self._proposer
+            told |= {"proposer": self._proposer, "elapsed_ms": self._elapsed_ms}
         return _json({"logprobs": scored, **finish, **told})[1:-1]
 
 
@@ -216,6 +217,7 @@ class CompletionStream(_ChunkWriter):
         self._held: list[list[Placed]] = [[] for _ in self._ends]
         self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
         self._proposer: Proposer | None = None  # of the batch that is written
+        self._elapsed_ms = 0.0  # from the request's start until that batch's tokens came from the engine
         self._offsets = [Offsets(hidden) for _ in self._ends]
         self._shown = [0] * len(self._ends)  # characters
         self._plain = not (logprobs or how.continuous or how.proposers)
@@ -226,7 +228,7 @@ class CompletionStream(_ChunkWriter):
         """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
-            choice, self._proposer = batch.choice, batch.proposer
+            choice, self._proposer, self._elapsed_ms = batch.choice, batch.proposer, batch.elapsed_ms
             self._completion[choice] = batch.completion_tokens
             if batch.first and (self._echo or batch.prompt_logprobs is not None or batch.prompt_ids is not None):
                 chunks.append(self._open(batch))
@@ -274,5 +276,5 @@ class CompletionStream(_ChunkWriter):
         ids, self._token_ids[choice] = self._token_ids[choice], None
         told: dict[str, Any] = {} if ids is None else {"token_ids": ids}
         if self._proposer is not None:
-            told["proposer"] = self._proposer
+            told |= {"proposer": self._proposer, "elapsed_ms": self._elapsed_ms}
         return _json({"logprobs": scored, **finish, **told})[1:-1]

@@ -369,6 +369,9 @@ async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
         if logprobs:
             assert [len(piece.logprobs.content) for piece in pieces] == [2, 2, 2, 2, 1]
     assert not any(hasattr(choice, "proposer") for chunk in bare for choice in chunk.choices)
+    came = [choice.elapsed_ms for chunk in told for choice in chunk.choices if choice.index == 0]
+    assert came == sorted(came), "each is the time at which its tokens came from the engine"
+    assert came[0] > 0
     assert told[-1].usage == bare[-1].usage, "the counts are the same"
 
 

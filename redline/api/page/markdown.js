@@ -1,114 +1,202 @@
-// Markdown as nodes of the document. Nothing is ever parsed as HTML: text goes into text nodes, so it cannot act.
+// Markdown in blocks. Finished ones come from the server as sanitised HTML; the last one is plain text while it grows.
 
-const LINK = /^https?:\/\//i;
+const BATCH = { blocks: 64, chars: 60_000 };
+const KEPT = 4_000; // rendered blocks
+const AGAIN_MS = 4_000;
+const FENCE = /^\s*(`{3,}|~{3,})(.*)$/;
+const ITEM = /^\s*([-*+]|\d{1,9}[.)])(\s|$)/;
+const BEGUN = /^\s*([-*+]|\d{1,9}[.)]?|#{1,6}|[`~]+|\$|\\)?$/; // a line of which it cannot be said yet what it will be
+const CLOSES = { $$: "$$", "\\[": "\\]" };
 
-/** The blocks of a text, each {kind, ...} with the text that it was made of; the last may still grow. */
-export function blocks(text) {
+/** The blocks of a text, each {source, start, finished}: it is cut where whatever comes next cannot change what was. */
+export function blocks(text, done) {
   const found = [];
   const lines = text.split("\n");
-  let at = 0;
-  while (at < lines.length) {
-    const line = lines[at];
-    const fence = /^\s{0,3}(```+|~~~+)\s*([\w+#.-]*)/.exec(line);
-    const heading = /^(#{1,6})\s+(.*)$/.exec(line);
-    const first = at;
-    if (fence) {
-      at += 1;
-      const code = [];
-      while (at < lines.length && !lines[at].trim().startsWith(fence[1])) code.push(lines[at++]);
-      at += 1;
-      found.push({ kind: "code", language: fence[2], text: code.join("\n") });
-    } else if (heading) {
-      at += 1;
-      found.push({ kind: "heading", level: heading[1].length, text: heading[2] });
-    } else if (/^\s*([-*+]|\d+[.)])\s+/.test(line)) {
-      const items = [];
-      const ordered = /^\s*\d/.test(line);
-      while (at < lines.length && lines[at].trim()) {
-        const item = /^\s*(?:[-*+]|\d+[.)])\s+(.*)$/.exec(lines[at]);
-        if (item) items.push(item[1]);
-        else items[items.length - 1] += "\n" + lines[at].trim();
-        at += 1;
-      }
-      found.push({ kind: "list", ordered, items });
-    } else if (!line.trim()) {
-      at += 1;
-      continue;
-    } else {
-      const words = [];
-      while (at < lines.length && lines[at].trim() && !/^\s{0,3}(```|~~~)|^#{1,6}\s/.test(lines[at])) words.push(lines[at++]);
-      found.push({ kind: "paragraph", text: words.join("\n") });
-    }
-    found[found.length - 1].source = lines.slice(first, at).join("\n");
-  }
-  return found;
-}
-
-/** The pieces of a line: [kind, text, target]. */
-export function pieces(text) {
-  const found = [];
-  const pattern = /`([^`\n]+)`|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*|\[([^\]\n]+)\]\(([^()\s]+)\)/g;
-  let last = 0;
-  for (const match of text.matchAll(pattern)) {
-    if (match.index > last) found.push(["text", text.slice(last, match.index)]);
-    if (match[1] !== undefined) found.push(["code", match[1]]);
-    else if (match[2] !== undefined) found.push(["strong", match[2]]);
-    else if (match[3] !== undefined) found.push(["em", match[3]]);
-    else if (LINK.test(match[5])) found.push(["a", match[4], match[5]]);
-    else found.push(["text", match[0]]);
-    last = match.index + match[0].length;
-  }
-  if (last < text.length) found.push(["text", text.slice(last)]);
-  return found;
-}
-
-function inline(node, text) {
-  for (const [kind, words, target] of pieces(text)) {
-    if (kind === "text") {
-      node.append(words);
+  let from = 0; // where the block begins
+  let at = 0; // where the line begins
+  let blank = false;
+  let list = false;
+  let until = null; // the end of a fence or a formula
+  const cut = () => {
+    if (text.slice(from, at).trim()) found.push({ source: text.slice(from, at).trimEnd(), start: from, finished: true });
+    [from, blank, list] = [at, false, false];
+  };
+  for (const [number, line] of lines.entries()) {
+    if (!done && !until && number === lines.length - 1 && BEGUN.test(line)) break;
+    const alone = !/^\s/.test(line); // not part of a list's item
+    if (until) {
+      const ends = until(line);
+      at += line.length + 1;
+      if (!ends) continue;
+      until = null;
+      if (!list) cut();
       continue;
     }
-    const piece = document.createElement(kind);
-    piece.textContent = words;
-    if (kind === "a") Object.assign(piece, { href: target, rel: "noopener noreferrer", target: "_blank" });
-    node.append(piece);
-  }
-  return node;
-}
-
-function rendered(block) {
-  switch (block.kind) {
-    case "code": {
-      const pre = document.createElement("pre");
-      const code = document.createElement("code");
-      pre.tabIndex = 0; // wide code is scrolled by keys
-      code.textContent = block.text;
-      pre.append(code);
-      return pre;
+    const fence = FENCE.exec(line);
+    if (fence?.[1][0] === "`" && fence[2].includes("`")) fence.length = 0;
+    const heading = /^#{1,6}(\s|$)/.test(line);
+    if (!line.trim()) blank = true;
+    else if (heading || (blank && alone && !(list && ITEM.test(line))) || (fence?.length && !(list && !alone))) cut();
+    if (line.trim()) {
+      list ||= at === from && ITEM.test(line);
+      blank = false;
     }
-    case "heading":
-      return inline(document.createElement(`h${Math.min(6, block.level + 2)}`), block.text);
-    case "list": {
-      const list = document.createElement(block.ordered ? "ol" : "ul");
-      for (const item of block.items) list.append(inline(document.createElement("li"), item));
-      return list;
-    }
-    default:
-      return inline(document.createElement("p"), block.text);
+    const formula = CLOSES[line.trimStart().slice(0, 2)];
+    if (fence?.length) {
+      const [mark, least] = [fence[1][0], fence[1].length];
+      until = (next) => new RegExp(`^\\s*\\${mark}{${least},}\\s*$`).test(next);
+    } else if (formula && !line.trimStart().slice(2).includes(formula)) until = (next) => next.includes(formula);
+    at += line.length + 1;
+    if (heading) cut();
   }
+  if (text.slice(from).trim()) found.push({ source: text.slice(from), start: from, finished: done });
+  else if (from > text.length) found.at(-1).finished = done; // its last line may go on
+  return found;
 }
 
 /** Brings a node to show a text that grows: blocks that have not changed stay as they are. */
-export function show(node, text) {
-  const now = blocks(text);
-  now.forEach((block, at) => {
-    const child = node.children[at];
-    if (child && child.source === block.source && child.kind === block.kind) return;
-    const made = rendered(block);
-    made.source = block.source;
-    made.kind = block.kind;
-    if (child) child.replaceWith(made);
-    else node.append(made);
+export function show(node, text, done) {
+  const now = blocks(text, done);
+  const named = done ? (text.match(/^ {0,3}\[[^\]\n]+\]:\s*\S.*$/gm) ?? []).join("\n") : ""; // what links refer to
+  now.forEach((block, place) => {
+    const child = node.children[place] ?? node.appendChild(document.createElement("div"));
+    child.start = block.start;
+    if (child.source === block.source && child.finished === block.finished) return;
+    [child.source, child.finished] = [block.source, block.finished];
+    child.wants = named && block.source.includes("[") ? `${block.source}\n\n${named}` : block.source;
+    const html = block.finished ? rendered.get(child.wants) : undefined;
+    if (html) fill(child, html);
+    else plain(child);
+    if (block.finished && html === undefined) want(child);
   });
   while (node.children.length > now.length) node.lastElementChild.remove();
+}
+
+/** A block's own text as it is, without the marks of a fence. */
+function plain(child) {
+  const fence = FENCE.exec(child.source.split("\n", 1)[0]);
+  const first = fence ? child.source.indexOf("\n") + 1 || child.source.length : 0;
+  const text = child.source.slice(first).replace(fence ? /\n\s*(`{3,}|~{3,})\s*$/ : /\s+$/, "");
+  child.className = fence ? "plain code" : "plain";
+  grow(child, text, child.start + first);
+}
+
+/** Brings a node to show a plain text that mostly grows. from: where it stands in the text that it is a part of. */
+export function grow(node, text, from = 0) {
+  const known = node.firstChild;
+  if (node.childNodes.length === 1 && known.nodeType === Node.TEXT_NODE && text.startsWith(known.data)) {
+    if (known.length < text.length) known.appendData(text.slice(known.length));
+  } else node.replaceChildren(text);
+  node.from = from;
+}
+
+function fill(child, html) {
+  // What the server has sanitised is parsed apart from this document, where nothing loads and no script runs.
+  const made = new DOMParser().parseFromString(html, "text/html").body;
+  for (const pre of made.querySelectorAll("pre")) {
+    pre.tabIndex = 0; // wide code is scrolled by keys
+    const box = around(pre, "code");
+    const bar = document.createElement("div");
+    const copy = document.createElement("button");
+    bar.className = "bar";
+    [copy.type, copy.textContent] = ["button", "Copy"];
+    copy.setAttribute("aria-label", "Copy this code");
+    bar.append(pre.dataset.language ?? "", copy);
+    box.prepend(bar);
+  }
+  for (const one of made.querySelectorAll("table, math[display=block]")) {
+    const box = around(one, one.localName === "table" ? "wide table" : "wide formula");
+    if (one.localName === "table") box.tabIndex = 0;
+  }
+  child.className = "rendered";
+  child.from = undefined;
+  child.replaceChildren(...made.childNodes);
+  child.dispatchEvent(new CustomEvent("rendered", { bubbles: true }));
+}
+
+function around(node, name) {
+  const box = document.createElement("div");
+  box.className = name;
+  node.replaceWith(box);
+  box.append(node);
+  return box;
+}
+
+/** What a click on a block's button copies. */
+export async function copied(button) {
+  await navigator.clipboard.writeText(button.closest(".code").querySelector("pre").textContent);
+  button.textContent = "Copied";
+  setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+// ------------------------------------------------------------------------------------------------- by the server
+
+const rendered = new Map(); // text -> its HTML; null: the server does not render it
+const waiting = new Map(); // text -> the blocks that show it
+let headers = () => ({});
+let asking = false;
+
+/** how: gives the headers of a request. */
+export function renderWith(how) {
+  headers = how;
+}
+
+function want(child) {
+  waiting.set(child.wants, [...(waiting.get(child.wants) ?? []), child]);
+  if (!asking) {
+    asking = true;
+    setTimeout(work, 50);
+  }
+}
+
+async function work() {
+  let pause = 0;
+  while (waiting.size && !pause) {
+    const batch = [];
+    let chars = 0;
+    for (const [text, nodes] of waiting) {
+      if (!nodes.some((one) => one.isConnected && one.wants === text)) {
+        waiting.delete(text);
+        continue;
+      }
+      chars += text.length;
+      if (batch.length && (batch.length === BATCH.blocks || chars > BATCH.chars)) break;
+      batch.push(text);
+    }
+    pause = (await render(batch)) ? 0 : AGAIN_MS;
+  }
+  asking = waiting.size > 0;
+  if (asking) setTimeout(work, pause);
+}
+
+/** Renders texts and shows them. False: the server cannot now, and may later. */
+async function render(texts) {
+  if (!texts.length) return true;
+  let answer;
+  try {
+    answer = await fetch("page/render", {
+      method: "POST",
+      body: JSON.stringify({ blocks: texts }),
+      headers: { ...headers(), "Content-Type": "application/json" },
+    });
+    if (answer.status === 400 || answer.status === 413) {
+      if (texts.length === 1) settle(texts[0], null);
+      else for (const text of texts) if (!(await render([text]))) return false;
+      return true;
+    }
+    if (!answer.ok) return false;
+    const { blocks: made } = await answer.json();
+    texts.forEach((text, place) => settle(text, made[place]));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+function settle(text, html) {
+  if (rendered.size >= KEPT) rendered.delete(rendered.keys().next().value);
+  rendered.set(text, html);
+  const nodes = waiting.get(text) ?? [];
+  waiting.delete(text);
+  if (html !== null) for (const one of nodes) if (one.wants === text && one.finished) fill(one, html);
 }

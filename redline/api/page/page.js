@@ -1,82 +1,55 @@
 // The page that the server gives at /: chats, the engine, settings. Everything that it keeps stays in this browser.
 
-import { show } from "./markdown.js";
+import { number } from "./charts.js";
+import { PROPOSERS, clear, colour, spans } from "./colours.js";
+import { ownRate, showEngine, watch } from "./engine.js";
+import { copied, grow, renderWith, show } from "./markdown.js";
+import { Refused, events, headers, refusal, setKey, theKey, told } from "./server.js";
+import { SAMPLING, exported, fresh, imported, keep as keepChats, keptChats, sampling, settings } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
-const KEPT_CHATS = 50;
 const SHOWN_EVERY_MS = 50; // an answer is drawn at most so often, whatever comes
+const LEAST_S = 1; // over which a rate is told
 
-const settings = { model: "", system: "", temperature: 0.6, tokens: "", thinking: true, colours: false, ...stored("redline.settings", {}) };
-let chats = stored("redline.chats", []);
+let chats = keptChats();
 let chat = chats[0] ?? fresh();
 let answering = null; // an AbortController while an answer comes
-let key = sessionStorage.getItem("redline.key") ?? "";
+let editing = null; // the index of the question that is edited
 
-// ------------------------------------------------------------------------------------------------ what is kept
+// ------------------------------------------------------------------------------------------------- what is said
 
-function stored(name, otherwise) {
-  try {
-    return JSON.parse(localStorage.getItem(name)) ?? otherwise;
-  } catch {
-    return otherwise;
-  }
+function tell(text, wrong = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("wrong", wrong);
 }
 
+/** A line over the page; undo: what its button does. */
+function notice(text, undo = null) {
+  $("notice").firstElementChild.textContent = text;
+  $("undo").hidden = !undo;
+  $("undo").onclick = () => {
+    $("notice").hidden = true;
+    undo();
+  };
+  $("notice").hidden = false;
+}
+$("dismiss").addEventListener("click", () => ($("notice").hidden = true));
+
 function keep() {
-  chats = [chat, ...chats.filter((one) => one.id !== chat.id)].filter((one) => one.messages.length).slice(0, KEPT_CHATS);
+  chats = [chat, ...chats.filter((one) => one.id !== chat.id)];
   try {
-    localStorage.setItem("redline.chats", JSON.stringify(chats, (name, value) => (name === "pieces" ? undefined : value)));
-    localStorage.setItem("redline.settings", JSON.stringify(settings));
+    chats = keepChats(chats);
   } catch {
     tell("This browser has no room for more chats: delete some, or this one is lost with the tab.", true);
   }
 }
 
-function fresh() {
-  return { id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, messages: [] };
-}
-
 const titleOf = (one) => one.messages[0]?.content.slice(0, 80) || "New chat";
-
-// ------------------------------------------------------------------------------------------------- the server
-
-const headers = () => (key ? { Authorization: `Bearer ${key}` } : {});
-
-async function refusal(answer) {
-  const text = await answer.text();
-  try {
-    return JSON.parse(text).error.message;
-  } catch {
-    return text.slice(0, 300) || `${answer.status}`;
-  }
-}
-
-async function* events(path, how) {
-  const answer = await fetch(path, { ...how, headers: { ...headers(), ...how.headers } });
-  if (!answer.ok) {
-    const hint = answer.status === 401 ? " Enter a key under Settings." : "";
-    throw new Error((await refusal(answer)) + hint);
-  }
-  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data:")) continue;
-      const data = line.slice(5).trim();
-      if (data === "[DONE]") return;
-      yield JSON.parse(data);
-    }
-  }
-}
 
 async function learnModels() {
   try {
     const answer = await fetch("v1/models", { headers: headers() });
-    if (!answer.ok) throw new Error(await refusal(answer));
+    if (!answer.ok) throw await refusal(answer);
     const names = (await answer.json()).data.map((one) => one.id);
     const choice = $("settings-form").elements.model;
     choice.replaceChildren(...names.map((name) => new Option(name, name)));
@@ -85,39 +58,16 @@ async function learnModels() {
     $("model").textContent = settings.model;
     tell("");
   } catch (error) {
-    tell(`${error.message} ${key ? "" : "Where this server wants a key, enter it under Settings."}`, true);
+    tell(`${error.message} ${theKey() ? "" : "Where this server wants a key, enter it under Settings."}`, true);
   }
 }
 
 // --------------------------------------------------------------------------------------------------- a chat
 
-function tell(text, wrong = false) {
-  $("status").textContent = text;
-  $("status").classList.toggle("wrong", wrong);
-}
-
 function element(name, text = "", how = {}) {
   const made = document.createElement(name);
   made.textContent = text;
   return Object.assign(made, how);
-}
-
-function drawn(message, index) {
-  const one = element("article", "", { className: message.role });
-  one.append(element("h2", message.role === "user" ? "You" : "Answer"));
-  if (message.role === "user") {
-    one.append(element("div", message.content, { className: "text" }));
-  } else {
-    const thinking = element("details");
-    thinking.append(element("summary", "Thinking"), element("div"));
-    one.append(thinking, element("div", "", { className: "text" }), element("div"), element("p", "", { className: "rate" }));
-    update(one, message);
-  }
-  const tools = element("div", "", { className: "tools" });
-  if (message.role === "user") tools.append(button("Edit", () => edit(index)));
-  else tools.append(button("Copy", () => navigator.clipboard?.writeText(message.content)), button("Again", () => again(index)));
-  one.append(tools);
-  return one;
 }
 
 function button(text, act) {
@@ -126,108 +76,171 @@ function button(text, act) {
   return made;
 }
 
-function update(one, message) {
-  const [, thinking, text, calls, rate] = one.children;
-  thinking.hidden = !message.reasoning;
-  if (settings.colours && message.pieces) {
-    coloured(thinking.lastElementChild, message.pieces.filter((piece) => piece.thought));
-    coloured(text, message.pieces.filter((piece) => !piece.thought));
+const line = (...children) => {
+  const made = element("div", "", { className: "tools" });
+  made.append(...children);
+  return made;
+};
+
+function drawn(message, index) {
+  const one = element("article", "", { className: message.role });
+  one.append(element("h2", message.role === "user" ? "You" : "Answer"));
+  if (message.role === "user" && editing === index) {
+    one.append(editor(message, index));
+  } else if (message.role === "user") {
+    one.append(element("div", message.content, { className: "text" }), line(button("Edit", () => edit(index))));
   } else {
-    plain(text);
-    thinking.lastElementChild.textContent = message.reasoning ?? "";
-    show(text, message.content);
+    const thinking = element("details");
+    thinking.append(element("summary", "Thinking"), element("div"));
+    one.append(thinking, element("div", "", { className: "text" }), element("div"), element("p", "", { className: "ended" }));
+    one.append(element("p", "", { className: "rate" }));
+    update(one, message);
+    one.append(line(button("Copy", () => navigator.clipboard?.writeText(message.content)), button("Again", () => again(index))));
+  }
+  return one;
+}
+
+function update(one, message) {
+  const [, thinking, text, calls, ended, rate] = one.children;
+  thinking.hidden = !message.reasoning;
+  const thought = thinking.lastElementChild;
+  grow(thought, message.reasoning ?? "");
+  show(text, message.content, !message.open);
+  if (settings.colours && message.pieces) {
+    colour(thought, message.reasoning, spans(message.pieces.filter((piece) => piece.thought)));
+    colour(text, message.content, spans(message.pieces.filter((piece) => !piece.thought)));
   }
   calls.replaceChildren(
     ...(message.calls ?? []).map((call) => {
-      const box = element("pre");
+      const box = element("pre", "", { tabIndex: 0 });
       box.append(element("code", `${call.name}(${call.arguments})`));
       return box;
     }),
   );
-  rate.textContent = [message.rate, settings.colours && shares(message.proposed)].filter(Boolean).join(" · ");
-}
-
-// Who proposed each piece of an answer: the model itself, its drafter, a match of the text's own past, or a grammar.
-const PROPOSERS = { target: "model", learned: "drafter", suffix: "earlier text", grammar: "grammar" };
-
-function coloured(box, pieces) {
-  if (!box.classList.contains("proposed")) {
-    box.replaceChildren();
-    box.classList.add("proposed");
-  }
-  const known = Math.max(0, box.childElementCount - 1); // the last one may have grown since
-  for (const [index, piece] of pieces.entries()) {
-    if (index < known) continue;
-    const part = box.children[index] ?? box.appendChild(element("span", "", { className: `by-${piece.by}` }));
-    part.title = `proposed by: ${PROPOSERS[piece.by]}`;
-    part.textContent = piece.text;
-  }
-}
-
-function plain(box) {
-  if (!box.classList.contains("proposed")) return;
-  box.classList.remove("proposed");
-  box.replaceChildren();
+  ended.textContent = message.ended ?? "";
+  ended.hidden = !message.ended;
+  rate.textContent = [message.rate, shares(message.proposed)].filter(Boolean).join(" · ");
 }
 
 function shares(proposed) {
   const whole = Object.values(proposed ?? {}).reduce((sum, tokens) => sum + tokens, 0);
-  const parts = Object.entries(proposed ?? {}).map(([by, tokens]) => `${PROPOSERS[by]} ${((100 * tokens) / whole).toFixed(0)} %`);
+  const parts = Object.entries(proposed ?? {}).map(([by, tokens]) => `${PROPOSERS[by]} ${number((100 * tokens) / whole)} %`);
   return parts.length ? `proposed by ${parts.join(", ")}` : "";
 }
 
 function draw() {
+  clear($("messages"));
   $("messages").replaceChildren(...chat.messages.map(drawn));
-  $("messages").scrollTop = $("messages").scrollHeight;
+  if (editing === null) toEnd();
   $("chat-list").replaceChildren(
     ...chats.map((one) => {
-      const line = element("li");
       const open = button(titleOf(one), () => choose(one));
       if (one.id === chat.id) open.setAttribute("aria-current", "true");
       const away = button("×", () => forget(one));
       away.setAttribute("aria-label", `Delete ${titleOf(one)}`);
-      line.append(open, away);
-      return line;
+      const item = element("li");
+      item.append(open, away);
+      return item;
     }),
   );
 }
 
+// The end stays in sight where it was, while text comes and while blocks are rendered.
+let atEnd = true;
+const toEnd = () => ($("messages").scrollTop = $("messages").scrollHeight);
+$("messages").addEventListener("scroll", ({ target }) => {
+  atEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 40;
+});
+$("messages").addEventListener("rendered", ({ target }) => {
+  if (atEnd && editing === null) toEnd();
+  const one = target.closest("article.assistant");
+  const message = chat.messages[[...$("messages").children].indexOf(one)];
+  if (message?.pieces && settings.colours) update(one, message);
+});
+$("messages").addEventListener("click", ({ target }) => {
+  if (target.matches(".bar button")) copied(target);
+});
+
 function choose(one) {
   answering?.abort();
   chat = one;
-  $("chats").hidden = matchMedia("(max-width: 44em)").matches || $("chats").hidden;
-  $("chats-button").setAttribute("aria-expanded", String(!$("chats").hidden));
+  editing = null;
+  aside(!matchMedia("(max-width: 44em)").matches && !$("chats").hidden);
   draw();
-  $("question").focus();
+  view("chat");
 }
 
 function forget(one) {
+  const [place, current] = [chats.indexOf(one), one.id === chat.id];
   chats = chats.filter((other) => other.id !== one.id);
-  if (one.id === chat.id) {
+  if (current) {
     answering?.abort();
     chat = chats[0] ?? fresh();
+    editing = null;
   }
   keep();
   draw();
+  notice(`Deleted “${titleOf(one).slice(0, 40)}”.`, () => {
+    chats.splice(place, 0, one);
+    if (current) chat = one;
+    keep();
+    draw();
+  });
 }
 
+// -- a question that is edited stays where it is, and so does what follows, until it is sent
+
 function edit(index) {
-  answering?.abort();
-  $("question").value = chat.messages[index].content;
-  chat.messages.length = index;
+  editing = index;
+  draw();
+  const field = $("messages").children[index].querySelector("textarea");
+  field.focus();
+  field.setSelectionRange(field.value.length, field.value.length);
+}
+
+function editor(message, index) {
+  const form = element("form", "", { className: "editor" });
+  const field = element("textarea", message.content, { rows: Math.min(12, message.content.split("\n").length + 1) });
+  field.setAttribute("aria-label", "The question");
+  const send = element("button", "Send", { type: "submit" });
+  form.append(field, line(send, button("Cancel", leave)));
+  field.addEventListener("keydown", sends);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!field.value.trim()) return;
+    answering?.abort();
+    editing = null;
+    chat.messages.length = index;
+    chat.messages.push({ role: "user", content: field.value });
+    answer();
+    $("question").focus();
+  });
+  return form;
+}
+
+function leave() {
+  editing = null;
   draw();
   $("question").focus();
+}
+
+function sends(event) {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  event.target.form.requestSubmit();
 }
 
 function again(index) {
   answering?.abort();
+  editing = null;
   chat.messages.length = index;
   answer();
 }
 
-function tell_pieces(pieces, by, delta) {
-  const thought = delta?.reasoning_content ?? delta?.reasoning ?? "";
-  for (const [text, isThought] of [[thought, true], [delta?.content ?? "", false]]) {
+// --------------------------------------------------------------------------------------------------- an answer
+
+function addPieces(pieces, by, thought, content) {
+  for (const [text, isThought] of [[thought, true], [content, false]]) {
     if (!text) continue;
     const last = pieces.at(-1);
     if (last?.by === by && last.thought === isThought) last.text += text;
@@ -235,214 +248,122 @@ function tell_pieces(pieces, by, delta) {
   }
 }
 
+/** Counts tokens over the time between the first and the last, by the server's clock, which no connection disturbs. */
+class Pace {
+  constructor() {
+    this.began = performance.now();
+    this.first = this.last = this.heard = null;
+  }
+
+  take(tokens, elapsed_ms) {
+    if (elapsed_ms === undefined) return;
+    this.heard ??= performance.now();
+    this.last = { tokens, ms: elapsed_ms };
+    this.first ??= this.last;
+  }
+
+  get line() {
+    if (!this.last) return "";
+    const { tokens, ms } = this.last;
+    const parts = [];
+    const seconds = (ms - this.first.ms) / 1000;
+    if (seconds >= LEAST_S) {
+      const rate = Math.min((tokens - this.first.tokens) / seconds, ownRate(seconds) ?? Infinity);
+      parts.push(`${number(tokens)} tokens`, `${number(rate, rate < 10 ? 1 : 0)} tokens/s`);
+    } else parts.push(`${number(tokens)} tokens in ${number(ms / 1000, 2)} s`);
+    return [...parts, `first after ${number(this.heard - this.began)} ms`].join(", ");
+  }
+}
+
 async function answer() {
   const here = chat; // the user may open another meanwhile
   const control = (answering = new AbortController());
-  const message = { role: "assistant", content: "", reasoning: "", pieces: [], proposed: {} };
+  const message = { role: "assistant", content: "", reasoning: "", pieces: [], proposed: {}, open: true };
   const sent = here.messages.map(({ role, content }) => ({ role, content }));
   here.messages.push(message);
   keep();
+  atEnd = true;
   draw();
-  const shown = $("messages").lastElementChild;
   $("send").hidden = true;
   $("stop").hidden = false;
   tell("");
-  const began = performance.now();
-  let first = 0;
+  complain();
+  const pace = new Pace();
   let tokens = 0;
   let due = false;
 
   function paint() {
     due = false;
-    if (!shown.isConnected) return;
-    const log = $("messages");
-    const below = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+    const shown = here === chat && $("messages").children[here.messages.indexOf(message)];
+    if (!shown) return;
+    message.rate = pace.line;
     update(shown, message);
-    if (below) log.scrollTop = log.scrollHeight;
+    if (atEnd && editing === null) toEnd();
   }
 
   try {
     const body = {
       model: settings.model,
       messages: settings.system ? [{ role: "system", content: settings.system }, ...sent] : sent,
-      temperature: Number(settings.temperature),
+      ...sampling(),
       stream: true,
       stream_options: { include_usage: true, continuous_usage_stats: true, include_proposers: true },
       chat_template_kwargs: { thinking: settings.thinking },
     };
-    if (settings.tokens) body.max_tokens = Number(settings.tokens);
     const how = { method: "POST", body: JSON.stringify(body), signal: control.signal };
     for await (const chunk of events("v1/chat/completions", { ...how, headers: { "Content-Type": "application/json" } })) {
-      if (chunk.error) throw new Error(chunk.error.message);
+      if (chunk.error) throw told(chunk.error);
       const until = tokens;
       tokens = chunk.usage?.completion_tokens ?? tokens;
-      const by = chunk.choices?.[0]?.proposer;
+      const choice = chunk.choices?.[0];
+      const by = choice?.proposer;
       if (by in PROPOSERS && tokens > until) message.proposed[by] = (message.proposed[by] ?? 0) + tokens - until;
-      const delta = chunk.choices?.[0]?.delta;
-      if (delta && !first) first = performance.now();
-      message.reasoning += delta?.reasoning_content ?? delta?.reasoning ?? "";
-      message.content += delta?.content ?? "";
-      if (by in PROPOSERS) tell_pieces(message.pieces, by, delta);
-      for (const call of delta?.tool_calls ?? []) {
+      pace.take(tokens, choice?.elapsed_ms);
+      const thought = choice?.delta?.reasoning_content ?? choice?.delta?.reasoning ?? "";
+      const content = choice?.delta?.content ?? "";
+      message.reasoning += thought;
+      message.content += content;
+      if (by in PROPOSERS) addPieces(message.pieces, by, thought, content);
+      for (const call of choice?.delta?.tool_calls ?? []) {
         const known = ((message.calls ??= [])[call.index ?? 0] ??= { name: "", arguments: "" });
         known.name += call.function?.name ?? "";
         known.arguments += call.function?.arguments ?? "";
       }
-      const seconds = (performance.now() - first) / 1000;
-      if (tokens > 1 && seconds > 0) {
-        message.rate = `${tokens} tokens, ${((tokens - 1) / seconds).toFixed(0)} tokens/s, first after ${(first - began).toFixed(0)} ms`;
-      }
+      if (choice?.finish_reason === "length") message.ended = `Cut off at ${number(tokens)} tokens, the most that it might have.`;
       if (!due) {
         due = true;
         setTimeout(() => requestAnimationFrame(paint), SHOWN_EVERY_MS);
       }
     }
   } catch (error) {
-    if (!control.signal.aborted) tell(error.message, true);
-    if (!message.content && !message.reasoning) here.messages.pop();
+    const begun = message.content || message.reasoning || message.calls;
+    if (control.signal.aborted) message.ended = "Stopped.";
+    else {
+      tell(error.message, true);
+      if (error instanceof Refused) complain(error.field?.split(/[.[]/)[0], error.message);
+      message.ended = `Broken off: ${error.message}`;
+    }
+    if (!begun && !control.signal.aborted) here.messages.splice(here.messages.indexOf(message), 1);
   } finally {
+    delete message.open;
+    message.rate = pace.line;
     if (answering === control) {
       answering = null;
       $("send").hidden = false;
       $("stop").hidden = true;
     }
     keep();
-    if (here === chat) draw();
+    if (here === chat && editing === null) draw();
+    else if (here === chat) paint();
   }
 }
 
-// ------------------------------------------------------------------------------------------------- the engine
-
-let watching = null;
-let before = null; // [milliseconds, tokens generated until then]
-const timed = new Map(); // worker and kind of step -> the sums of the last event, and the newest steps that were shown
-
-async function watch() {
-  const control = (watching = new AbortController());
-  while (!control.signal.aborted) {
-    try {
-      for await (const now of events("engine", { signal: control.signal })) engine(now);
-      $("engine-status").textContent = "The server has ended the stream; asking again.";
-    } catch (error) {
-      if (control.signal.aborted) return;
-      $("engine-status").textContent = error.message;
-    }
-    await new Promise((done) => setTimeout(done, 2000));
-  }
-}
-
-// Rows of a table: what it is called, a part of a whole, and what is said of it: the counts, where nothing is given.
-function meters(id, rows) {
-  $(id).hidden = !rows.length;
-  $(id).querySelector("tbody").replaceChildren(
-    ...rows.map(([name, part, whole, said]) => {
-      const line = element("tr");
-      const cell = element("td");
-      const share = whole ? part / whole : 0;
-      const meter = element("meter", `${(100 * share).toFixed(0)} %`, { min: 0, max: 1, value: share });
-      meter.setAttribute("aria-label", name);
-      cell.append(meter);
-      const counts = said ?? `${(100 * share).toFixed(0)} %, ${part.toLocaleString()} of ${whole.toLocaleString()}`;
-      line.append(element("th", name, { scope: "row" }), cell, element("td", counts));
-      return line;
-    }),
-  );
-}
-
-const total = (loads, name) => loads.reduce((sum, load) => sum + (load[name] ?? 0), 0);
-
-function positions(loads) {
-  const drafts = total(loads, "drafts");
-  const most = Math.max(...loads.map((load) => load.accepted_per_pos.length));
-  return Array.from({ length: most }, (_, place) => [
-    `draft ${place + 1}`, loads.reduce((sum, load) => sum + (load.accepted_per_pos[place] ?? 0), 0), drafts,
-  ]);
-}
-
-function proposers(loads) {
-  const [made, held] = [total(loads, "draft_tokens"), total(loads, "accepted_tokens")];
-  const [suffix, grammar] = ["suffix", "grammar"].map((by) => ["draft", "accepted"].map((what) => total(loads, `${by}_${what}_tokens`)));
-  const learned = [made - suffix[0] - grammar[0], held - suffix[1] - grammar[1]];
-  const rows = [["drafter", ...learned], ["earlier text", ...suffix], ["grammar", ...grammar]];
-  return rows.filter(([, all]) => all).map(([name, all, good]) => [name, good, all]);
-}
-
-function holders({ name, load }) {
-  if (!load?.pages_total) return [];
-  const free = load.pages_total - load.pages_used - load.pages_cached;
-  const parts = [["answers that run", load.pages_used], ["the prefix cache alone", load.pages_cached], ["nobody", free]];
-  return parts.map(([who, pages]) => [`${name}: ${who}`, pages, load.pages_total]);
-}
-
-// A worker tells sums since its start: the newest steps are what has come since the last event. Where none has, those
-// that came last stay.
-const KINDS = { decode: "answers alone", prompts: "with prompts" };
-
-function newest(key, sums) {
-  const known = timed.get(key);
-  const then = known && known.sums.steps <= sums.steps ? known.sums : { steps: 0, seconds: 0, floor_s: 0 };
-  const steps = sums.steps - then.steps;
-  const shown = steps
-    ? { ms: (1000 * (sums.seconds - then.seconds)) / steps, floor: (1000 * (sums.floor_s - then.floor_s)) / steps }
-    : known.shown;
-  timed.set(key, { sums, shown });
-  return shown;
-}
-
-function steps({ name, load, read_bytes_per_s }) {
-  const kinds = [...(load?.step_times ?? [])].sort((a, b) => a.kind.localeCompare(b.kind));
-  return kinds.map((sums) => {
-    const { ms, floor } = newest(`${name} ${sums.kind}`, sums);
-    const share = `${((100 * floor) / ms).toFixed(0)} %`;
-    const said = `step ${ms.toFixed(1)} ms, floor ${floor.toFixed(1)} ms, ${share}, at ${(read_bytes_per_s / 1e9).toFixed(1)} GB/s`;
-    return [`${name}: ${KINDS[sums.kind] ?? sums.kind}`, floor, ms, said];
-  });
-}
-
-function engine(now) {
-  $("engine-status").textContent = now.trouble ?? (now.ready ? "Ready." : "Not ready.");
-  const pages = (now.workers.map((one) => one.load).filter(Boolean)).reduce(
-    (sum, load) => [sum[0] + load.pages_used, sum[1] + load.pages_total], [0, 0]);
-  const loads = now.workers.map((one) => one.load).filter(Boolean);
-  const generated = loads.reduce((sum, load) => sum + load.generation_tokens, 0);
-  const at = performance.now();
-  const rate = before ? Math.max(0, ((generated - before[1]) * 1000) / (at - before[0])) : 0;
-  before = [at, generated];
-  const share = (part, whole) => {
-    const [a, b] = [part, whole].map((name) => loads.reduce((sum, load) => sum + (load[name] ?? 0), 0));
-    return b ? `${((100 * a) / b).toFixed(0)} %` : "–";
-  };
-  const numbers = {
-    "Tokens/s": Math.round(rate),
-    "Answers that run": now.running,
-    "Jobs that wait": now.queue.jobs,
-    "Prompt tokens that wait": now.queue.tokens,
-    "Prompts found cached": share("prompt_tokens_cached", "prompt_tokens"),
-    "Drafts accepted": share("accepted_tokens", "draft_tokens"),
-    "Pages in use": pages[1] ? `${pages[0]} of ${pages[1]}` : "0",
-  };
-  $("engine-numbers").replaceChildren(
-    ...Object.entries(numbers).map(([name, value]) => {
-      const box = element("div");
-      box.append(element("dt", name), element("dd", typeof value === "number" ? value.toLocaleString() : value));
-      return box;
-    }),
-  );
-  meters("steps", now.workers.flatMap(steps));
-  meters("positions", now.workers.flatMap(({ load }) => load?.accepted_per_pos ?? []).length ? positions(loads) : []);
-  meters("proposers", proposers(loads));
-  meters("holders", now.workers.flatMap(holders));
-  const columns = ["running", "waiting", "pages_used", "pages_cached", "pages_total", "steps", "replayed", "preemptions", "generation_tokens"];
-  const row = (cells, kind) => {
-    const line = element("tr");
-    line.append(...cells.map((cell) => element(kind, String(cell ?? ""))));
-    return line;
-  };
-  $("workers-head").replaceChildren(row(["name", "role", "ready", ...columns.map((name) => name.replaceAll("_", " "))], "th"));
-  $("workers").replaceChildren(
-    ...now.workers.map((one) => row([one.name, one.role, one.ready ? "yes" : "no", ...columns.map((name) => one.load?.[name])], "td")),
-  );
-}
+addEventListener("pagehide", () => {
+  const message = chat.messages.at(-1);
+  if (!message?.open) return;
+  message.ended = "Stopped.";
+  keep();
+});
 
 // --------------------------------------------------------------------------------------------------- the page
 
@@ -451,64 +372,123 @@ function view(name) {
     $(one).hidden = one !== name;
     $(`show-${one}`).setAttribute("aria-pressed", String(one === name));
   }
-  watching?.abort();
-  if (name === "engine") watch();
+  if (name === "engine") showEngine();
+  if (name === "chat") {
+    if (atEnd) toEnd();
+    $("question").focus();
+  }
+}
+
+function aside(open) {
+  $("chats").hidden = !open;
+  $("chats-button").setAttribute("aria-expanded", String(open));
 }
 
 for (const name of ["chat", "engine", "settings"]) $(`show-${name}`).addEventListener("click", () => view(name));
-$("chats-button").addEventListener("click", () => {
-  $("chats").hidden = !$("chats").hidden;
-  $("chats-button").setAttribute("aria-expanded", String(!$("chats").hidden));
-});
+$("chats-button").addEventListener("click", () => aside($("chats").hidden));
 $("colours").addEventListener("click", () => {
   settings.colours = !settings.colours;
   keep();
   chosen();
-  draw();
+  if (settings.colours) [...$("messages").children].forEach((one, at) => one.matches(".assistant") && update(one, chat.messages[at]));
+  else clear($("messages"));
 });
 $("new-chat").addEventListener("click", () => choose(fresh()));
 $("stop").addEventListener("click", () => answering?.abort());
-$("question").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
-    event.preventDefault();
-    $("ask").requestSubmit();
-  }
-});
+$("question").addEventListener("keydown", sends);
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const question = $("question").value;
   if (!question.trim() || answering) return;
   $("question").value = "";
+  editing = null;
   chat.messages.push({ role: "user", content: question });
   answer();
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape") answering?.abort();
+  if (event.key !== "Escape") return;
+  if (editing !== null) leave();
+  else if (answering) answering.abort();
+  else if (matchMedia("(max-width: 44em)").matches) aside(false);
 });
 
+$("export").addEventListener("click", () => {
+  const link = element("a", "", { href: URL.createObjectURL(exported(chats)), download: "redline-chats.json" });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+});
+$("import").addEventListener("click", () => $("import-file").click());
+$("import-file").addEventListener("change", async ({ target }) => {
+  const [file] = target.files;
+  target.value = "";
+  if (!file) return;
+  try {
+    const found = imported(await file.text());
+    const known = new Set(chats.map((one) => one.id));
+    const added = found.filter((one) => !known.has(one.id));
+    chats = [...chats, ...added];
+    if (!chat.messages.length && added.length) chat = added[0];
+    keep();
+    draw();
+    const kept = added.filter((one) => chats.some((other) => other.id === one.id)).length;
+    const left = [found.length - added.length && `${found.length - added.length} were here already`, added.length - kept && `${added.length - kept} did not fit`];
+    notice([`${kept} of ${found.length} chats imported`, ...left.filter(Boolean)].join("; ") + ".");
+  } catch (error) {
+    notice(`Nothing was imported. ${error.message}.`);
+  }
+});
+
+// ---------------------------------------------------------------------------------------------------- settings
+
 const form = $("settings-form");
-form.addEventListener("submit", (event) => event.preventDefault());
-for (const name of ["system", "temperature", "tokens"]) form.elements[name].value = settings[name];
+const KEPT = ["system", ...SAMPLING];
+const labelOf = (field) => field.closest("label").firstChild.data.trim();
+for (const name of KEPT) form.elements[name].value = settings[name];
 form.elements.thinking.checked = settings.thinking;
-form.elements.key.value = key;
+form.elements.key.value = theKey();
+
+/** Says below a field what is wrong with it; without a field, nothing is wrong with any. */
+function complain(name = "", text = "") {
+  for (const one of form.querySelectorAll(".wrong")) one.remove();
+  for (const one of form.elements) one.removeAttribute("aria-invalid");
+  const field = KEPT.includes(name) && form.elements[name];
+  if (!field) return;
+  field.setAttribute("aria-invalid", "true");
+  field.closest("label").append(element("span", text, { className: "wrong" }));
+}
+
+form.addEventListener("submit", (event) => event.preventDefault());
 form.addEventListener("change", ({ target }) => {
   if (target.name === "key") {
-    key = target.value.trim();
-    sessionStorage.setItem("redline.key", key);
+    setKey(target.value);
     learnModels();
+    watch();
+    return;
+  }
+  complain();
+  if (!target.checkValidity()) {
+    complain(target.name, `${labelOf(target)}: ${target.validationMessage} It is still ${settings[target.name] || "left to the server"}.`);
     return;
   }
   settings[target.name] = target.type === "checkbox" ? target.checked : target.value;
   $("model").textContent = settings.model;
   keep();
 });
+$("reset").addEventListener("click", () => {
+  for (const name of SAMPLING) settings[name] = form.elements[name].value = "";
+  complain();
+  keep();
+});
 
 function chosen() {
   $("colours").setAttribute("aria-pressed", String(settings.colours));
-  $("legend").hidden = !settings.colours;
+  $("legend").classList.toggle("off", !settings.colours);
 }
 
 $("legend").append(...Object.entries(PROPOSERS).map(([by, name]) => element("span", name, { className: `by-${by}` })));
+renderWith(headers);
 chosen();
 draw();
 learnModels();
+watch();
+$("question").focus();

@@ -1,0 +1,97 @@
+// Text coloured by who proposed its tokens, as highlights: they lie over the text, and move nothing.
+
+/** Who proposes: the model itself, its drafter, a match of the text's own past, or a grammar. */
+export const PROPOSERS = { target: "model", learned: "drafter", suffix: "earlier text", grammar: "grammar" };
+
+const able = typeof Highlight === "function" && CSS.highlights;
+const marks = new Map();
+if (able) {
+  for (const by of Object.keys(PROPOSERS)) {
+    marks.set(by, new Highlight());
+    CSS.highlights.set(`by-${by}`, marks.get(by));
+  }
+}
+
+/** Where the tokens of each proposer stand in a text that is made of these pieces: [start, end, by]. */
+export function spans(pieces) {
+  let at = 0;
+  return pieces.map(({ by, text }) => [at, (at += text.length), by]);
+}
+
+/** Colours what the blocks within a node show of a text. spans: of that text. */
+export function colour(node, text, where) {
+  if (!able) return;
+  const children = node.children.length ? [...node.children] : [node];
+  children.forEach((child, place) => {
+    if (child.marked !== child.firstChild) bare(child);
+    child.marked = child.firstChild;
+    if (child.from !== undefined) grown(child, where);
+    else child.marks ??= add(found(child, text, child.start, children[place + 1]?.start ?? text.length, where));
+  });
+}
+
+function add(made) {
+  for (const [by, range] of made) marks.get(by)?.add(range);
+  return made;
+}
+
+// Of a plain text that grows, only what is new is coloured; the last mark may grow with it.
+function grown(child, where) {
+  const [node, made] = [child.firstChild, (child.marks ??= [])];
+  if (!node) return;
+  const end = child.from + node.length;
+  if (child.open) remove([made.pop()]);
+  child.open = false;
+  for (let at = (child.next ??= 0); at < where.length && where[at][0] < end; at += 1) {
+    const [from, to, by] = where[at];
+    if (to > child.from) made.push(...add([[by, range(node, Math.max(0, from - child.from), Math.min(to, end) - child.from)]]));
+    child.open = to >= end && made.length > 0;
+    if (!child.open) child.next = at + 1;
+  }
+}
+
+/** Takes all colours away. */
+export function clear(node) {
+  for (const one of [node, ...node.querySelectorAll("*")]) if (one.marks) bare(one);
+}
+
+function bare(child) {
+  remove(child.marks ?? []);
+  child.marks = child.marked = child.open = child.next = undefined;
+}
+
+function remove(made) {
+  for (const [by, range] of made) marks.get(by)?.delete(range);
+}
+
+// Words are found in the source one behind another: what Markdown's marks and links' addresses add is stepped over.
+function found(child, text, start, end, where) {
+  const made = [];
+  const walker = document.createTreeWalker(child, NodeFilter.SHOW_TEXT);
+  let at = start;
+  let span = where.findIndex(([, to]) => to > start);
+  if (span < 0) return made;
+  while (walker.nextNode()) {
+    const { currentNode: node } = walker;
+    if (node.parentElement.closest(".bar")) continue;
+    for (const { 0: word, index } of node.data.matchAll(/\S+/g)) {
+      const next = text.indexOf(word, at);
+      const near = next >= 0 && next < Math.min(end, at + (word.length > 2 ? 400 : 24));
+      if (near) at = next;
+      while (span < where.length - 1 && where[span][1] <= at) span += 1;
+      let done = 0;
+      while (done < word.length) {
+        const rest = near ? Math.min(word.length, Math.max(done + 1, where[span][1] - at)) : word.length;
+        made.push([where[span][2], range(node, index + done, index + rest)]);
+        done = rest;
+        if (done < word.length && span < where.length - 1) span += 1;
+        else break;
+      }
+      if (near) at += word.length;
+    }
+  }
+  return made;
+}
+
+const range = (node, from, to) =>
+  new StaticRange({ startContainer: node, startOffset: from, endContainer: node, endOffset: to });

@@ -1,0 +1,120 @@
+"""`POST /page/render`: Markdown of finished blocks as HTML that cannot act (`api/render_child.py` makes it).
+
+It is made in a process of its own, which is started with the first block and killed where one takes too long: a regex
+of a highlighter holds the interpreter's lock, and here tokens wait for it.
+"""
+
+import asyncio
+import logging
+import sys
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from redline.api.errors import Refusal
+from redline.api.openai import read
+from redline.errors import Overloaded
+
+PATH = "/page/render"
+BLOCKS_BYTES = 256 << 10  # of one request's texts
+START_S = 60.0  # for the process to import what it needs, on a machine that is busy loading a model
+RENDER_S = 2.0  # for one request
+WAITING = 16  # requests, before new ones are refused
+LINE_BYTES = 16 << 20  # of an answer: coloured code takes some 20 times its text
+
+log = logging.getLogger("redline.api")
+
+
+class RenderRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Texts in Markdown."""
+
+    blocks: Annotated[list[str], Meta(min_length=1, max_length=256)]
+
+
+class Renderer:
+    """The process, one request at a time. Everything runs in one event loop."""
+
+    def __init__(self, render_s: float = RENDER_S) -> None:
+        self.render_s = render_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._killed: list[asyncio.subprocess.Process] = []
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+
+    async def answer(self, body: bytes) -> bytes:
+        """The JSON that answers a body. Raises RequestError, Refusal (413, 400) and Overloaded."""
+        if len(body) > 2 * BLOCKS_BYTES:
+            raise Refusal(413, f"the body is {len(body)} bytes; at most {2 * BLOCKS_BYTES} are read", "body_too_large")
+        blocks = read(body, RenderRequest).blocks
+        size = sum(map(len, blocks))
+        if size > BLOCKS_BYTES:
+            raise Refusal(413, f"blocks are {size} characters; at most {BLOCKS_BYTES} are rendered", "blocks_too_large")
+        if self._waiting >= WAITING:
+            raise Overloaded(f"{self._waiting} requests wait to be rendered; try again later")
+        self._waiting += 1
+        try:
+            async with self._turn:
+                return b'{"blocks":' + await self._rendered(msgspec.json.encode(blocks) + b"\n") + b"}"
+        finally:
+            self._waiting -= 1
+
+    async def ended(self) -> None:
+        """Kill the process, and wait until it and every one before it has ended."""
+        self._kill()
+        while self._killed:
+            await self._killed.pop().wait()
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            self._killed.append(process)
+            if process.returncode is None:
+                process.kill()
+
+    async def _rendered(self, line: bytes) -> bytes:
+        try:
+            process = await self._started()
+        except (OSError, asyncio.IncompleteReadError) as error:
+            log.error("the process that renders the page's Markdown cannot be started: %r", error)
+            raise Overloaded("blocks cannot be rendered now; try again later") from None
+        try:
+            async with asyncio.timeout(self.render_s):
+                return await _asked(process, line)
+        except TimeoutError:
+            self._kill()
+            raise Refusal(400, f"blocks take more than {self.render_s:g} s to render", "blocks_too_slow") from None
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            self._kill()
+            raise Refusal(400, "blocks take more memory to render than there is for it", "blocks_too_large") from None
+        except BaseException:  # the client has left: what the process still says would answer the next request
+            self._kill()
+            raise
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """The process, once it has answered. Raises OSError (TimeoutError too) and IncompleteReadError."""
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        await self.ended()  # the one before, which has ended or was killed
+        pipe = asyncio.subprocess.PIPE
+        command = sys.executable, "-m", "redline.api.render_child"
+        process = self._process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, limit=LINE_BYTES
+        )
+        try:
+            async with asyncio.timeout(START_S):
+                await _asked(process, b"[]\n")
+        except BaseException:
+            self._kill()
+            raise
+        return process
+
+
+async def _asked(process: asyncio.subprocess.Process, line: bytes) -> bytes:
+    """What the process answers to a line. Raises IncompleteReadError where it has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line)
+    await process.stdin.drain()
+    answer = await process.stdout.readuntil(b"\n")
+    return answer.removesuffix(b"\n")
