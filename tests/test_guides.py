@@ -43,9 +43,10 @@ def wrong(line: str) -> str | None:
         if verb not in command.commands:
             return f"no verb {verb}"
         command = command.commands[verb]
-        context = command.context_class(command, parent=context, info_name=verb, resilient_parsing=True)
+        context = command.context_class(command, parent=context, info_name=verb)
     try:
         values, left, _ = command.make_parser(context).parse_args(words)
+        context.resilient_parsing = True  # a folder that is named need not be here
         for parameter in command.params:
             given = values.get(parameter.name)
             if parameter.opts[0].startswith("-"):
