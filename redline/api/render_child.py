@@ -1,8 +1,8 @@
 """The process that renders the page's Markdown: a block that takes too long costs this process, which can be killed.
 
-Standard input has one JSON list of texts a line; each line is answered by one with the list of their HTML, null for one that fails. Markdown is
-read by markdown-it-py, code is coloured by Pygments, TeX becomes MathML by latex2mathml, and nh3 lets through nothing
-but the elements that these make. HTML in a text stays text.
+Standard input has one JSON list of texts a line; each line is answered by one with the list of their HTML, null for one
+that fails. Markdown is read by markdown-it-py, code is coloured by Pygments, TeX becomes MathML by latex2mathml,
+and nh3 lets through nothing but the elements that these make. HTML in a text stays text.
 """
 
 import resource
