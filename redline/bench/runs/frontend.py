@@ -119,7 +119,9 @@ def front_end() -> ASGIApp:
 
 def bare() -> ASGIApp:
     """The floor: an app that sends the same chunks without anything behind them."""
-    stream = ChatStream("chatcmpl-" + "0" * 32, int(clock.now()), MODEL, [20], 1, Streaming(), False, lambda _: b"")
+    stream = ChatStream(
+        "chatcmpl-" + "0" * 32, int(clock.now()), MODEL, [20], 1, Streaming(), False, lambda _: b"", "reasoning_content"
+    )
     chunk = stream.write([Batch(0, [Text(text=WORD)], 1)])
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
