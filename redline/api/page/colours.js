@@ -4,9 +4,9 @@
 export const PROPOSERS = { target: "model", learned: "drafter", suffix: "earlier text", grammar: "grammar" };
 
 const able = typeof Highlight === "function" && CSS.highlights;
-const marks = new Map();
+const marks = new Map(); // the model's own tokens have no colour
 if (able) {
-  for (const by of Object.keys(PROPOSERS)) {
+  for (const by of Object.keys(PROPOSERS).filter((one) => one !== "target")) {
     marks.set(by, new Highlight());
     CSS.highlights.set(`by-${by}`, marks.get(by));
   }
@@ -31,7 +31,7 @@ export function colour(node, text, where) {
 }
 
 function add(made) {
-  for (const [by, range] of made) marks.get(by)?.add(range);
+  for (const [by, range] of made) marks.get(by).add(range);
   return made;
 }
 
@@ -44,8 +44,9 @@ function grown(child, where) {
   child.open = false;
   for (let at = (child.next ??= 0); at < where.length && where[at][0] < end; at += 1) {
     const [from, to, by] = where[at];
-    if (to > child.from) made.push(...add([[by, range(node, Math.max(0, from - child.from), Math.min(to, end) - child.from)]]));
-    child.open = to >= end && made.length > 0;
+    const seen = to > child.from && marks.has(by);
+    if (seen) made.push(...add([[by, range(node, Math.max(0, from - child.from), Math.min(to, end) - child.from)]]));
+    child.open = seen && to >= end;
     if (!child.open) child.next = at + 1;
   }
 }
@@ -61,7 +62,7 @@ function bare(child) {
 }
 
 function remove(made) {
-  for (const [by, range] of made) marks.get(by)?.delete(range);
+  for (const [by, range] of made) marks.get(by).delete(range);
 }
 
 // Words are found in the source one behind another: what Markdown's marks and links' addresses add is stepped over.
@@ -82,7 +83,7 @@ function found(child, text, start, end, where) {
       let done = 0;
       while (done < word.length) {
         const rest = near ? Math.min(word.length, Math.max(done + 1, where[span][1] - at)) : word.length;
-        made.push([where[span][2], range(node, index + done, index + rest)]);
+        if (marks.has(where[span][2])) made.push([where[span][2], range(node, index + done, index + rest)]);
         done = rest;
         if (done < word.length && span < where.length - 1) span += 1;
         else break;

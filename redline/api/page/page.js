@@ -8,7 +8,7 @@ import { Refused, events, headers, refusal, setKey, theKey, told } from "./serve
 import { SAMPLING, exported, fresh, imported, keep as keepChats, keptChats, sampling, settings } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
-const SHOWN_EVERY_MS = 50; // an answer is drawn at most so often, whatever comes
+const SHOWN_EVERY_MS = { plain: 50, coloured: 100 }; // an answer is drawn at most so often, whatever comes
 const LEAST_S = 1; // over which a rate is told
 
 let chats = keptChats();
@@ -332,7 +332,7 @@ async function answer() {
       if (choice?.finish_reason === "length") message.ended = `Cut off at ${number(tokens)} tokens, the most that it might have.`;
       if (!due) {
         due = true;
-        setTimeout(() => requestAnimationFrame(paint), SHOWN_EVERY_MS);
+        setTimeout(() => requestAnimationFrame(paint), SHOWN_EVERY_MS[settings.colours ? "coloured" : "plain"]);
       }
     }
   } catch (error) {
