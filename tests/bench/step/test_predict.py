@@ -222,7 +222,7 @@ def test_a_chip_alone_is_one():
     ],
 )
 def test_nonsense_is_one_line_that_names_what_is_known(text: str):
-    with pytest.raises(ConfigError, match="1, 2, 4, 8 GPUs of one host, .* chips: H100, H200, B200") as caught:
+    with pytest.raises(ConfigError, match=r"1, 2, 4, 8 GPUs of one host, .* chips: H100, H200, B200") as caught:
         machine(text)
     assert "\n" not in str(caught.value)
     assert repr(text) in str(caught.value)
