@@ -110,6 +110,18 @@ class Measured(Record, frozen=True):
         return self.ceiling - self.length
 
 
+class Pooled(Record, frozen=True):
+    """All domains at one k in one mode, with rounds and accepted drafts of each prompt, so that runs can be paired."""
+
+    k: int
+    mode: Mode
+    rounds: int
+    length: float
+    low: float
+    high: float
+    by_prompt: dict[str, tuple[int, int]]
+
+
 class Evaluation(Record, frozen=True):
     """What one run of `eval` measured, with the folders of target and drafter."""
 
@@ -117,6 +129,7 @@ class Evaluation(Record, frozen=True):
     draft: str
     measured: tuple[Measured, ...]
     short: tuple[str, ...]  # what ran out of prompts before its rounds were reached
+    pooled: tuple[Pooled, ...] = ()  # of every k and mode that has rounds
 
 
 Open = Callable[[int], AbstractContextManager[Engine]]
@@ -140,6 +153,7 @@ def evaluate(
     """
     measured: list[Measured] = []
     short: list[str] = []
+    pooled: list[Pooled] = []
     for k in config.k:
         with open_engine(k) as engine:
             said: dict[Mode, dict[str, list[Spoken]]] = {
@@ -147,12 +161,15 @@ def evaluate(
             }
             beside = None if offline is None else offline(engine)
             for mode, answers in said.items():
+                pooled += _pooled([one for of_domain in answers.values() for one in of_domain], k, mode, config.seed)
                 for domain, of_domain in sorted(answers.items()):
                     one = _measure(domain, of_domain, k, mode, config, beside)
                     measured.append(one)
                     if config.rounds > one.rounds:
                         short.append(f"{domain}, k = {k}, {mode}: {one.rounds:,} rounds of {config.rounds:,}")
-    return Evaluation(target=config.target, draft=config.draft, measured=tuple(measured), short=tuple(short))
+    return Evaluation(
+        target=config.target, draft=config.draft, measured=tuple(measured), short=tuple(short), pooled=tuple(pooled)
+    )
 
 
 def first_draft_check(evaluation: Evaluation) -> tuple[float, float, int] | None:
@@ -280,6 +297,28 @@ def _measure(
         offline_first=foretold_first,
         engine_first=engine_first,
     )
+
+
+def _pooled(answers: Sequence[Spoken], k: int, mode: Mode, seed: int) -> list[Pooled]:
+    """One; none where there is no round."""
+    by_prompt: dict[str, list[Round]] = defaultdict(list)
+    for answer in answers:  # sampled, a prompt may be asked several times
+        by_prompt[answer.id] += answer.rounds
+    length = acceptance_length(list(by_prompt.values()), seed)
+    if not length.rounds:
+        return []
+    counts = {name: (len(rounds), sum(one.accepted for one in rounds)) for name, rounds in by_prompt.items()}
+    return [
+        Pooled(
+            k=k,
+            mode=mode,
+            rounds=length.rounds,
+            length=length.mean,
+            low=length.low,
+            high=length.high,
+            by_prompt=counts,
+        )
+    ]
 
 
 def _beside(

@@ -6,11 +6,17 @@
     OUT/mine                mine        what it struggles with; OUT/mine/mixed.jsonl: fresh answers and replay
     OUT/mine-capture        capture
     OUT/mined               train       the first drafter, trained on
-    OUT/eval.json           eval        in the engine; it ends the run where the engine and the trainer disagree
-    OUT/drafter             export      what `redline serve --draft` takes
+    OUT/control-mine        control-mine: as mine, but prompts are drawn without a look at what is difficult
+    OUT/control             control-mine-capture, control: the first drafter, trained for as long on these
+    OUT/eval-base.json      eval-base   the first drafter in the engine
+    OUT/eval-control.json   eval-control
+    OUT/eval.json           eval        the mined one, or, without [mine], the first; an evaluation ends the run where
+                                        the engine and the trainer disagree
+    OUT/drafter             export      the better of the first and the mined one, which `redline serve --draft` takes
 
 A recipe's tables have the keys of the verbs' configurations; what the recipe itself decides (folders, target) cannot be
-set there. Without [mine] the first drafter is evaluated and exported. recipe_example.toml, beside this module, is one.
+set there. Without [mine] the first drafter is evaluated and exported, without [eval] the last one is exported.
+`control = false` leaves the control arm out. recipe_example.toml, beside this module, is one.
 """
 
 import shlex
@@ -24,13 +30,13 @@ import msgspec
 from rich.console import Console
 
 from redline.disk import alone
-from redline.draft import evaluate, export
+from redline.draft import best, evaluate
+from redline.draft.best import BASE, CONTROL, MINED, BestConfig
 from redline.draft.corpus import capture, synth
 from redline.draft.corpus.capture import CaptureConfig
 from redline.draft.corpus.synth import INTERRUPTED, SynthConfig
 from redline.draft.corpus.traces import trace_file
 from redline.draft.evaluate import EvalConfig
-from redline.draft.export import ExportConfig
 from redline.draft.mine import mine
 from redline.draft.mine.mine import MineConfig
 from redline.draft.stages import Stage, fill, run_stages
@@ -62,6 +68,7 @@ class _Top(Record, frozen=True):
     capture: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     train: dict[str, Any] | None = None
     mine: dict[str, Any] | None = None
+    control: bool = True  # with [mine] and [eval]: whether a drafter is trained as long on prompts that were not mined
     retrain: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     eval: dict[str, Any] | None = None
 
@@ -91,7 +98,7 @@ def run(
         return INTERRUPTED
     if not status:
         exported = stages[-1].config
-        assert isinstance(exported, ExportConfig), f"the last stage is {stages[-1].name}"
+        assert isinstance(exported, BestConfig), f"the last stage is {stages[-1].name}"
         console.print(
             f"redline serve {shlex.quote(exported.target)} --draft {shlex.quote(str(out / 'drafter'))}",
             highlight=False,
@@ -175,31 +182,47 @@ def stages_of(
 
     if top.train is None:
         raise ConfigError(f"{path}: [train]: missing; a budget at least: [train.recipe.budget] steps = 1000")
-    drafter = trained("base", "train", top.train, captured("capture", corpus, outside), None)
-    if top.mine is not None:
-        values, reads = _beside(here, top.mine, ("traces",), lambda name: trace_file(name)[1])
-        folder = out / "mine"
-        paths = {"target": target, "draft": drafter, "corpus": corpus, "out": str(folder)}
+    first = trained("base", "train", top.train, captured("capture", corpus, outside), None)
+    drafters = {BASE: first}
+
+    def mined(name: str, stage: str, given: Mapping[str, Any], **chosen: str) -> None:
+        """Prompts for the first drafter to go on with, and that training."""
+        assert top.train is not None
+        values, reads = _beside(here, {**given, **chosen}, ("traces",), lambda name: trace_file(name)[1])
+        folder = out / stage
+        paths = {"target": target, "draft": first, "corpus": corpus, "out": str(folder)}
         config = table("mine", MineConfig, values, paths)
-        stages.append(
-            Stage("mine", config, mine.run, (folder,), reads, idle=(*paths, "device", "batch"), check=mine.check)
-        )
-        source = captured("mine-capture", (str(folder / "mixed.jsonl"),), ())
-        drafter = trained("mined", "retrain", _merged(top.train, top.retrain), source, drafter)
-    if top.eval is not None:
-        values, reads = _beside(here, top.eval, ("prompts", "corpus"))
-        save = out / "eval.json"
-        paths = {"target": target, "draft": drafter, "save": str(save)}
+        idle = (*paths, "device", "batch")
+        stages.append(Stage(stage, config, mine.run, (folder,), reads, idle=idle, check=mine.check))
+        source = captured(f"{stage}-capture", (str(folder / "mixed.jsonl"),), ())
+        drafters[name] = trained(name, "retrain", _merged(top.train, top.retrain), source, first)
+
+    if top.mine is not None:
+        mined(MINED, "mine", top.mine)
+        if top.eval is not None and top.control and top.mine.get("choose") != "uniform":
+            mined(CONTROL, "control-mine", top.mine, choose="uniform")
+    evaluations: dict[str, str] = {}
+
+    def measured(name: str, stage: str, given: Mapping[str, Any]) -> None:
+        values, reads = _beside(here, given, ("prompts", "corpus"))
+        save = out / f"{stage}.json"
+        evaluations[name] = str(save)
+        paths = {"target": target, "draft": drafters[name], "save": str(save)}
         config = table("eval", EvalConfig, values, paths)
 
         def evaluated(config: EvalConfig, console: Console) -> int:
             return evaluate.run(config, console, origin)
 
         # The batch is not idle: a step full of rows has less room for drafts, and a round with fewer is shorter.
-        stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
+        stages.append(Stage(stage, config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
+
+    if top.eval is not None:
+        last = MINED if MINED in drafters else BASE
+        for name in drafters:
+            measured(name, "eval" if name == last else f"eval-{name}", top.eval)
     final = out / "drafter"
-    config = ExportConfig(target=target, drafter=drafter, out=str(final))
-    stages.append(Stage("export", config, export.run, (final,), idle=config.__struct_fields__))
+    config = BestConfig(target=target, out=str(final), drafters=drafters, evaluations=evaluations)
+    stages.append(Stage("export", config, best.run, (final,), idle=config.__struct_fields__))
     return stages, out
 
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from redline.bench.runs.draft_run import accepted, took
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.draft import evaluate
 from redline.draft import recipe as module
 from redline.draft.mine.mine import MineConfig
 from redline.draft.recipe import RunConfig, read_train, run, stages_of
@@ -189,8 +192,9 @@ def test_a_recipes_device_is_that_of_every_stage_that_names_none_and_a_flag_wins
         configs = {stage.name: stage.config for stage in stages if stage.name != "export"}
         return {name: getattr(config, "engine", config).device for name, config in configs.items()}
 
-    both = {"capture": "cpu", "mine-capture": "cpu"}
-    others = dict.fromkeys(("synth", "base", "mine", "mined", "eval"), "cuda")
+    both = dict.fromkeys(("capture", "mine-capture", "control-mine-capture"), "cpu")
+    names = ("synth", "base", "mine", "mined", "control-mine", "control", "eval-base", "eval", "eval-control")
+    others = dict.fromkeys(names, "cuda")
     assert devices(None) == others | both
     assert devices("cpu") == dict.fromkeys(others | both, "cpu")
 
@@ -198,15 +202,37 @@ def test_a_recipes_device_is_that_of_every_stage_that_names_none_and_a_flag_wins
 @pytest.mark.parametrize("path", [EXAMPLE, *sorted(Path("models/kimi-nano-eagle3").glob("*.toml"))], ids=str)
 def test_a_recipe_that_is_shipped_is_one_of_every_stage(path: Path):
     assert [stage.name for stage in stages_of(path, None)[0]] == [
-        "synth", "capture", "base", "mine", "mine-capture", "mined", "eval", "export"
-    ]  # fmt: skip
+        *(
+            "synth",
+            "capture",
+            "base",
+            "mine",
+            "mine-capture",
+            "mined",
+            "control-mine",
+            "control-mine-capture",
+            "control",
+        ),
+        *("eval-base", "eval", "eval-control", "export"),
+    ]
 
 
 def test_the_example_is_a_recipe_of_every_stage():
     stages, _ = stages_of(EXAMPLE, None)
     assert [stage.name for stage in stages] == [
-        "synth", "capture", "base", "mine", "mine-capture", "mined", "eval", "export"
-    ]  # fmt: skip
+        *(
+            "synth",
+            "capture",
+            "base",
+            "mine",
+            "mine-capture",
+            "mined",
+            "control-mine",
+            "control-mine-capture",
+            "control",
+        ),
+        *("eval-base", "eval", "eval-control", "export"),
+    ]
     base, mined = (stage.config for stage in stages if stage.name in ("base", "mined"))
     assert mined.start == base.out
     assert (mined.recipe.lr, mined.recipe.budget.tokens, mined.recipe.steps_ahead) == (1e-4, 5_000_000, 5)
@@ -331,7 +357,19 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
     stages, _ = stages_of(Path(config.recipe), None)
     assert all(seconds_of(stage, out) is not None for stage in stages)
     assert seconds_of(stages[0], tmp_path) is None
-    assert [name for name, _ in told] == ["synth", "capture", "mine-capture"]
+    assert [name for name, _ in told] == ["synth", "capture", "mine-capture", "control-mine-capture"]
+    text = screen.getvalue()
+    (why,) = (line for line in text.splitlines() if line.startswith("exported: "))
+    chosen = why.split()[1].rstrip(",")
+    assert chosen in ("base", "mined")
+    assert "control, trained as long on prompts that were not mined" in text
+    assert "mined - base" in text
+    mining, control = (stage.config for stage in stages if stage.name in ("mined", "control"))
+    assert (mining.recipe, mining.drafter, mining.start) == (control.recipe, control.drafter, control.start)
+    given, exported = (load_file(at / "model.safetensors") for at in (out / chosen, out / "drafter"))
+    assert torch.equal(given["fc.weight"], exported["fc.weight"])
+    asked = [set(json.loads((out / f"{name}.json").read_bytes())["pooled"][0]["by_prompt"]) for name in EVALUATIONS]
+    assert asked[0] == asked[1] == asked[2]
     figures = {one.name: one for one in (took(stage, out, {"synth": (9, 3.0)}) for stage in stages)}
     assert (figures["synth"].tokens_per_s, figures["capture"].tokens) == (3, None)
     assert figures["base"].tokens == json.loads((out / "base/training/result.json").read_bytes())["tokens"] > 0
@@ -354,6 +392,7 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
 
 
+EVALUATIONS = ("eval-base", "eval", "eval-control")
 STAGES = {  # and what each calls in the middle of its work
     "synth": "redline.draft.corpus.synth.synth",
     "capture": "redline.draft.corpus.capture.capture",
@@ -361,7 +400,10 @@ STAGES = {  # and what each calls in the middle of its work
     "mine": "redline.draft.mine.mine.buckets",
     "mine-capture": "redline.draft.corpus.capture.capture",
     "mined": "redline.draft.train.train._export",
-    "eval": "redline.draft.evaluate.evaluate",
+    "control-mine": "redline.draft.mine.mine.buckets",
+    "control-mine-capture": "redline.draft.corpus.capture.capture",
+    "control": "redline.draft.train.train._export",
+    **dict.fromkeys(EVALUATIONS, "redline.draft.evaluate.evaluate"),
     "export": "redline.draft.export.Eagle3.save",
 }
 
@@ -372,15 +414,23 @@ def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path
     def interrupt(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
+    def after_one(work: Callable[..., Any]) -> Callable[..., Any]:
+        """Of two stages that call the same: the one before, which was interrupted, is done."""
+        calls = iter((work, interrupt))
+        return lambda *given, **more: next(calls)(*given, **more)
+
     for number, name in enumerate(STAGES):
         screen = io.StringIO()
+        again = number > 0 and list(STAGES.values())[number - 1] == STAGES[name]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(STAGES[name], interrupt)
+            patch.setattr(STAGES[name], after_one(evaluate.evaluate) if again else interrupt)
             assert run(config, Console(file=screen, width=200)) == 130, name
         lines = screen.getvalue().splitlines()
         done = list(STAGES)[: max(0, number - 1)]  # the one before was interrupted, and is done in this run
-        assert lines[: len(done)] == [f"{n}/8 {stage}: done" for n, stage in enumerate(done, 1)]
-        assert [line.strip("\u2500 ") for line in lines if "\u2500" in line][-1] == f"{number + 1}/8 {name}"
+        assert lines[: len(done)] == [f"{n}/13 {stage}: done" for n, stage in enumerate(done, 1)]
+        assert [line.strip("\u2500 ") for line in lines if re.search(r"\u2500 \d+/13 ", line)][
+            -1
+        ] == f"{number + 1}/13 {name}"
         assert lines[-1].startswith("stopped"), name
     assert run(config, QUIET) == 0
 
@@ -398,10 +448,10 @@ def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path
         ("answers = 1", "answers = -1", "stage mine: examples, answers"),
         ("answers = 1", "device = 'tpu'", "stage mine: device is 'tpu'"),
         ('prompts = "asked.jsonl"', 'prompts = "nowhere.jsonl"', "nowhere.jsonl: cannot be read"),
-        ('prompts = "asked.jsonl"', 'prompts = "empty.jsonl"', "stage eval: .*empty.jsonl: no prompt in it"),
+        ('prompts = "asked.jsonl"', 'prompts = "empty.jsonl"', "stage eval-base: .*empty.jsonl: no prompt in it"),
         ('prompts = ["asked.jsonl"]', 'prompts = ["empty.jsonl"]', "stage synth: .*empty.jsonl: no prompt in it"),
-        ("k = [2]", "k = [0]", "stage eval: .*--k is"),
-        ("k = [2]", "temperature = 7.0", "stage eval: temperature is 7.0"),
+        ("k = [2]", "k = [0]", "stage eval-base: .*--k is"),
+        ("k = [2]", "temperature = 7.0", "stage eval-base: temperature is 7.0"),
     ],
 )
 def test_what_a_late_stage_would_refuse_is_refused_before_the_first(

@@ -70,7 +70,7 @@ def took(stage: Stage, out: Path, told: Mapping[str, tuple[int, float]]) -> Took
 def accepted(path: Path, drafter: str) -> list[Accepted]:
     """What an evaluation has saved, by k and mode."""
     data = msgspec.json.decode(path.read_bytes())
-    facts = {key: data[key] for key in Evaluation.__struct_fields__}
+    facts = {key: data[key] for key in Evaluation.__struct_fields__ if key in data}
     measured = msgspec.convert(facts, Evaluation).measured
     found: list[Accepted] = []
     for k, mode in sorted({(one.k, one.mode) for one in measured}):
@@ -112,7 +112,7 @@ def main() -> int:
         measured
         for stage in stages
         if isinstance(stage.config, EvalConfig)
-        for measured in compared(stage.config, out, given.beside, origin)
+        for measured in compared(stage, out, given.beside if stage.name == "eval" else None, origin)
     ]
     for one in lengths:
         domains = ", ".join(f"{domain} {length:.2f}" for domain, length in one.by_domain.items())
@@ -131,10 +131,15 @@ def main() -> int:
     return 0
 
 
-def compared(config: EvalConfig, out: Path, beside: Path | None, origin: Mapping[str, Any]) -> list[Accepted]:
-    """What the run's [eval] has measured, then the same of another drafter. Raises ConfigError, CheckpointError."""
+def compared(stage: Stage, out: Path, beside: Path | None, origin: Mapping[str, Any]) -> list[Accepted]:
+    """What an evaluation of the run has measured, then the same of another drafter.
+
+    Raises ConfigError, CheckpointError.
+    """
+    config = stage.config
+    assert isinstance(config, EvalConfig), f"{stage.name} is no evaluation"
     assert config.save is not None, "a recipe's [eval] is saved"
-    found = accepted(Path(config.save), "recipe")
+    found = accepted(Path(config.save), Path(config.draft).name)
     if beside is not None:
         saved = out / "beside.json"
         other = msgspec.structs.replace(config, draft=str(beside), save=str(saved))
