@@ -103,7 +103,7 @@ clean:
 .venv/.runtime: pyproject.toml | .venv/bin/pip
 	@echo "installing Redline and what it needs to run (minutes, once)"
 	@$(PIP) --editable .
-	@echo "building the CPU kernels for this machine" && $(KERNELS)
+	@echo "building the CPU kernels for this machine (20 s, once)" && $(KERNELS)
 	@touch $@
 
 # pip keeps one core busy: once torch is there, the kernels are built beside it. Bytecode of all that is installed would take
@@ -111,7 +111,7 @@ clean:
 .venv/.test: pyproject.toml | .venv/bin/pip
 	@echo "installing Redline, what it needs to run, and its tests' tools (minutes, once)"
 	@$(PIP) --no-compile $(FIRST)
-	@echo "building the CPU kernels for this machine"
+	@echo "building the CPU kernels for this machine (20 s, once)"
 	@PYTHONDONTWRITEBYTECODE= $(KERNELS) & $(PIP) --no-compile --no-build-isolation --editable '.[test]' && wait $$!
 	@touch .venv/.runtime $@
 
