@@ -31,6 +31,7 @@ NOT_RUN = {
     "redline bench sweep": "four minutes",
     "redline bench accept": "two minutes",
     "redline bench serve --base-url": "a minute; README's own is run",
+    "redline verify": "half a minute; tests/bench/verify",
     "redline quantize": "half a minute; tests/quant",
     "redline audit": "a minute; tests/quant",
     "redline draft synth": "minutes; tests/draft",

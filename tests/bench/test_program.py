@@ -65,10 +65,10 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp
 
 
 def test_a_trial_does_not_overwrite_what_is_stored():
-    """Where no file is named, programs write under runs/, which git ignores; three read what is stored."""
+    """Where no file is named, programs write under runs/, which git ignores; four read what is stored."""
     folder = Path(program_module.__file__).parent
     found = {path.name for path in folder.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
-    assert found == {"speed_page.py", "paced_worker.py", "op_times.py"}
+    assert found == {"speed_page.py", "paced_worker.py", "op_times.py", "peers_gpu.py"}
     assert not [path for path in folder.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]
 
 

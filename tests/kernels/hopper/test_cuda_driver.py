@@ -89,10 +89,18 @@ def test_attributes_have_the_numbers_of_cudas_header():
         assert set(re.findall(rf"{name} *= *(\d+)", header.read_text())) == {str(number)}
 
 
-@pytest.mark.parametrize("cache", ["cache", "file", "file/below"])
-def test_machine_code_is_made_where_it_cannot_be_kept(chip: pytest.MonkeyPatch, tmp_path: Path, cache: str):
+@pytest.mark.parametrize(
+    ("cache", "temporary", "made"),
+    [("cache", "file", 1), ("file", "folder", 1), ("file/below", "folder", 1), ("file", "file", 2)],
+)
+def test_machine_code_is_made_where_it_cannot_be_kept(
+    chip: pytest.MonkeyPatch, tmp_path: Path, cache: str, temporary: str, made: int
+):
+    """It is kept in the user's cache, else in a temporary folder."""
     (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
     chip.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    chip.setattr("tempfile.tempdir", str(tmp_path / temporary))
     chip.setattr(driver, "_nvrtc_version", lambda: (13, 0))
     compiled: list[str] = []
 
@@ -103,7 +111,7 @@ def test_machine_code_is_made_where_it_cannot_be_kept(chip: pytest.MonkeyPatch, 
     chip.setattr(driver, "compile_source", compile_source)
     source = Path(kernel.__file__).parent / "decode" / "embed.cu"
     assert [driver.machine_code(source, [], "") for _ in range(2)] == [b"code", b"code"]
-    assert len(compiled) == (1 if cache == "cache" else 2)
+    assert len(compiled) == made
     assert all(path.suffix == ".cubin" for path in tmp_path.glob("cache/redline/*"))
 
 
