@@ -70,7 +70,11 @@ def only(report: Report) -> tuple[str, str, str, str]:
     return problem.file, problem.tensor, problem.what, problem.fix
 
 
-@pytest.mark.parametrize("quantization", ["int4", "nvfp4", "fp8", "bf16"])
+SLOW = pytest.mark.slow
+FORMATS = ["int4", "nvfp4", pytest.param("fp8", marks=SLOW), pytest.param("bf16", marks=SLOW)]
+
+
+@pytest.mark.parametrize("quantization", FORMATS)
 def test_a_sound_checkpoint_is_sound_and_its_layers_are_the_references(tmp_path: Path, quantization: str):
     files = checkpoint(tmp_path / "c", quantization=quantization)
     report = run(tmp_path / "c")
@@ -186,7 +190,10 @@ def test_every_wrong_tensor_is_named_and_not_only_the_first(tmp_path: Path):
     assert {problem.file for problem in run(tmp_path / "c").problems} == files
 
 
-@pytest.mark.parametrize(("name", "value"), [(SCALE, torch.nan), (EMBEDDING, torch.inf), (EMBEDDING, -torch.inf)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(SCALE, torch.nan), (EMBEDDING, torch.inf), pytest.param(EMBEDDING, -torch.inf, marks=SLOW)],
+)
 def test_nan_and_infinity(tmp_path: Path, name: str, value: float):
     checkpoint(tmp_path / "c")
     file = changed(tmp_path / "c", name, lambda t: fill(t[3:5, 1], value))
@@ -207,6 +214,7 @@ def test_a_scale_that_is_zero_though_its_codes_are_not(tmp_path: Path):
     assert run(tmp_path / "c").sound
 
 
+@SLOW
 def test_nan_of_an_nvfp4_scale_matters_where_its_codes_do(tmp_path: Path):
     checkpoint(tmp_path / "c", quantization="nvfp4")
     codes = SCALE.removesuffix("_scale")
@@ -216,7 +224,7 @@ def test_nan_of_an_nvfp4_scale_matters_where_its_codes_do(tmp_path: Path):
     assert run(tmp_path / "c").sound
 
 
-@pytest.mark.parametrize("garbage", ["uniform", "two's complement"])
+@pytest.mark.parametrize("garbage", [pytest.param("uniform", marks=SLOW), "two's complement"])
 def test_int4_codes_that_no_weights_have(tmp_path: Path, garbage: str):
     checkpoint(tmp_path / "c")
     words = torch.randint(-(2**31), 2**31, (32, 8), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
@@ -315,6 +323,7 @@ def test_it_goes_on_with_the_shards_that_are_not_done(tmp_path: Path, monkeypatc
     assert len(read) == len(files)
 
 
+@SLOW
 def test_a_shard_with_a_problem_is_read_again(tmp_path: Path):
     files = checkpoint(tmp_path / "c")
     changed(tmp_path / "c", SCALE, lambda t: fill(t[0, 0], torch.nan))
