@@ -217,22 +217,8 @@ def test_a_recipe_that_is_shipped_is_one_of_every_stage(path: Path):
     ]
 
 
-def test_the_example_is_a_recipe_of_every_stage():
+def test_the_example_mines_for_the_drafter_that_it_has_trained():
     stages, _ = stages_of(EXAMPLE, None)
-    assert [stage.name for stage in stages] == [
-        *(
-            "synth",
-            "capture",
-            "base",
-            "mine",
-            "mine-capture",
-            "mined",
-            "control-mine",
-            "control-mine-capture",
-            "control",
-        ),
-        *("eval-base", "eval", "eval-control", "export"),
-    ]
     base, mined = (stage.config for stage in stages if stage.name in ("base", "mined"))
     assert mined.start == base.out
     assert (mined.recipe.lr, mined.recipe.budget.tokens, mined.recipe.steps_ahead) == (1e-4, 5_000_000, 5)
