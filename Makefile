@@ -44,7 +44,7 @@ test: .venv/.test
 test-gpu: .venv/.test
 	@.venv/bin/python -c "import torch; raise SystemExit(not torch.cuda.is_available())" || \
 	  { echo "make test-gpu needs an NVIDIA GPU of compute capability 9.0 (H100, H200); torch finds none" >&2; exit 1; }
-	@.venv/bin/python -m redline.bench.runs.op_times; times=$$?; \
+	@.venv/bin/python -m lab.op_times; times=$$?; \
 	  export REDLINE_TEST_SEED=fresh OMP_NUM_THREADS=2; memory=tests/run/graphs/test_captured_on_a_gpu.py; \
 	  .venv/bin/python -m pytest -m gpu -n 6 --dist worksteal tests/laws tests/run/graphs --ignore $$memory; laws=$$?; \
 	  .venv/bin/python -m pytest -m gpu $$memory && exit $$((times + laws))

@@ -338,7 +338,7 @@ RUN_TIME = {
     "latex2mathml": "latex2mathml", "nh3": "nh3",
 }  # fmt: skip
 # Plots, foreign vocabularies, training, RDMA, YAML, Ray and spans (`bench`, `draft`, `train`, `nixl`, `manifests`,
-# `ray`, `otel`); the peer of `bench.peers`, which `test` brings.
+# `ray`, `otel`); the peer of law 10, which `test` brings.
 EXTRAS = {
     "matplotlib",
     "tokenizers",

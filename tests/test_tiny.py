@@ -13,7 +13,6 @@ from redline.api.app import create_app
 from redline.api.config import ApiConfig
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.model.k2.write import random_checkpoint
@@ -22,6 +21,7 @@ from redline.wire.news import Stop
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 TOKENS = 40
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from redline.bench.runs import nixl_readers, peer_pieces
+from lab import nixl_readers, peer_pieces
 
 
 def test_readers_are_killed_and_their_owner_lives(tmp_path: Path) -> None:

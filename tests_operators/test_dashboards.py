@@ -22,7 +22,7 @@ from urllib.request import urlopen
 import pytest
 from openai import APIError, OpenAI
 
-from redline.bench.runs.trees import free_port
+from lab.trees import free_port
 from tests.fleet.test_serve import NANO, Server, wait_for
 from tests.operators.queries import EXAMPLES, panels
 

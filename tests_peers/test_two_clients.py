@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from redline.bench.runs.two_clients import HELD, KEYS, compare, measure, measure_served, off_the_log, too_far
+from lab.two_clients import HELD, KEYS, compare, measure, measure_served, off_the_log, too_far
 
 PYTHON = Path(__file__).parents[1] / ".venv-peers" / "bin" / "python"
 MODEL = Path(__file__).parents[1] / "models" / "kimi-nano"

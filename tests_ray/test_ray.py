@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.model.k2.write import random_checkpoint
 from tests.fleet.test_machines import (
     ADMIN_KEY,
@@ -24,6 +23,7 @@ from tests.fleet.test_machines import (
 )
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(300)
 NODE = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "include_dashboard": False, "object_store_memory": 80 << 20}

@@ -1,7 +1,7 @@
 """A kernel: how a chip does an op, and which sizes it takes.
 
 A call runs the kernel where it can be had, its sizes fit and its first tensor needs no gradient. Everything else takes
-the op's reference, and is counted (`fallbacks`), which tests and `bench.runs.nano_gpu` read. Kimi's sizes always fit.
+the op's reference, and is counted (`fallbacks`), which tests and `lab.nano_gpu` read. Kimi's sizes always fit.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""Random weights give what was asked for, whatever was asked: a sample of `redline.bench.runs.constrained`."""
+"""Random weights give what was asked for, whatever was asked: a sample of `lab.constrained`."""
 
 import json
 from typing import Any
 
 import pytest
 
-from redline.bench.runs.constrained import WAYS, ask, request, tiny_server
-from redline.bench.runs.schemas import schemas
+from lab.attack.schemas import schemas
+from lab.constrained import WAYS, ask, request, tiny_server
 from redline.worker.config import DraftConfig, Suffix
 
 pytestmark = pytest.mark.anyio

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
+from lab.attack.schemas import schemas
 from redline.api.anthropic import read_messages
 from redline.api.ask import Ask
 from redline.api.config import Defaults, Limits
@@ -19,8 +20,6 @@ from redline.api.grammars import Grammars
 from redline.api.openai import read_chat, read_completion
 from redline.api.responses import read_responses
 from redline.api.trials import GrammarProcess
-from redline.bench.runs.constrained import tokenizer
-from redline.bench.runs.schemas import schemas
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.vocabulary import grammar_tokens
@@ -28,6 +27,7 @@ from redline.errors import Overloaded, RequestError
 from redline.tune.grammar import parser_limits
 from redline.wire.job import Grammar
 from tests.clocks import FakeClock
+from tests.tiny_tokenizer import tokenizer
 from tests.waiting import eventually, turns
 
 pytestmark = pytest.mark.anyio

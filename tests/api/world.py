@@ -20,11 +20,11 @@ from redline.api.config import ApiConfig, Limits, Sla
 from redline.api.gateway import NO_TARGETS, Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
-from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, Script, say
 from tests.clocks import Timers
+from tests.tiny_tokenizer import write_tiny_tokenizer
 from tests.waiting import eventually
 
 MODEL = "kimi-nano"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from redline.bench.program import program
+from lab.program import program
+from lab.trees import commit_of
 from redline.bench.record import commit, provenance
-from redline.bench.runs.trees import commit_of
 from redline.errors import ConfigError
-from tests.bench.runs.fake_tree import commit_all, fake_tree
+from tests.lab.fake_tree import commit_all, fake_tree
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.tokenizer import Tokenizer
+from tests.tiny_tokenizer import write_tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher
 
-from redline.bench.runs.constrained import tokenizer
-from redline.bench.runs.schemas import schemas
+from lab.attack.schemas import schemas
 from redline.chat.constraint import dumped, grammars, of_schema
 from redline.chat.schema import FORMATS, GREATEST, MOST_SCHEMAS, Written, loosen
 from redline.chat.vocabulary import grammar_tokens
 from redline.tune.grammar import parser_limits
 from tests.clocks import FakeClock
+from tests.tiny_tokenizer import tokenizer
 
 TOKENS = grammar_tokens(tokenizer())
 TEXT = {"type": "string"}

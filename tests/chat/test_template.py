@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.template import K2, K2_6, K2_7, K2_THINKING, Style, encode, native_ids, render, style_of
 from redline.chat.tokenizer import Special, Tokenizer
 from redline.chat.tools import declare_json, declare_typescript
 from redline.errors import CheckpointError, ContextTooLong
+from tests.tiny_tokenizer import write_tiny_tokenizer
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))
 STYLES = {"K2": K2, "K2-Thinking": K2_THINKING, "K2.6": K2_6, "K2.7": K2_7}

@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import MERGES, TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.tokenizer import Special, TextStream, Tokenizer
 from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
+from tests.tiny_tokenizer import MERGES, TINY_VOCAB, write_tiny_tokenizer
 from tests.work import lines
 
 FIRST = 256 + len(MERGES)

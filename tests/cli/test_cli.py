@@ -13,7 +13,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli import app, main
 from redline.cli.bench.speculation_tables import SpeculateConfig
 from redline.draft.corpus.synth import SynthConfig
@@ -29,6 +28,7 @@ from redline.progress import Working
 from redline.run.fit import Sizes
 from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S
 
 REDLINE = Path(sys.executable).with_name("redline")

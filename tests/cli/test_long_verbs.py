@@ -11,7 +11,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from redline.bench.quality.answering import Greedy
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli import app
 from redline.cli.bench import step_tables
 from redline.cli.eval import KEPT
@@ -22,6 +21,7 @@ from redline.model.k2.write import random_checkpoint
 from redline.worker.engine import Engine, EngineCore
 from tests import forked
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 QUESTION = {"kind": "add", "messages": [{"role": "user", "content": "1 + 1?"}], "check": {"number": 2}}
 

@@ -14,8 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from redline.bench.runs.draft_run import accepted, took
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from lab.draft_run import accepted, took
 from redline.draft import evaluate
 from redline.draft import recipe as module
 from redline.draft.mine.mine import MineConfig
@@ -27,6 +26,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
 from redline.wire.base import Record
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 EXAMPLE = Path(module.__file__).with_name("recipe_example.toml")
 QUIET = Console(file=io.StringIO())

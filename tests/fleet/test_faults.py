@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from redline.bench.runs.fault_links import Detours, LinkName
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from lab.fault_links import Detours, LinkName
 from redline.model.k2.write import random_checkpoint
 from tests.fleet.test_pools import KEY, all_ready, free, tokens_of, workers
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -18,7 +18,6 @@ import pytest
 import zmq
 
 from redline import __version__
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.model.k2.write import random_checkpoint
 from redline.wire.channel import _secure
 from redline.wire.codec import Wire, encode
@@ -27,6 +26,7 @@ from redline.wire.machines import Machine, Order, Orders
 from redline.wire.news import Failed, Stop
 from tests.fleet.test_serve import REDLINE, Server, group, listening, wait_for
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.model.k2.write import random_checkpoint
 from tests import forked
 from tests.fleet.test_serve import Server, wait_for
 from tests.fleet.test_several import KEY, address, said
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

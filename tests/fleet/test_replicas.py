@@ -21,11 +21,11 @@ from urllib.request import Request, urlopen
 import pytest
 from rich.console import Console
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli.explain import show
 from redline.model.k2.write import random_checkpoint
 from tests.fleet.test_serve import NANO, Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S, until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -26,7 +26,6 @@ from openai import APIError, OpenAI
 from rich.console import Console
 
 from redline.api.gateway import Gateway
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.errors import ConfigError
 from redline.fleet import serve as fleet
 from redline.fleet.config import ServeConfig
@@ -38,6 +37,7 @@ from redline.model.k2.write import random_checkpoint
 from tests import forked
 from tests.api.fake_engine import FakeEngine, say
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -302,7 +302,7 @@ def goes_on() -> Iterator[None]:
 
 @pytest.mark.usefixtures("goes_on")
 def test_the_loop_that_serves_is_uvloops(monkeypatch: pytest.MonkeyPatch):
-    """As redline/bench/runs/frontend.py has it."""
+    """As lab/frontend.py has it."""
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def look(*_: object) -> int:

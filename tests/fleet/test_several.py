@@ -12,7 +12,6 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import page_hash
 from redline.model.k2.write import random_checkpoint
 from redline.route.blocks import Blocks
@@ -23,6 +22,7 @@ from redline.wire.kv_sockets import Subscriber
 from tests import forked
 from tests.fleet.test_serve import Server, wait_for
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.bench.peers.oracle import logits, transformers_model
 from redline.model.k2.config import K2Config, Yarn
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import Layout as Names
@@ -21,6 +20,7 @@ from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row
+from tests.oracle import logits, transformers_model
 from tests.tiny_model import kernel_config, load_folder, prompt
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RankLost
 from redline.model.eagle3.module import Eagle3, Eagle3Config
@@ -28,6 +27,7 @@ from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS
 from tests.laws.test_law_6_ranks_change_nothing import counted
 from tests.tiny_model import Answer, job, kernel_config, prompt, run
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S, until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}

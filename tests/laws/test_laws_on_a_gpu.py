@@ -227,7 +227,7 @@ def test_law_5_layers_leave_while_the_next_are_computed(
 @pytest.mark.parametrize(("computes", "answers"), [(1, 2), (2, 1)])
 def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int, ...]]):
     """Through the host's memory, pinned where a worker has two ranks; the GPUs of both workers are the same two. A
-    process has one group of ranks, so two workers of two are compared by `bench.runs.pools_gpus`."""
+    process has one group of ranks, so two workers of two are compared by `lab.pools_gpus`."""
     long = lengthened(asked)
     drafts = Learned(drafter=str(DRAFTER), adaptive=False)
     with opened() as engine:

@@ -25,10 +25,10 @@ from nano.model import (
     route,
 )
 from nano.optim import Optimizer, balance, orthogonalized, schedule
-from redline.bench.peers.oracle import logits, transformers_model
 from redline.model.k2.config import K2Config
 from redline.model.k2.write import tiny_config
 from redline.ops.formats import fake_int4
+from tests.oracle import logits, transformers_model
 
 CONFIG = tiny_config()
 

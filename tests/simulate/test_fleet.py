@@ -6,7 +6,6 @@ import random
 import msgspec
 import pytest
 
-from redline.bench.runs.bounded_steps import TTFT_S, mixed
 from redline.simulate.figures import figures, worker_seconds
 from redline.simulate.fleet import EVERYBODY, Counted, Setting, Simulation, tried
 from redline.simulate.models import KIMI_8_H200
@@ -17,7 +16,15 @@ from redline.tune.roles import choose_roles, predict_roles
 from redline.tune.targets import Targets
 
 TARGETS = {"": Targets(ttft_s=2.0, itl_s=0.05)}
+TTFT_S = {"": 1.0, "documents": 10.0, "agents": 3.0}
+RATES = ((CHAT, 3.0), (DOCUMENTS, 0.25), (AGENTS, 0.4))  # requests a second, at load 1
 SHIFTING = [Phase(CHAT, 60, 15.0), Phase(DOCUMENTS, 60, 3.0), Phase(AGENTS, 60, 4.0)]
+
+
+def mixed(load: float, seconds: float, seed: int) -> list[Request]:
+    """All three kinds at once, by time."""
+    kinds = (made([Phase(kind, seconds, rate * load)], seed + place) for place, (kind, rate) in enumerate(RATES))
+    return sorted((request for kind in kinds for request in kind), key=lambda request: request.at_s)
 
 
 def simulated(phases: list[Phase], roles: Roles, seed: int = 1, **setting: object) -> Simulation:

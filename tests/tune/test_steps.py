@@ -1,11 +1,14 @@
 """The step model: what it finds again in steps that it is shown, and how far it is off on recorded ones."""
 
+import json
 import random
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from redline.bench.runs.step_times import errors, fitted, read
 from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.tune.steps import ADDED, LATELY, UNUSUAL, StepFit, StepModel, StepSums, on_the_mean
 
@@ -33,6 +36,31 @@ def some_steps(count: int, seed: int = 1) -> list[Work]:
             expanded = expanded_of(before, prompt) if prompt else 0
             found.append(Work(prompt, pairs_of(before, prompt), rows, rows * draw.randrange(100, 30_000), expanded))
     return found
+
+
+def fitted(runs: Mapping[str, Sequence[tuple[Work, float]]], experts_of: int, experts_chosen: int) -> StepModel:
+    """The model of the runs named `fit`."""
+    fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
+    for name, steps in runs.items():
+        if name.startswith("fit"):
+            for work, ms in steps:
+                fit.add(work, ms)
+    return fit.model()
+
+
+def errors(model: StepModel, steps: Sequence[tuple[Work, float]]) -> dict[str, float]:
+    """How far predictions are off: on the mean of single steps, and of the sum of all of them."""
+    predicted = [model.step_ms(work) for work, _ in steps]
+    single = statistics.fmean(abs(a / ms - 1) for a, (_, ms) in zip(predicted, steps, strict=True))
+    whole = sum(predicted) / sum(ms for _, ms in steps) - 1
+    return {"steps": len(steps), "of_a_step": round(single, 4), "of_all": round(whole, 4)}
+
+
+def read(path: Path) -> tuple[dict[str, list[tuple[Work, float]]], dict[str, Any]]:
+    """The runs of a saved result, and all else that it says."""
+    record = json.loads(path.read_text())
+    runs = {name: [(Work(*line[:-1]), line[-1]) for line in lines] for name, lines in record.pop("runs").items()}
+    return runs, record
 
 
 def test_runs_of_other_lengths_and_loads_are_predicted_within_a_tenth():

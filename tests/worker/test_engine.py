@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
@@ -26,6 +25,7 @@ from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config, prompt
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S
 
 IDS = "eagle_aux_hidden_state_layer_ids"

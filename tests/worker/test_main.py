@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
 from redline.chat.hashing import make_job
 from redline.model.k2.write import random_checkpoint
 from redline.wire.channel import SocketInbox, SocketOutbox, ipc_address
@@ -18,6 +17,7 @@ from redline.wire.news import Beat, Failed, Ready
 from redline.worker.config import EngineConfig, WorkerConfig
 from tests import forked
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB
 from tests.waiting import LIMIT_S, until
 
 BROKEN = """

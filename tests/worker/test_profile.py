@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import make_job as hashed_job
 from redline.kernels.cpu import native
 from redline.kernels.cpu.best import best
@@ -30,6 +29,7 @@ from redline.worker.profile import Profiling, Spans
 from tests.clocks import FakeClock
 from tests.fakes import Rests, Steady, hash_page, make_job
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import until
 
 CONFIG = PlanConfig(max_running=4)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import RESERVED, write_tiny_tokenizer
 from redline.errors import ConfigError
 from redline.fleet.config import read
 from redline.model.k2.write import k25_config
@@ -13,6 +12,7 @@ from redline.run.fit import Sizes
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore
 from tests.tiny_model import job, kernel_config, prompt, run
+from tests.tiny_tokenizer import RESERVED, write_tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

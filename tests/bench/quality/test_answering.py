@@ -8,12 +8,12 @@ import pytest
 from redline.bench.quality.answering import Greedy
 from redline.bench.quality.kept import Kept
 from redline.bench.quality.prompts import Prompt
-from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
 from redline.chat.template import K2_6, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId
+from tests.tiny_tokenizer import write_tiny_tokenizer
 
 HELLO = Prompt(kind="chat", messages=(Turn(role="user", content="hello"),), check={"contains": ["hello"]})
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus.prompts import DOMAINS, Prompt, prompts, read_prompts
 from redline.errors import ConfigError
+from tests.tiny_tokenizer import write_tiny_tokenizer
 
 SHORT = (200, 400)
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus import synth as room
@@ -25,6 +24,7 @@ from redline.wire.job import Job, JobId
 from redline.worker.config import EngineConfig
 from redline.worker.job_runner import JobRunner
 from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 ENGINE = EngineConfig(kv_memory=4_000_000, max_model_len=1024, max_running=4, step_tokens=128)
 

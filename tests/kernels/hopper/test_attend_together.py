@@ -196,7 +196,7 @@ def test_ranks_of_few_heads_verify_drafts_together_and_whole_models_apart():
 
 
 def test_what_is_chosen_was_measured_to_be_the_quicker():
-    """To 5 %, on an NVIDIA H100 (`bench.runs.attend_rows`)."""
+    """To 5 %, on an NVIDIA H100 (`attend-rows-h100.json`)."""
     cases = json.loads((RESULTS / "attend-rows-h100.json").read_text())["cases"]
     took = {(c["heads"], c["tokens"], c["context"], c["way"]): c["attend_unabsorb_us"] for c in cases}
     asked = {key[:3] for key in took if key[3] == "together"}

@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.bench.runs.constrained import tokenizer
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
 from redline.chat.vocabulary import grammar_tokens
 from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
 from redline.tune.grammar import AHEAD_S
 from redline.wire.job import Grammar, Thinking
 from tests.clocks import FakeClock
+from tests.tiny_tokenizer import TINY_VOCAB, tokenizer
 from tests.waiting import LIMIT_S, until
 
 TOKENIZER = tokenizer()

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.bench.runs.constrained import tokenizer
-from redline.bench.runs.schemas import schemas
-from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
+from lab.attack.schemas import schemas
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
@@ -30,6 +28,7 @@ from redline.worker.config import DraftConfig, EngineConfig, Learned
 from redline.worker.engine import EngineCore, Loaded
 from tests.clocks import FakeClock
 from tests.tiny_model import BOTH, CPU, LEARNED, SUFFIX, Answer, job, kernel_config, run
+from tests.tiny_tokenizer import TINY_VOCAB, tokenizer
 
 TOKENIZER = tokenizer()
 THOUGHT, END = TOKENIZER.special("</think>"), TOKENIZER.special("<|im_end|>")

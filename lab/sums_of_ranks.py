@@ -1,0 +1,305 @@
+"""What the sums of several ranks cost where they end a decode step's products, on the GPUs of one host.
+
+    python -m lab.sums_of_ranks --ranks 2 --save benchmarks/results/sums-h200.json
+
+Every rank is a process with a GPU of its own. At Kimi's sizes, divided among the ranks, it times graphs in which the
+two products that end in a sum follow one another as in a layer (attention's projection, then the experts' second half),
+once over all ranks and once as if each were alone: the difference is what the sums add. Weights lie in several places,
+so that none is in a cache. And `project_a`, multiplied whole by each rank or a part by each with a sum, as the product
+that begins such a layer; the sum of a launch of its own, the gather of logits, and torch's NCCL beside them. From eight
+rows on sums are timed in one shot and in two (blocks/ranks.cuh). Before a time counts, the sums are compared with those
+of NCCL, and the shared product with the whole one.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.program import count, output, program
+from redline.bench.record import provenance
+from redline.errors import ConfigError
+from redline.kernels.hopper.decode.choose_experts import MOST_TOKENS, choose_experts
+from redline.kernels.hopper.decode.dense import MOST_TOKENS as MOST_SHARED
+from redline.kernels.hopper.decode.experts_down import experts_down
+from redline.kernels.hopper.decode.gather_ranks import gather_ranks
+from redline.kernels.hopper.decode.project_a import project_a
+from redline.kernels.hopper.decode.project_out import project_out
+from redline.kernels.hopper.decode.sum_ranks import sum_ranks
+from redline.kernels.hopper.group import GpuGroup
+from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links, Shots, Site
+from redline.model.k2.shapes import KIMI_K26
+from redline.model.k2.shard import rooms_of
+
+ROWS = 1, 4, 8, 16, 32
+BOTH = 8  # rows from which sums are timed in one shot and in two
+PLACES = 3  # of weights in memory, taken in turn
+LAYERS = 30  # of a graph: as many pairs of products
+REPEATS = 40  # replays, of which the median counts
+LIMIT_S = 300
+
+
+def main() -> int:
+    """Starts the ranks, or is one of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=count, default=2, help="GPUs, one process for each")
+    parser.add_argument("--save", type=output, help="a JSON file for the times")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--meet", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank is not None:
+        result = measure(given.rank, given.ranks, given.meet)
+        if given.rank == 0:
+            print(json.dumps(result))
+        return 0
+    if torch.cuda.device_count() < given.ranks:
+        raise ConfigError(f"ranks is {given.ranks}, and torch sees {torch.cuda.device_count()} GPUs")
+    times = together("lab.sums_of_ranks", given.ranks)
+    record = {**provenance("torch"), "gpu": torch.cuda.get_device_name(0), "ranks": given.ranks, "times_us": times}
+    show(times)
+    if given.save:
+        given.save.write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+def together(module: str, ranks: int) -> Any:
+    """Runs a program's ranks, and gives what rank 0 printed. Raises ConfigError with what a rank said that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", module, "--ranks", str(ranks), "--meet", f"{folder}/meet", "--rank"]
+        started = [
+            subprocess.Popen(
+                [*command, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            said = [process.communicate(timeout=LIMIT_S) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    for rank, process in enumerate(started):
+        if process.returncode:
+            raise ConfigError(f"rank {rank} ended with code {process.returncode}:\n{said[rank][1][-3000:]}")
+    return json.loads(said[0][0].splitlines()[-1])
+
+
+def show(times: dict[str, dict[str, float]]) -> None:
+    """A line for each number of rows."""
+    names = list(next(iter(times.values())))
+    print(f"{'rows':>5}  " + "  ".join(f"{name:>22}" for name in names))
+    for rows, of in times.items():
+        print(f"{rows:>5}  " + "  ".join(f"{of[name]:>22.2f}" if name in of else f"{'':>22}" for name in names))
+
+
+def measure(rank: int, ranks: int, meet: str) -> dict[str, dict[str, float]]:
+    """Microseconds by rows and by what was timed: of a product, of a launch, of a gather."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    c = KIMI_K26
+    group = GpuGroup(meet, rank, ranks, device, rooms_of(c, ranks))
+    try:
+        with torch.inference_mode():
+            products = Products(rank, ranks, device)
+            return {str(rows): times_of(rows, products, group) for rows in ROWS}
+    finally:
+        group.close()
+
+
+class Products:
+    """The two products of a layer that end in a sum, a rank's part of each, at several places of memory."""
+
+    def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
+        c = KIMI_K26
+        g = torch.Generator(device).manual_seed(rank)
+        self.hidden, self.inputs = c.hidden_size, c.num_attention_heads * c.v_head_dim // ranks
+        self.width, self.experts, self.chosen = c.moe_intermediate_size // ranks, 64, c.num_experts_per_tok
+        self.out = [Tiled.prepare(self.normal(g, self.hidden, self.inputs)) for _ in range(PLACES)]
+        self.down = [
+            Records.prepare("down", random_experts(g, "INT4", "down", self.experts, self.hidden, self.width))
+            for _ in range(PLACES)
+        ]
+        self.shared = [Slabs.prepare(self.normal(g, self.hidden, self.width)) for _ in range(PLACES)]
+        same = torch.Generator(device).manual_seed(1)
+        self.rank_q, kv = c.q_lora_rank, c.kv_width
+        self.into = [Tiled.prepare(self.normal(same, self.rank_q + kv, self.hidden)) for _ in range(PLACES)]
+        self.device, self.generator = device, g
+
+    def normal(self, g: torch.Generator, *shape: int) -> Tensor:
+        """bf16, whose products keep the variance of their inputs."""
+        return (torch.randn(*shape, generator=g, device=g.device) * shape[-1] ** -0.5).bfloat16()
+
+    def layers(self, rows: int, *, begins: bool = False) -> Callable[[Links | None], list[Tensor]]:
+        """LAYERS pairs of products over random rows: the residual behind each. begins: behind `project_a`."""
+        g, device = self.generator, self.device
+        same = torch.Generator(device).manual_seed(rows)  # what all ranks have alike
+        y = self.normal(g, rows, self.inputs)
+        residual = torch.randn(rows, self.hidden, generator=same, device=device)
+        gamma = torch.rand(self.hidden, generator=same, device=device) + 0.5
+        logits = torch.randn(rows, self.experts, generator=same, device=device)
+        pairs = choose_experts(logits, torch.zeros(self.experts, device=device), self.chosen, True, 1.0, None)
+        form = self.down[0].form
+        h = (torch.randn(rows * self.chosen, form.width, generator=g, device=device) * 0.1).half()
+        shared_h = self.normal(g, rows, self.width)
+
+        gamma_q = torch.rand(self.rank_q, generator=same, device=device) + 0.5
+        x, squares = self.normal(same, rows, self.hidden), torch.ones(1, 8, device=device)
+
+        def run(links: Links | None) -> list[Tensor]:
+            given, kept = residual, []
+            for layer in range(LAYERS):
+                place = layer % PLACES
+                if begins:
+                    project_a(x, squares, self.into[place], gamma_q, 1e-5, links)
+                given = project_out(y, self.out[place], given, gamma, None, links, ATTENTION)[0]
+                kept.append(given)
+                given = experts_down(h, pairs, self.down[place], shared_h, self.shared[place], given, gamma, links)[0]
+                kept.append(given)
+            return kept
+
+        return run
+
+    def projected(self, rows: int) -> Callable[[Links | None], tuple[Tensor, Tensor, Tensor]]:
+        """`project_a` of random rows that all ranks have."""
+        g = torch.Generator(self.device).manual_seed(rows)
+        x, squares = self.normal(g, rows, self.hidden), torch.rand(3, 8, generator=g, device=self.device)
+        gamma = torch.rand(self.rank_q, generator=g, device=self.device) + 0.5
+        return lambda links: project_a(x, squares, self.into[rows % PLACES], gamma, 1e-5, links)
+
+
+def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]:
+    """Microseconds of what is named. Raises AssertionError where sums are not those of NCCL, or differ among ranks."""
+    links, device, hidden = group.links, products.device, products.hidden
+    run = products.layers(rows)
+    both_shots: tuple[Shots, Shots] = (1, 2)
+    shots = {name: replace(links, shots=n) for name, n in zip(("one shot", "two shots"), both_shots, strict=True)}
+    for given in shots.values() if rows >= BOTH else (links,):
+        check(run, group, given)
+    into: dict[str, float] = {}
+    if rows <= MOST_SHARED:
+        check_shared(products.projected(rows), group)
+        whole, shared = (replace(links, projection=how) for how in ("whole", "divided"))
+        begun = products.layers(rows, begins=True)
+        into = {
+            f"with project_a, {how}": timed(partial(begun, given), LAYERS, group)
+            for how, given in (("whole", whole), ("shared", shared))
+        }
+    both, alone = (timed(partial(run, given), 2 * LAYERS, group) for given in (links, None))
+    partials = torch.randn(rows, hidden, device=device)
+    residual, gamma = torch.randn(rows, hidden, device=device), torch.rand(hidden, device=device)
+
+    def sums(given: Links | None) -> None:
+        sites: tuple[Site, Site] = (ATTENTION, EXPERTS)
+        for i in range(2 * LAYERS):
+            sum_ranks(partials, residual, gamma, None, given, sites[i % 2])
+
+    part = torch.randn(rows, KIMI_K26.vocab_size // group.ranks, device=device)
+
+    def gathers() -> None:
+        for _ in range(LAYERS):
+            gather_ranks(part, links)
+
+    def nccl() -> None:
+        for _ in range(LAYERS):
+            dist.all_reduce(partials)
+
+    by_shots = {
+        f"{name}, {how}": timed(partial(work, given), 2 * LAYERS, group)
+        for name, work in (("product with sum", run), ("sum_ranks", sums))
+        for how, given in shots.items()
+        if rows >= BOTH
+    }
+    result = {
+        "product with sum": both,
+        "product alone": alone,
+        "added by a sum": both - alone,
+        "sum_ranks": timed(partial(sums, links), 2 * LAYERS, group),
+        **by_shots,
+        "sum_ranks, one rank": timed(partial(sums, None), 2 * LAYERS, group),
+        "gather_ranks": timed(gathers, LAYERS, group),
+        "NCCL all-reduce": timed(nccl, LAYERS, group),
+        **into,
+    }
+    group.check()
+    return result
+
+
+def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup, links: Links) -> None:
+    """Every residual over the ranks is the one before plus NCCL's sum of what each rank adds, and has equal bits."""
+    assert ROWS[-1] <= MOST_TOKENS, "a step of so many rows goes pair by pair"
+    for _ in range(3):
+        mine, together_ = run(None), run(links)
+        torch.cuda.synchronize()
+        group.check()
+        # What this rank adds is the difference of neighbours alone; of the first there is no neighbour.
+        for i in range(1, len(mine)):
+            added = (mine[i] - mine[i - 1]).double()
+            dist.all_reduce(added)
+            got = (together_[i] - together_[i - 1]).double()
+            # Residuals are float32, so their differences are as coarse as they are.
+            error = (got - added).abs().max() / torch.maximum(mine[i].abs().max(), together_[i].abs().max())
+            assert error < 2**-20, f"sum {i}: off by {error:.1e}"
+        for residual in (together_[-1],):
+            others = [torch.empty_like(residual) for _ in range(group.ranks)]
+            dist.all_gather(others, residual)
+            assert all(torch.equal(residual, other) for other in others), "ranks have other bits"
+
+
+def check_shared(run: Callable[[Links | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
+    """What ranks multiply a part of each is what one multiplies whole, to rounding, and has equal bits."""
+    links = replace(group.links, projection="divided")
+    for _ in range(3):
+        whole, shared = run(None), run(links)
+        torch.cuda.synchronize()
+        group.check()
+        for name, one, of_all in zip(("queries", "squares", "latents"), whole, shared, strict=True):
+            (a, b) = (
+                (one.double().sum(0), of_all.double().sum(0)) if name == "squares" else (one.double(), of_all.double())
+            )
+            error = (a - b).abs().max() / a.abs().max()
+            assert error < (1e-2 if name == "queries" else 1e-4), f"{name}: off by {error:.1e}"
+            others = [torch.empty_like(of_all) for _ in range(group.ranks)]
+            dist.all_gather(others, of_all)
+            assert all(torch.equal(of_all, other) for other in others), f"{name}: ranks have other bits"
+        # The sites are used in turn: what follows in a layer comes before the next.
+        dist.barrier()
+
+
+def timed(work: Callable[[], object], times: int, group: GpuGroup) -> float:
+    """Microseconds of one of `times` alike in a graph: the median of replays that all ranks begin together."""
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        work()
+        graph.capture_end()
+        taken: list[float] = []
+        for _ in range(REPEATS):
+            dist.barrier()
+            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()  # the ranks meet in it, however far apart they begin
+            begun.record()
+            graph.replay()
+            ended.record()
+            torch.cuda.synchronize()
+            taken.append(begun.elapsed_time(ended) * 1000 / times)
+    group.check()
+    return sorted(taken)[len(taken) // 2]
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,333 @@
+"""Milliseconds of one Kimi layer with experts over a prompt's chunk on a GPU, and of its parts.
+
+    python -m lab.prefill_layer --tokens 8192 --start 0 --save benchmarks/results/prefill-h200.json
+    python -m lab.prefill_layer --tokens 8192 --ranks 2 --save benchmarks/results/prefill-2-h200.json
+
+Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
+over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
+of the operations. There the whole is timed in more ways: with rows that are divided and come in 1, 2 or 4 parts
+(`ms_by_parts`), and with rows whole on every rank (`ms_whole`). What ranks exchange through NCCL is timed alone:
+`scatters` (the sums of a rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole.
+A row's residual is compared with the same where rows are whole, and bits among ranks; where they are not right the
+program says so at its end, with code 1.
+"""
+
+import argparse
+import contextlib
+import statistics
+from collections.abc import Callable, Generator
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redline.bench.machine import measure
+from redline.bench.program import output, program
+from redline.bench.record import provenance
+from redline.bench.step.ranks import own_rank, ranks_of_gpus
+from redline.errors import RedlineError
+from redline.kernels.group import ALONE, Group, least
+from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
+from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
+from redline.kernels.hopper.linear import product
+from redline.kernels.hopper.prefill import stream as streams
+from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
+from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.hopper.prefill.stream import PromptStream
+from redline.kernels.inputs import Chunk, Inputs
+from redline.model.k2.random_hopper import random_gpu_k2
+from redline.model.k2.shapes import KIMI_K26
+from redline.model.k2.shard import part_of
+from redline.wire.job import PAGE_TOKENS
+
+LAYERS = 4  # one behind the other, where the whole is timed: over ranks a layer hides sums of the one in front
+PEER_MS = {8192: 18.1}  # vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, from the start of a prompt
+COMPARED = 2  # layers behind which rows are compared: random ones enlarge a rounding more and more
+FAR = 0.05  # relative, of any row: partial sums in bf16 bring it to 0.01, rows of another token to more than 0.5
+FLOAT_EXACT = 1 << 24  # integers up to it are float32's, in which `least` compares them
+
+
+def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
+    """Operations of a rank's part of one layer with experts over [start, start + tokens) of a prompt, by part."""
+    c = part_of(KIMI_K26, ranks)
+    heads, d, width = c.num_attention_heads, c.hidden_size, c.moe_intermediate_size
+    seen = tokens * start + tokens * (tokens + 1) // 2
+    qk, v = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
+    a, q, o = c.q_lora_rank + c.kv_width, heads * qk * c.q_lora_rank, heads * v * d
+    unfold = (start + tokens) * heads * (c.qk_nope_head_dim + v) * c.kv_lora_rank
+    return {
+        "products": 2 * tokens * (d * a + q + o + d * (c.n_routed_experts + 3 * width)),
+        "attention": 2 * heads * seen * (qk + v) + 2 * unfold,
+        "experts": 6 * tokens * c.num_experts_per_tok * d * width,
+    }
+
+
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    """The median of `repeats` runs by the GPU's own clock, after two that warm."""
+    times: list[float] = []
+    for turn in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if turn >= 2:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+@contextlib.contextmanager
+def streams_of(**constants: int) -> Generator[None]:
+    """Inside, the constants of `prefill/stream.py` by these names are others."""
+    kept = {name: getattr(streams, name) for name in constants}
+    try:
+        for name, value in constants.items():
+            setattr(streams, name, value)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(streams, name, value)
+
+
+class Layer:
+    """A block with experts, and so many tokens of one prompt before it.
+
+    plane: the layer's pages [pages, 64, kv width]. group: of ranks, where the block is a rank's part.
+    """
+
+    def __init__(self, w: GpuBlock, inputs: Inputs, plane: Tensor, count: int, group: Group = ALONE) -> None:
+        self.w, self.inputs, self.plane, self.group = w, inputs, plane, group
+        self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
+
+    def whole(self, layers: int = LAYERS, forced_TK: Tensor | None = None) -> PromptStream:
+        """Enqueues the layer over all tokens so many times, as the model runs one behind the other.
+
+        forced_TK: as `prefill_block` takes it.
+        """
+        stream = PromptStream.begin(len(self.residual), lambda rows: self.residual[rows].clone(), self.group)
+        for _ in range(layers):
+            stream = prefill_block(stream, self.w, self.inputs, self.plane, forced_TK)
+        return stream.added()
+
+    def compared(self) -> tuple[list[float], bool]:
+        """How far rows are from the same with rows whole on every rank, relative to them, behind COMPARED layers: half
+        of them at most, 99 of 100, and all. And whether all ranks have the same bits of the residual and in their
+        pages.
+
+        Experts are given, since of two that are near rounding chooses either.
+        """
+        assert self.w.experts is not None
+        count, chosen = self.w.experts.bias_E.shape[0], self.w.experts.chosen
+        forced_TK = torch.rand(len(self.residual), count, device="cuda").topk(chosen).indices.to(torch.int32)
+
+        def residual() -> Tensor:
+            stream = self.whole(COMPARED, forced_TK)
+            return stream.whole(part.residual for part in stream.parts)
+
+        divided = residual()
+        same = all(_same_on_all(self.group, tensor) for tensor in (divided, self.plane))
+        with streams_of(DIVIDED=len(self.residual) + 1):
+            whole = residual()
+        apart = (divided - whole).norm(dim=1) / whole.norm(dim=1)
+        return [float(apart.quantile(share)) for share in (0.5, 0.99, 1.0)], same
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        """What enqueues each part alone, by its name, on activations that are computed here.
+
+        Raises AssertionError for a block without experts.
+        """
+        w, i = self.w, self.inputs
+        assert w.experts is not None
+        assert not isinstance(w.down, Tiled)
+        attention, down, e = w.attention, w.down, w.experts
+        _, x = norm_rows(self.residual, None, w.attention_norm, w.eps)
+        a = product(x, attention.w_a, torch.float32)
+        norms = attention.q_norm, attention.kv_norm
+
+        def split() -> Tensor:
+            return split_a(a, *norms, i.cos_T, i.sin_T, i.rows_T, self.plane, attention.eps)
+
+        q_a = split()
+        q = product(q_a, attention.w_q, torch.bfloat16).view(x.shape[0], attention.heads, attention.width)
+        o = torch.empty(x.shape[0], attention.heads, attention.w_uv.shape[1], dtype=torch.bfloat16, device="cuda")
+        both = product(x, w.gates, torch.float32)
+        count = e.bias_E.shape[0]
+        first = padded(count, TILE_N)
+        h = swiglu(both, first, w.width)
+        scores = both[:, :count].sigmoid()
+        ids = (scores + e.bias_E).topk(e.chosen).indices
+        weights, ids = scores.gather(1, ids), ids.to(torch.int32)
+
+        ranks, group = self.group.ranks, self.group
+        divided = ranks > 1 and x.shape[0] >= streams.DIVIDED * ranks
+        own = -(-x.shape[0] // ranks) if divided else x.shape[0]
+
+        def rows() -> None:
+            norm_rows(self.residual[:own], None, w.attention_norm, w.eps)
+            split()
+            rotate_heads(q, i.cos_T, i.sin_T)
+            norm_rows(self.residual[:own], None, w.mlp_norm, w.eps)
+            swiglu(both, first, w.width)
+            (both[:, :count].sigmoid() + e.bias_E).topk(e.chosen)
+
+        def products() -> None:
+            product(x[:own], attention.w_a, torch.float32)
+            product(q_a, attention.w_q, torch.bfloat16)
+            product(o.flatten(1), w.o_proj, torch.bfloat16)
+            product(x, w.gates, torch.float32)
+            h[:, : w.width] @ down.dense().T  # pyright: ignore[reportUnusedExpression]
+
+        parts: dict[str, Callable[[], object]] = {
+            "products": products,
+            "rows": rows,
+            "attention": lambda: attend_chunks(
+                q, attention, w.softmax_scale, i.chunks, i.rows_T, i.tables, self.plane, o
+            ),
+            "experts": lambda: grouped_experts(x, ids, weights, e.up, e.down),
+        }
+        if ranks == 1:
+            return parts
+        partial = torch.zeros(own * ranks if divided else own, w.mlp_norm.shape[0], dtype=torch.bfloat16, device="cuda")
+        wider = partial.float()
+
+        def sums() -> None:
+            group.add(partial)
+            group.add(wider)
+
+        parts["sums"] = sums
+        if not divided:
+            return parts
+        gathered = [(each[:own], each.new_empty(own * ranks, each.shape[1])) for each in (a, x)]
+
+        def scatters() -> None:
+            group.begin_add_rows(partial)()
+            group.begin_add_rows(partial)()
+
+        def gathers() -> None:
+            for mine, whole in gathered:
+                group.begin_gather_rows(mine, whole)()
+
+        return {**parts, "scatters": scatters, "gathers": gathers}
+
+
+def _same_on_all(group: Group, tensor: Tensor) -> bool:
+    number = int(tensor.view(torch.int16).long().sum()) % FLOAT_EXACT
+    lowest, beyond_highest = (least(group, each, tensor.device) for each in (number, FLOAT_EXACT - number))
+    return lowest == FLOAT_EXACT - beyond_highest
+
+
+def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Inputs:
+    """What a step gives a block for tokens [start, start + tokens) of one prompt, its pages in random order.
+
+    angles: cos and sin of positions, as the model has them.
+    """
+    pages = -(-(start + tokens) // PAGE_TOKENS)
+    tables = torch.randperm(pages, device="cuda").to(torch.int32)[None]
+    positions = torch.arange(start, start + tokens, device="cuda")
+    cos, sin = angles(positions)
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    return Inputs(
+        ids_T=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=tables[0, positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS,
+        chunks=(Chunk(0, tokens, start, 0),),
+        tokens_Q=none,
+        slots_Q=none,
+        lengths_Q=none,
+        tables=tables,
+    )
+
+
+def main() -> None:
+    """Measures every case of the command line, and prints and saves it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--start", type=int, nargs="+", default=[0])
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of this host that share the layer: 1, 2, 4 or 8")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--save", type=output)
+    given = parser.parse_args()
+    config = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)
+    with ranks_of_gpus(config, given.ranks) as group, torch.inference_mode():
+        machine = measure(torch.device("cuda"), working_set_bytes=4 << 30)
+        model = random_gpu_k2(config, (0, 1), torch.device("cuda"), group=group)
+        cases: list[dict[str, object]] = []
+        for tokens in given.tokens:
+            for start in given.start:
+                inputs = inputs_of(tokens, start, model.angles)
+                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, config.kv_width, device="cuda").bfloat16()
+                layer = Layer(model.gpu_blocks[1], inputs, plane, tokens, group)
+                cases.append(measured(layer, tokens, start, given.repeats, machine.flops_per_s))
+    if own_rank():
+        return
+    if given.save:
+        record = {
+            **provenance("torch", "triton"),
+            "gpu": torch.cuda.get_device_name(),
+            "ranks": given.ranks,
+            "flops_per_s": machine.flops_per_s,
+            "peer_ms": PEER_MS if given.ranks == 1 else {},
+            "cases": cases,
+        }
+        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+    for case in cases:
+        check(case)
+
+
+def check(case: dict[str, object]) -> None:
+    """Raises RedlineError where ranks have other bits, or a row is further off than rounding brings it."""
+    if case.get("same_bits") is False:
+        raise RedlineError(f"{case['tokens']} tokens: ranks do not have the same bits")
+    apart = case.get("apart")
+    if isinstance(apart, list) and not apart[-1] < FAR:
+        raise RedlineError(f"{case['tokens']} tokens: a row is {apart[-1]} from the same where rows are whole")
+
+
+def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> dict[str, object]:
+    """One case, printed and as it is saved."""
+    counted = flops(tokens, start, layer.group.ranks)
+    ms = milliseconds(layer.whole, repeats) / LAYERS
+    others: dict[str, object] = {}
+    if layer.group.ranks > 1:
+        by_parts: dict[str, float] = {}
+        for count in (1, 2, 4):
+            with streams_of(PARTS=count, PART_ROWS=LISTED, DIVIDED=LISTED + 1):
+                by_parts[str(count)] = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+        with streams_of(DIVIDED=tokens + 1):
+            whole = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+        print(f"rows divided, by parts: {by_parts} ms; rows whole: {whole} ms")
+        apart, same = layer.compared()
+        told, bits = ", ".join(f"{each:.1e}" for each in apart), "the same" if same else "other"
+        print(f"half, 99 % and all of the rows are at most {told} from whole ones; {bits} bits on all ranks")
+        others = {
+            "ms_by_parts": by_parts,
+            "ms_whole": whole,
+            "apart": [round(each, 4) for each in apart],
+            "same_bits": same,
+        }
+    parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
+    total = sum(counted.values())
+    rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
+    peer = f", peer {PEER_MS[tokens]} ms" if tokens in PEER_MS and layer.group.ranks == 1 else ""
+    floor_ms = total / flops_per_s * 1e3
+    print(f"{tokens} tokens from {start}: {ms:.2f} ms, floor {floor_ms:.2f}, {total / ms / 1e9:.0f} TFLOP/s{peer}")
+    for name, part in parts.items():
+        rate = f", {rates[name]:.0f} TFLOP/s" if name in rates else ""
+        print(f"  {name:10} {part:6.2f} ms{rate}", flush=True)
+    return {
+        "tokens": tokens,
+        "start": start,
+        "ms": round(ms, 3),
+        **others,
+        "floor_ms": round(floor_ms, 3),
+        "tflops": round(total / ms / 1e9, 1),
+        "parts": {name: round(part, 3) for name, part in parts.items()},
+        "part_tflops": {name: round(rate, 1) for name, rate in rates.items()},
+    }
+
+
+if __name__ == "__main__":
+    program(main)

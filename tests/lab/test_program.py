@@ -1,0 +1,85 @@
+"""The programs in redline/bench/: heard of while they work, and one line for what somebody can mend."""
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from lab.program import program
+from redline.bench import program as program_module
+from redline.errors import ConfigError
+from tests import forked
+from tests.waiting import until
+
+
+def test_a_program_is_heard_of_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("redline.progress.EVERY_S", 0.001)
+    monkeypatch.setattr(sys, "argv", ["lab/some_bench.py"])
+    said: list[str] = []
+
+    def heard() -> bool:
+        said.append(capsys.readouterr().err)
+        return "\n" in "".join(said)
+
+    program(lambda: until(heard) and None)
+    assert re.match(r"some_bench: \d:\d\d passed\n", "".join(said))
+
+
+def test_without_matplotlib_the_program_says_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setattr(program_module, "find_spec", lambda name: None)
+    program_module.drawn(lambda path: path.write_text("drawn"), tmp_path / "a.png")
+    assert "-m pip install 'redline[bench]'" in capsys.readouterr().out
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_what_somebody_can_mend_is_one_line_and_code_1():
+    def wrong() -> None:
+        raise ConfigError("models/none: missing")
+
+    with pytest.raises(SystemExit, match=r"^error: models/none: missing$"):
+        program(wrong)
+
+
+def test_ctrl_c_is_one_line_and_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["some_bench.py"])
+    with pytest.raises(SystemExit) as end:
+        program(interrupted)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped: some_bench has saved nothing\n"
+
+
+@pytest.mark.parametrize("name", ["step_profile", "loop_gap", "prefill_layer", "prompts_beside"])
+def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp_path: Path):
+    flag = "--out" if name == "step_profile" else "--save"
+    command = [sys.executable, "-m", f"lab.{name}", flag, str(tmp_path)]
+    done = forked.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path}: is a folder; name a file in it\n"
+
+
+def test_a_trial_does_not_overwrite_what_is_stored():
+    """Where no file is named, programs write under runs/, which git ignores; four read what is stored."""
+    folder = Path(program_module.__file__).parent
+    found = {path.name for path in folder.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
+    assert found == {"speed_page.py", "paced_worker.py", "op_times.py", "peers_gpu.py"}
+    assert not [path for path in folder.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]
+
+
+def test_the_page_of_programs_has_every_program():
+    """A program says at its beginning how it is started. Those of `attack` are in docs/attacks.md."""
+    folder = Path(program_module.__file__).parent
+    page = (folder.parents[1] / "docs" / "bench_programs.md").read_text()
+    told: set[str] = set()
+    for path in (folder / "runs").glob("*.py"):
+        name = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts)
+        if f"    python -m {name}" in (ast.get_docstring(ast.parse(path.read_text())) or ""):
+            told.add(name)
+    assert len(told) > 40
+    assert {name for name in told if f"`python -m {name}`" not in page} == set()
