@@ -13,7 +13,7 @@ round, in turns, and the fastest counts. Prompts are random and always new, so n
 three get the same ones.
 
 cuda: `redline bench decode` of Kimi K2.6 at its true depth on random weights, 1, 4, 8 and 32 rows, and one layer's
-prefill of 8,192 tokens where both trees have that program. A round takes minutes.
+prefill of 8,192 tokens (`redline bench prefill`) where both trees measure it. A round takes minutes.
 
 Goals: on a CPU B is at most 2 % slower; on a GPU at most 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The
 status is 1 where one is missed or not measured, or where the control itself is further off than the goal, so that
@@ -51,6 +51,7 @@ CONTEXT = 4096
 VOCABULARY = 3000  # ids that are ordinary tokens of every model that we serve
 ANSWER_S = 600.0
 DECODE = "bench decode --shape kimi-k2.6 --layers 61 --alias 12"
+PREFILL_VERB = "redline/bench/step/prefill.py"
 PREFILL_PROGRAM, PREFILL_TOKENS = "prefill_layer.py", 8192
 
 Rates = dict[str, dict[str, float]]  # {figure: {who: tokens/s}} of one round
@@ -212,11 +213,11 @@ class Cuda:
     def __init__(self, trees: Mapping[str, Tree], folder: Path) -> None:
         self._trees = trees
         self._folder = folder
-        self._prefill = {who: prefill_module(tree) for who, tree in trees.items()}
+        self._prefill = {who: prefill_words(tree) for who, tree in trees.items()}
         self.figures = [*STEPS.values(), *([PREFILL] if all(self._prefill.values()) else [])]
 
     def round(self, number: int, order: Sequence[str], did: Callable[[str], None]) -> Rates:
-        """As `Way.round`: each tree's `redline bench decode`, and its program of prefill where all three have it."""
+        """As `Way.round`: each tree's `redline bench decode`, and its prefill of a layer where all three measure it."""
         found: Rates = {figure.name: {} for figure in self.figures}
         for who in order:
             tree = self._trees[who]
@@ -226,20 +227,23 @@ class Cuda:
             _run(tree, ["redline", *DECODE.split(), *rows, "--save", str(saved)])
             for tokens, ms in step_ms(saved).items():
                 found[STEPS[tokens].name][who] = 1e3 * tokens / ms
-            module = self._prefill[who]
-            if module and PREFILL in self.figures:
+            words = self._prefill[who]
+            if words and PREFILL in self.figures:
                 did(f"prefill, {who}")
                 saved = self._folder / f"{number}-{who}-prefill.json"
-                _run(tree, [module, "--tokens", str(PREFILL_TOKENS), "--save", str(saved)])
+                _run(tree, [*words, "--tokens", str(PREFILL_TOKENS), "--save", str(saved)])
                 found[PREFILL.name][who] = 1e3 * PREFILL_TOKENS / prefill_ms(saved)
         return found
 
 
-def prefill_module(tree: Tree) -> str | None:
-    """The dotted name of the tree's program that measures a layer's prefill, wherever it lies; None: it has none."""
+def prefill_words(tree: Tree) -> list[str] | None:
+    """What starts the tree's measurement of a layer's prefill, behind `python -m`: `redline bench prefill`, or in older
+    trees a program, wherever it lies. None: the tree has neither."""
+    if (tree.folder / PREFILL_VERB).exists():
+        return ["redline", "bench", "prefill"]
     for folder in ("benchmarks", "redline"):
         for path in sorted((tree.folder / folder).rglob(PREFILL_PROGRAM)):
-            return ".".join(path.relative_to(tree.folder).with_suffix("").parts)
+            return [".".join(path.relative_to(tree.folder).with_suffix("").parts)]
     return None
 
 
@@ -265,7 +269,7 @@ def step_ms(saved: Path) -> dict[int, float]:
 
 
 def prefill_ms(saved: Path) -> float:
-    """ms of one layer over a prompt of PREFILL_TOKENS, of what the program of prefill writes.
+    """ms of one layer over a prompt of PREFILL_TOKENS, of what `redline bench prefill --save` writes.
 
     Raises ConfigError where the file cannot be read, or lacks this case.
     """

@@ -29,9 +29,9 @@ from lab.peers_over_http import NAME, Server, running
 from lab.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.serving import saved
-from redline.bench.serving.script import MODEL, Logged, Play, Script
-from redline.bench.serving.scripted import Scripted
 from redline.errors import RedlineError
+from tests.bench.serving.script import MODEL, Logged, Play, Script
+from tests.bench.serving.scripted import Scripted
 
 TTFT = ("mean_ttft_ms", "median_ttft_ms")
 HELD = (

@@ -67,6 +67,7 @@ FLAGS = {
     "--seed --keep-trace --json --html",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",
+    "bench prefill": "--tokens --start --ranks --repeats --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
     "--repeats --synthetic-acceptance --save",
     "bench serve": "--base-url --host --port --endpoint --backend --model --served-model-name --tokenizer "

@@ -18,9 +18,9 @@ from lab.ab import (
     Result,
     Spread,
     decode_rate,
-    prefill_module,
     prefill_ms,
     prefill_rate,
+    prefill_words,
     progress_of,
     results,
     rotated,
@@ -118,21 +118,22 @@ def test_a_file_of_something_else_is_one_clear_line(text: str, tmp_path: Path):
             reader(saved)
 
 
-def test_the_program_of_prefill_is_found_wherever_it_lies(tmp_path: Path):
-    assert prefill_module(Tree("here", ROOT, "")) is not None
+def test_the_measurement_of_prefill_is_found_wherever_it_lies(tmp_path: Path):
+    assert prefill_words(Tree("here", ROOT, "")) == ["redline", "bench", "prefill"]
     places = {
-        "benchmarks": "benchmarks.prefill_layer",
-        "redline/bench/gpu": "redline.bench.gpu.prefill_layer",
+        "benchmarks": ["benchmarks.prefill_layer"],
+        "redline/bench/gpu": ["redline.bench.gpu.prefill_layer"],
         None: None,
     }
-    for number, (place, module) in enumerate(places.items()):
-        assert prefill_module(Tree("tree", fake_tree(tmp_path / str(number), prefill=place), "")) == module
+    for number, (place, words) in enumerate(places.items()):
+        assert prefill_words(Tree("tree", fake_tree(tmp_path / str(number), prefill=place), "")) == words
 
 
 def test_the_command_line_has_what_a_gpu_is_asked_for():
     assert {word for word in ab.DECODE.split() if word.startswith("--")} | {"--batch", "--save"} <= flags()[
         "bench decode"
     ]
+    assert {"--tokens", "--save"} <= flags()["bench prefill"]
 
 
 def measured(tmp_path: Path, words: list[str], **after: Any) -> tuple[int, dict[str, Any]]:

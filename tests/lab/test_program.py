@@ -1,4 +1,4 @@
-"""The programs in redline/bench/: heard of while they work, and one line for what somebody can mend."""
+"""The programs of lab/: heard of while they work, and one line for what somebody can mend."""
 
 import ast
 import re
@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from lab import program as program_module
 from lab.program import program
-from redline.bench import program as program_module
 from redline.errors import ConfigError
 from tests import forked
 from tests.waiting import until
+
+LAB = Path(__file__).parents[2] / "lab"
 
 
 def test_a_program_is_heard_of_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -55,9 +57,8 @@ def test_ctrl_c_is_one_line_and_code_130(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().err == "stopped: some_bench has saved nothing\n"
 
 
-@pytest.mark.parametrize("name", ["step_profile", "loop_gap", "prefill_layer", "prompts_beside"])
-def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp_path: Path):
-    flag = "--out" if name == "step_profile" else "--save"
+@pytest.mark.parametrize(("name", "flag"), [("soak", "--save"), ("constrained", "--out"), ("tiers", "--save")])
+def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, flag: str, tmp_path: Path):
     command = [sys.executable, "-m", f"lab.{name}", flag, str(tmp_path)]
     done = forked.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -65,21 +66,19 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp
 
 
 def test_a_trial_does_not_overwrite_what_is_stored():
-    """Where no file is named, programs write under runs/, which git ignores; four read what is stored."""
-    folder = Path(program_module.__file__).parent
-    found = {path.name for path in folder.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
-    assert found == {"speed_page.py", "paced_worker.py", "op_times.py", "peers_gpu.py"}
-    assert not [path for path in folder.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]
+    """Where no file is named, programs write under runs/, which git ignores; three read what is stored."""
+    found = {path.name for path in LAB.rglob("*.py") if '"benchmarks" / "results"' in path.read_text()}
+    assert found == {"speed_page.py", "op_times.py", "peers_gpu.py"}
+    assert not [path for path in LAB.rglob("*.py") if re.search(r"default=.*benchmarks", path.read_text())]
 
 
-def test_the_page_of_programs_has_every_program():
-    """A program says at its beginning how it is started. Those of `attack` are in docs/attacks.md."""
-    folder = Path(program_module.__file__).parent
-    page = (folder.parents[1] / "docs" / "bench_programs.md").read_text()
-    told: set[str] = set()
-    for path in (folder / "runs").glob("*.py"):
-        name = ".".join(path.relative_to(folder.parents[1]).with_suffix("").parts)
-        if f"    python -m {name}" in (ast.get_docstring(ast.parse(path.read_text())) or ""):
-            told.add(name)
-    assert len(told) > 40
-    assert {name for name in told if f"`python -m {name}`" not in page} == set()
+def test_the_readme_has_one_line_for_each_program():
+    """A program says at its beginning how it is started."""
+    listed = re.findall(r"^\| `python -m (lab\.[\w.]+)", (LAB / "README.md").read_text(), re.MULTILINE)
+    told = {
+        name
+        for path in LAB.rglob("*.py")
+        if (name := ".".join(path.relative_to(LAB.parent).with_suffix("").parts))
+        and f"    python -m {name}" in (ast.get_docstring(ast.parse(path.read_text())) or "")
+    }
+    assert sorted(listed) == sorted(told)

@@ -3,7 +3,7 @@
 import pytest
 
 from lab.two_clients import KEYS, Asked, beside_log, compare, off_the_log, too_far
-from redline.bench.serving.script import Logged
+from tests.bench.serving.script import Logged
 
 
 def round_of(ours: float, theirs: float) -> dict[str, dict[str, float]]:

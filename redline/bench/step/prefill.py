@@ -1,31 +1,19 @@
-"""Milliseconds of one Kimi layer with experts over a prompt's chunk on a GPU, and of its parts.
-
-    python -m lab.prefill_layer --tokens 8192 --start 0 --save benchmarks/results/prefill-h200.json
-    python -m lab.prefill_layer --tokens 8192 --ranks 2 --save benchmarks/results/prefill-2-h200.json
+"""Milliseconds of one Kimi layer with experts over a chunk of a prompt on a GPU, and of its parts.
 
 Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
-over the rate that this GPU's library reaches on a large bf16 product, measured here. Over ranks it is a rank's part
-of the operations. There the whole is timed in more ways: with rows that are divided and come in 1, 2 or 4 parts
-(`ms_by_parts`), and with rows whole on every rank (`ms_whole`). What ranks exchange through NCCL is timed alone:
-`scatters` (the sums of a rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole.
-A row's residual is compared with the same where rows are whole, and bits among ranks; where they are not right the
-program says so at its end, with code 1.
+over the rate that this GPU's library reaches on a large bf16 product. Over ranks it is a rank's part of the operations;
+there the whole is timed in more ways, and what ranks exchange through NCCL is timed alone: `scatters` (the sums of a
+rank's own rows) and `gathers`, and the `sums` that stand in their place where rows are whole.
 """
 
-import argparse
 import contextlib
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
-import msgspec
 import torch
 from torch import Tensor
 
-from redline.bench.machine import measure
-from redline.bench.program import output, program
-from redline.bench.record import provenance
-from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.errors import RedlineError
 from redline.kernels.group import ALONE, Group, least
 from redline.kernels.hopper.block import LISTED, GpuBlock, prefill_block
@@ -40,10 +28,12 @@ from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import part_of
+from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 
+MODEL = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)  # its second layer is the one that is measured
 LAYERS = 4  # one behind the other, where the whole is timed: over ranks a layer hides sums of the one in front
-PEER_MS = {8192: 18.1}  # vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, from the start of a prompt
+PEER_MS = {8192: 18.1}  # by tokens: vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, from the start of a prompt
 COMPARED = 2  # layers behind which rows are compared: random ones enlarge a rounding more and more
 FAR = 0.05  # relative, of any row: partial sums in bf16 bring it to 0.01, rows of another token to more than 0.5
 FLOAT_EXACT = 1 << 24  # integers up to it are float32's, in which `least` compares them
@@ -62,6 +52,31 @@ def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
         "attention": 2 * heads * seen * (qk + v) + 2 * unfold,
         "experts": 6 * tokens * c.num_experts_per_tok * d * width,
     }
+
+
+class PrefillCase(Record, frozen=True, omit_defaults=True, kw_only=True):
+    """Tokens [start, start + tokens) of a prompt in one layer, measured. Milliseconds are medians.
+
+    parts, part_tflops: of each part alone; those without operations that count have no rate. Over ranks alone:
+    ms_by_parts has the time with rows divided and in 1, 2 or 4 parts, ms_whole with all rows on every rank; apart is
+    how far rows are from whole ones, relative (of half the rows at most, of 99 %, of all); same_bits: on all ranks.
+    """
+
+    tokens: int
+    start: int
+    ms: float
+    ms_by_parts: dict[str, float] | None = None
+    ms_whole: float | None = None
+    apart: list[float] | None = None
+    same_bits: bool | None = None
+    floor_ms: float
+    tflops: float
+    parts: dict[str, float]
+    part_tflops: dict[str, float]
+
+    def part_floors(self, ranks: int, flops_per_s: float) -> dict[str, float]:
+        """Milliseconds that a rank's operations of each part take at the rate of the floor."""
+        return {name: count / flops_per_s * 1e3 for name, count in flops(self.tokens, self.start, ranks).items()}
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
@@ -130,8 +145,8 @@ class Layer:
         same = all(_same_on_all(self.group, tensor) for tensor in (divided, self.plane))
         with streams_of(DIVIDED=len(self.residual) + 1):
             whole = residual()
-        apart = (divided - whole).norm(dim=1) / whole.norm(dim=1)
-        return [float(apart.quantile(share)) for share in (0.5, 0.99, 1.0)], same
+        apart = ((divided - whole).square().sum(1) / whole.square().sum(1)).sqrt()
+        return [float(torch.quantile(apart, share)) for share in (0.5, 0.99, 1.0)], same
 
     def parts(self) -> dict[str, Callable[[], object]]:
         """What enqueues each part alone, by its name, on activations that are computed here.
@@ -241,93 +256,55 @@ def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, 
     )
 
 
-def main() -> None:
-    """Measures every case of the command line, and prints and saves it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
-    parser.add_argument("--start", type=int, nargs="+", default=[0])
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs of this host that share the layer: 1, 2, 4 or 8")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--save", type=output)
-    given = parser.parse_args()
-    config = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)
-    with ranks_of_gpus(config, given.ranks) as group, torch.inference_mode():
-        machine = measure(torch.device("cuda"), working_set_bytes=4 << 30)
-        model = random_gpu_k2(config, (0, 1), torch.device("cuda"), group=group)
-        cases: list[dict[str, object]] = []
-        for tokens in given.tokens:
-            for start in given.start:
-                inputs = inputs_of(tokens, start, model.angles)
-                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, config.kv_width, device="cuda").bfloat16()
-                layer = Layer(model.gpu_blocks[1], inputs, plane, tokens, group)
-                cases.append(measured(layer, tokens, start, given.repeats, machine.flops_per_s))
-    if own_rank():
-        return
-    if given.save:
-        record = {
-            **provenance("torch", "triton"),
-            "gpu": torch.cuda.get_device_name(),
-            "ranks": given.ranks,
-            "flops_per_s": machine.flops_per_s,
-            "peer_ms": PEER_MS if given.ranks == 1 else {},
-            "cases": cases,
-        }
-        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-    for case in cases:
-        check(case)
+def prefill_cases(
+    group: Group, device: torch.device, tokens: Sequence[int], start: Sequence[int], repeats: int, flops_per_s: float
+) -> Iterator[PrefillCase]:
+    """Builds the layer, a rank's part of it in `group`, and measures each of tokens x start, in this order."""
+    with torch.inference_mode():
+        model = random_gpu_k2(MODEL, (0, 1), device, group=group)
+        for count in tokens:
+            for first in start:
+                inputs = inputs_of(count, first, model.angles)
+                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, MODEL.kv_width, device=device).bfloat16()
+                layer = Layer(model.gpu_blocks[1], inputs, plane, count, group)
+                yield measured(layer, count, first, repeats, flops_per_s)
 
 
-def check(case: dict[str, object]) -> None:
-    """Raises RedlineError where ranks have other bits, or a row is further off than rounding brings it."""
-    if case.get("same_bits") is False:
-        raise RedlineError(f"{case['tokens']} tokens: ranks do not have the same bits")
-    apart = case.get("apart")
-    if isinstance(apart, list) and not apart[-1] < FAR:
-        raise RedlineError(f"{case['tokens']} tokens: a row is {apart[-1]} from the same where rows are whole")
-
-
-def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> dict[str, object]:
-    """One case, printed and as it is saved."""
+def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> PrefillCase:
+    """One case: the layer whole, over ranks in each way, then each part alone."""
     counted = flops(tokens, start, layer.group.ranks)
     ms = milliseconds(layer.whole, repeats) / LAYERS
-    others: dict[str, object] = {}
+    by_parts: dict[str, float] | None = None
+    whole_ms = apart = same = None
     if layer.group.ranks > 1:
-        by_parts: dict[str, float] = {}
+        by_parts = {}
         for count in (1, 2, 4):
             with streams_of(PARTS=count, PART_ROWS=LISTED, DIVIDED=LISTED + 1):
                 by_parts[str(count)] = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
         with streams_of(DIVIDED=tokens + 1):
-            whole = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
-        print(f"rows divided, by parts: {by_parts} ms; rows whole: {whole} ms")
-        apart, same = layer.compared()
-        told, bits = ", ".join(f"{each:.1e}" for each in apart), "the same" if same else "other"
-        print(f"half, 99 % and all of the rows are at most {told} from whole ones; {bits} bits on all ranks")
-        others = {
-            "ms_by_parts": by_parts,
-            "ms_whole": whole,
-            "apart": [round(each, 4) for each in apart],
-            "same_bits": same,
-        }
+            whole_ms = round(milliseconds(layer.whole, repeats) / LAYERS, 3)
+        found, same = layer.compared()
+        apart = [round(each, 4) for each in found]
     parts = {name: milliseconds(work, repeats) for name, work in layer.parts().items()}
     total = sum(counted.values())
-    rates = {name: counted[name] / part / 1e9 for name, part in parts.items() if name in counted}
-    peer = f", peer {PEER_MS[tokens]} ms" if tokens in PEER_MS and layer.group.ranks == 1 else ""
-    floor_ms = total / flops_per_s * 1e3
-    print(f"{tokens} tokens from {start}: {ms:.2f} ms, floor {floor_ms:.2f}, {total / ms / 1e9:.0f} TFLOP/s{peer}")
-    for name, part in parts.items():
-        rate = f", {rates[name]:.0f} TFLOP/s" if name in rates else ""
-        print(f"  {name:10} {part:6.2f} ms{rate}", flush=True)
-    return {
-        "tokens": tokens,
-        "start": start,
-        "ms": round(ms, 3),
-        **others,
-        "floor_ms": round(floor_ms, 3),
-        "tflops": round(total / ms / 1e9, 1),
-        "parts": {name: round(part, 3) for name, part in parts.items()},
-        "part_tflops": {name: round(rate, 1) for name, rate in rates.items()},
-    }
+    return PrefillCase(
+        tokens=tokens,
+        start=start,
+        ms=round(ms, 3),
+        ms_by_parts=by_parts,
+        ms_whole=whole_ms,
+        apart=apart,
+        same_bits=same,
+        floor_ms=round(total / flops_per_s * 1e3, 3),
+        tflops=round(total / ms / 1e9, 1),
+        parts={name: round(part, 3) for name, part in parts.items()},
+        part_tflops={name: round(counted[name] / part / 1e9, 1) for name, part in parts.items() if name in counted},
+    )
 
 
-if __name__ == "__main__":
-    program(main)
+def check(case: PrefillCase) -> None:
+    """Raises RedlineError where ranks have other bits, or a row is further off than rounding brings it."""
+    if case.same_bits is False:
+        raise RedlineError(f"{case.tokens} tokens: ranks do not have the same bits")
+    if case.apart is not None and not case.apart[-1] < FAR:
+        raise RedlineError(f"{case.tokens} tokens: a row is {case.apart[-1]} from the same where rows are whole")

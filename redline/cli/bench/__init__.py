@@ -164,6 +164,36 @@ def bench_decode(
     raise typer.Exit(bench_depth(config, plain_console()))
 
 
+@app.command(name="prefill")
+def bench_prefill(
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Of the prompt's chunk (repeatable). Absent: 8192.")
+    ] = None,
+    start: Annotated[
+        list[int] | None, typer.Option(min=0, help="Tokens of the prompt before it (repeatable). Absent: 0.")
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs of this host that share the layer: 1, 2, 4 or 8.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each figure; the median counts.")] = 7,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Milliseconds of one Kimi K2.6 layer over a chunk of a prompt on a GPU, whole and in parts, with floor and rate.
+
+    Weights and activations are random; no checkpoint is read. The floor is operations over the rate of a large bf16
+    product, measured here. With --ranks also what the GPUs exchange, and whether they compute the same bits.
+    """
+    from redline.cli.bench.prefill_tables import PrefillConfig
+    from redline.cli.bench.prefill_tables import bench_prefill as run
+
+    config = PrefillConfig(
+        tokens=tuple(tokens or (8192,)),
+        start=tuple(start or (0,)),
+        ranks=ranks,
+        repeats=repeats,
+        save=None if save is None else str(save),
+    )
+    raise typer.Exit(run(config, plain_console()))
+
+
 @app.command(name="speculate")
 def bench_speculate(
     folder: Folder,

@@ -18,8 +18,8 @@ from unittest import mock
 import msgspec
 import pytest
 
-from redline.bench.serving.script import Play, Script, answer_tokens, moments
-from redline.bench.serving.scripted import HOST, Line, Scripted
+from tests.bench.serving.script import Play, Script, answer_tokens, moments
+from tests.bench.serving.scripted import HOST, Line, Scripted
 from tests.clocks import FakeClock
 from tests.waiting import LIMIT_S, until
 
@@ -92,7 +92,7 @@ def test_the_time_of_an_event_is_read_before_it_is_handed_over(monkeypatch: pyte
             clock.advance(1)
             return write(file, data)
 
-        monkeypatch.setattr("redline.bench.serving.scripted.os", SimpleNamespace(write=slow))
+        monkeypatch.setattr("tests.bench.serving.scripted.os", SimpleNamespace(write=slow))
         assert line.write(b"event") == 5.0
         assert clock() == 6.0
         assert there.recv(100) == b"event"
@@ -270,7 +270,7 @@ def test_random_gaps_are_those_of_their_seed():
 def test_it_runs_from_the_command_line_with_a_play_of_a_file(tmp_path: Path):
     play = tmp_path / "play.json"
     play.write_bytes(msgspec.json.encode(Play(in_order=(Script(tokens=3),))))
-    command = [sys.executable, "-m", "redline.bench.serving.scripted", "--port", "0", "--play", str(play)]
+    command = [sys.executable, "-m", "tests.bench.serving.scripted", "--port", "0", "--play", str(play)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -13,9 +13,9 @@ import pytest
 
 from redline.bench.serving.load import run_load
 from redline.bench.serving.records import Answer, Ask, Failure, Run
-from redline.bench.serving.script import Logged
-from redline.bench.serving.scripted import HOST, Scripted
 from redline.bench.serving.target import Pace, Patience, Target
+from tests.bench.serving.script import Logged
+from tests.bench.serving.scripted import HOST, Scripted
 
 PATIENCE = Patience(connect=60.0, first=60.0, silence=60.0, whole=120.0)
 SHORT = Patience(connect=60.0, first=3.0, silence=3.0, whole=120.0)  # for servers that stall

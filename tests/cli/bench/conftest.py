@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from redline.bench.serving.scripted import Scripted
+from tests.bench.serving.scripted import Scripted
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from redline.bench.serving.records import Answer, Ask, Run
-from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Pace, Target
 from redline.cli.bench import app, kept
+from tests.bench.serving.scripted import Scripted
 
 QUICK: dict[str, Any] = {"first_s": 0.0, "gaps_s": [0.0], "tokens": 20, "thinking": 5}
 FIRST_S = 0.02  # of a `timed` answer, until its first event

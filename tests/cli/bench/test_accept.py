@@ -8,9 +8,9 @@ import pytest
 from redline.bench.serving import ready, saved
 from redline.bench.serving.accept import accept_sections
 from redline.bench.serving.ready import Drafting
-from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
+from tests.bench.serving.scripted import Scripted
 from tests.cli.bench.http_verbs import BROKEN, stopped_after, type_in
 
 

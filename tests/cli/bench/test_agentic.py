@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from redline.bench.serving import saved, traces
 from redline.bench.serving.agentic import Plan, Watch, agentic_sections
-from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Target
 from redline.cli.bench import agentic_run, app
 from redline.errors import ConfigError
+from tests.bench.serving.scripted import Scripted
 from tests.cli.bench.http_verbs import BROKEN, type_in
 
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from redline.bench.serving import saved
 from redline.bench.serving.compare import compare_sections
-from redline.bench.serving.script import Play, Script
-from redline.bench.serving.scripted import Scripted
 from redline.cli.bench import app
 from redline.errors import ConfigError
+from tests.bench.serving.script import Play, Script
+from tests.bench.serving.scripted import Scripted
 from tests.cli.bench.http_verbs import stopped_after, timed
 
 SHORT = (

@@ -6,10 +6,10 @@ import pytest
 
 from redline.bench.serving import ready, saved
 from redline.bench.serving.leaderboard import Workload, leaderboard_sections, prompts
-from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Target
 from redline.bench.serving.vocabulary import open_vocabulary
 from redline.errors import ConfigError
+from tests.bench.serving.scripted import Scripted
 from tests.cli.bench.http_verbs import BROKEN, FIRST_S, stopped_after, timed, type_in
 
 

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from redline.bench.serving import saved
-from redline.bench.serving.script import Play, Script
-from redline.bench.serving.scripted import Scripted
 from redline.cli import app
 from tests import forked
+from tests.bench.serving.script import Play, Script
+from tests.bench.serving.scripted import Scripted
 from tests.waiting import LIMIT_S, until
 
 NAMED = {

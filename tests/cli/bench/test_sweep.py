@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from redline.bench.serving import saved
-from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.sweep import Point, sweep_sections
 from redline.errors import ConfigError
+from tests.bench.serving.scripted import Scripted
 from tests.cli.bench.http_verbs import BROKEN, FIRST_S, stopped_after, timed, type_in
 
 SHORT = ("--random-input-len", 20, "--random-output-len", 20, "--num-warmups", 1)

@@ -1,6 +1,6 @@
 """An OpenAI server whose behaviour is a script, and which logs when it really sent what: a client is measured with it.
 
-    python -m redline.bench.serving.scripted [--port 0] [--play FILE.json]
+    python -m tests.bench.serving.scripted [--port 0] [--play FILE.json]
 
 It serves /v1/chat/completions, /v1/completions and /v1/models; GET /log is its log, DELETE /log empties it. What it
 says and does, and what goes wrong, is in `script.py`; FILE.json holds a `Play`. Events leave by the clock of a timer
@@ -31,8 +31,8 @@ import msgspec
 import uvloop
 
 from redline import clock
-from redline.bench.serving import script as say
-from redline.bench.serving.script import AT_THE_START, MODEL, Form, Log, Logged, Part, Play, Script
+from tests.bench.serving import script as say
+from tests.bench.serving.script import AT_THE_START, MODEL, Form, Log, Logged, Part, Play, Script
 
 HOST = "127.0.0.1"
 STREAM_HEAD = (
