@@ -1,10 +1,8 @@
-"""What the programs of this room share: a sign of life while they work, and one line for what somebody can mend."""
+"""What the programs of lab/ share: a sign of life while they work, and one line for what somebody can mend."""
 
 import argparse
-import shlex
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from redline.bench.record import told_commit
@@ -32,16 +30,6 @@ def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
         sys.exit(130)
     if status:
         sys.exit(status)
-
-
-def drawn(draw: Callable[[Path], object], path: Path) -> None:
-    """Draws a picture at `path` and says so; where matplotlib is missing, says which command installs it."""
-    if find_spec("matplotlib") is None:
-        install = f"{shlex.quote(sys.executable)} -m pip install 'redline[bench]'"
-        print(f"no picture: matplotlib is not installed. {install} brings it")
-        return
-    draw(path)
-    print(f"drawn in {path}")
 
 
 def output(text: str) -> Path:

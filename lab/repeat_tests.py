@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Runs `make tests` again and again: other Pythons, other instruction sets, idle and busy machines. All runs must pass.
 
-    tools/repeat_tests [--times 12] [--python python3.11 python3.12 python3.13] [--isa avx2 avx512] [--save FILE]
+    python -m lab.repeat_tests [--times 12] [--python python3.11 ...] [--isa avx2 avx512] [--save FILE]
 
 Every Python gets a clone of HEAD with an environment of its own (`make .venv/.test`), kept in --folder for the next
 call. Runs take the Pythons and the instruction sets of the CPU kernels (REDLINE_CPU_ISA) in turn; in every second run

@@ -33,8 +33,14 @@ if not torch.cuda.is_available():
     triton_bf16.mend()
 
 
-# Programs that measure, attack or compare, and guard no behaviour of the product: `make test-all` tests them.
-PROGRAMS = "bench/runs/", "bench/peers/", "bench/test_growth.py", "bench/test_mutate.py", "bench/test_bystander.py"
+# Tests of programs that start servers or many processes: they run in `make test-all`.
+PROGRAMS = (
+    "lab/test_ab.py",
+    "lab/test_bystander.py",
+    "lab/test_golden.py",
+    "lab/test_handoffs.py",
+    "lab/test_peers_gpu.py",
+)
 
 # Its examples are the same in each run as well, and no machine is too slow for them.
 hypothesis.settings.register_profile(

@@ -27,6 +27,7 @@ NOT_RUN = {
     "redline eval": "half an hour",
     "redline simulate": "half a minute",
     "redline bench decode": "half a minute",
+    "redline bench prefill": "wants a GPU; tests/cli/test_bench_prefill.py",
     "redline bench speculate": "a quarter of an hour",
     "redline bench sweep": "four minutes",
     "redline bench accept": "two minutes",
@@ -41,7 +42,6 @@ NOT_RUN = {
     "redline draft eval": "minutes, of a folder that `train` makes; tests/draft",
     "redline draft run": "minutes; tests/draft",
     "redline draft export": "of a folder that `train` makes; tests/draft",
-    ".venv/bin/python -m redline.bench.runs": "a minute",
 }
 
 

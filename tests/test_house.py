@@ -31,7 +31,9 @@ from redline.fleet.process import OF_A_WORKER
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = sorted(path.name for path in (ROOT / "redline").iterdir() if (path / "__init__.py").exists())
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md"), ROOT / "lab" / "README.md"]
+)
 
 
 # ------------------------------------------------------------------------------------------------- what can be set
@@ -302,7 +304,7 @@ def test_commands_in_a_page_exist(page: Path):
         assert given <= flags()[verb], f"redline {verb}{rest}"
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z]+)", text)) <= targets
-    for module in re.findall(r"python -m ((?:redline|nano|benchmarks|tests)[\w.]*)", text):
+    for module in re.findall(r"python -m ((?:redline|lab|nano|benchmarks|tests)[\w.]*)", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or place.is_dir(), f"python -m {module}"
 

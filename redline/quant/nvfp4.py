@@ -22,7 +22,7 @@ from redline.ops.formats import E4M3_MOST, NVFP4_GROUP, NVFP4_MOST, Nvfp4
 
 MAX_SCALING = (0,)
 # e4m3 bytes beside that of max |w| / 6. With -2 and 7 the search would find what trying all 126 finds; these two are
-# the best of one block in a hundred, and errors within 0.1 % without them (`lab.quantizers`).
+# the best of one block in a hundred, and errors within 0.1 % without them (`quantizers-cpu.json`).
 SEARCHED = (0, -1, 1, 5, 4, 6, 3, 2)
 WIDELY_SEARCHED = (*SEARCHED, -2, 7)  # where inputs do not weigh the same, they are wanted more often
 BLOCKS_CPU = 4096  # worked on together: 256 KiB of float32, so that all of it stays in a core's own cache

@@ -1,4 +1,4 @@
-"""`redline bench prefill` without a GPU: what is counted, said, kept and refused. A made measurement is in its place."""
+"""`redline bench prefill` without a GPU: what is counted, said, kept and refused. What it measures is made up."""
 
 import contextlib
 import json
@@ -78,7 +78,7 @@ def test_ranks_that_do_not_agree_are_an_error_behind_the_result():
     check(case)
     with pytest.raises(RedlineError, match="8192 tokens: ranks do not have the same bits"):
         check(msgspec.structs.replace(case, same_bits=False))
-    with pytest.raises(RedlineError, match="8192 tokens: a row is 0.7 from the same where rows are whole"):
+    with pytest.raises(RedlineError, match=r"8192 tokens: a row is 0\.7 from the same where rows are whole"):
         check(msgspec.structs.replace(case, apart=[0.0, 0.0, 0.7]))
 
 

@@ -9,7 +9,7 @@ import pytest
 from lab.peers_over_http import ANSWER, KEYS, OURS, Figures, Server, loads, medians, running, table
 from redline.errors import RedlineError
 
-NANO = Path(__file__).parents[3] / "models" / "kimi-nano"
+NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
 HEALTHY = """
 import http.server, sys, os
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from lab import program as program_module
 from lab.program import program
 from redline.errors import ConfigError
 from tests import forked
@@ -27,15 +26,6 @@ def test_a_program_is_heard_of_while_it_works(monkeypatch: pytest.MonkeyPatch, c
 
     program(lambda: until(heard) and None)
     assert re.match(r"some_bench: \d:\d\d passed\n", "".join(said))
-
-
-def test_without_matplotlib_the_program_says_what_brings_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-):
-    monkeypatch.setattr(program_module, "find_spec", lambda name: None)
-    program_module.drawn(lambda path: path.write_text("drawn"), tmp_path / "a.png")
-    assert "-m pip install 'redline[bench]'" in capsys.readouterr().out
-    assert not (tmp_path / "a.png").exists()
 
 
 def test_what_somebody_can_mend_is_one_line_and_code_1():

@@ -8,7 +8,7 @@ import msgspec
 from lab import speed_page
 from redline.bench.step.depth_record import DepthRecord, OpRecord, read
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def record(**changes: Any) -> DepthRecord:
