@@ -259,15 +259,17 @@ def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, 
 def prefill_cases(
     group: Group, device: torch.device, tokens: Sequence[int], start: Sequence[int], repeats: int, flops_per_s: float
 ) -> Iterator[PrefillCase]:
-    """Builds the layer, a rank's part of it in `group`, and measures each of tokens x start, in this order."""
-    with torch.inference_mode():
-        model = random_gpu_k2(MODEL, (0, 1), device, group=group)
-        for count in tokens:
-            for first in start:
-                inputs = inputs_of(count, first, model.angles)
-                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, MODEL.kv_width, device=device).bfloat16()
-                layer = Layer(model.gpu_blocks[1], inputs, plane, count, group)
-                yield measured(layer, count, first, repeats, flops_per_s)
+    """Builds the layer, a rank's part of it in `group`, and measures each of tokens x start, in this order.
+
+    To be used in torch's inference mode.
+    """
+    model = random_gpu_k2(MODEL, (0, 1), device, group=group)
+    for count in tokens:
+        for first in start:
+            inputs = inputs_of(count, first, model.angles)
+            plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, MODEL.kv_width, device=device).bfloat16()
+            layer = Layer(model.gpu_blocks[1], inputs, plane, count, group)
+            yield measured(layer, count, first, repeats, flops_per_s)
 
 
 def measured(layer: Layer, tokens: int, start: int, repeats: int, flops_per_s: float) -> PrefillCase:

@@ -43,15 +43,13 @@ def bench_prefill(config: PrefillConfig, console: Console) -> int:
     device = pick_device(None)
     if device.type == "cpu" or not has_kernels(device):
         raise ConfigError(f"prefill is measured on an NVIDIA GPU of compute capability 9.0 (H100, H200): {why_not()}")
-    if own_rank():
-        config, console = PrefillConfig(config.tokens, config.start, config.ranks, config.repeats), Console(quiet=True)
     with ranks_of_gpus(MODEL, config.ranks) as group:
         return until_interrupted(lambda: _bench_prefill(config, group, console), console)
 
 
 def _bench_prefill(config: PrefillConfig, group: Group, console: Console) -> int:
     device, cases = torch.device("cuda"), list[PrefillCase]()
-    with Working("measuring the machine") as working:
+    with torch.inference_mode(), Working("measuring the machine") as working:
         machine = measure(device, working_set_bytes=READ_BYTES)
         total = len(config.tokens) * len(config.start)
         working.show(0, total, what="cases")
@@ -59,6 +57,8 @@ def _bench_prefill(config: PrefillConfig, group: Group, console: Console) -> int
         for case in measured:
             cases.append(case)
             working.show(len(cases), total)
+    if own_rank():
+        return 0  # rank 0 judges what all have measured, once it is saved
     show(cases, device_name(device), config.ranks, machine.flops_per_s, console)
     if config.save is not None:
         record = {

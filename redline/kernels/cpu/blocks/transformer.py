@@ -1,8 +1,8 @@
 """A model in one call on a CPU: the embedding, all blocks, the last norm, the head, the likeliest next tokens.
 
 The way from Python costs some 5 us an op, and between two native calls Python finds its caches full of weights: then 20
-(`benchmarks/results/step-profile.json`). A step of one token has nearly sixty ops. What they mean together, and the bits
-that this has to have, is `redline.model.k2.forward`.
+(`benchmarks/results/step-profile.json`). A step of one token has nearly sixty ops. What they mean together, and the
+bits that this has to have, is `redline.model.k2.forward`.
 
 T tokens, D hidden, L blocks, F states that are kept, R tokens whose next one is asked for, V vocabulary.
 """
