@@ -54,6 +54,7 @@ def test_the_verdict_comes_first_then_file_tensor_and_fix(tmp_path: Path):
         (["--server", "x"], "--server needs --requests FILE"),
         (["folder", "--requests", "x"], "--requests are for --server"),
         (["/nowhere/at/all"], "/nowhere/at/all: no such folder"),
+        ([__file__], "a file; expected a model's folder"),
     ],
 )
 def test_what_does_not_go_together_is_said(words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -70,9 +71,9 @@ def test_a_servers_tool_calls_are_counted(tmp_path: Path):
     chunks = stream({"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
     answer = says(chunks, kind="text/event-stream")
     with server(answer, says(MODELS)) as (url, asked):
-        code, text = run("--server", url, "--requests", requests, "--save", tmp_path / "r.json")
+        code, text = run("--server", f"{url}/v1", "--requests", requests, "--save", tmp_path / "r.json")
     assert code == 1
-    assert text.startswith(f"fake at {url}: 3 of 6 calls are valid; 3 requests")
+    assert text.startswith(f"fake at {url}/v1: 3 of 6 calls are valid; 3 requests")
     assert "arguments do not fit the schema: 3" in text
     assert "finish reasons: tool_calls 3" in text
     assert "0 of 3 answers" in text

@@ -7,6 +7,7 @@ those that are not done, had a problem or have changed. Then some layers are loa
 import hashlib
 import os
 import re
+import shlex
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -47,7 +48,7 @@ class Progress:
             if again:
                 path.unlink(missing_ok=True)
             for line in path.read_bytes().splitlines() if path.exists() else ():
-                with suppress(msgspec.DecodeError):  # a kill may have torn the last line
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a kill may have torn the last line
                     self._keep(msgspec.json.decode(line, type=Shard))
 
     def earlier(self, job: str, file: Path) -> Shard | None:
@@ -164,8 +165,10 @@ def _size(found: Survey, file: Path) -> int:
 
 
 def _job(found: Survey, file: Path) -> str:
-    """A hash of what is looked for in a shard: the model, and where its tensors are."""
-    said = f"{EDITION} {found.config} {[(s.name, s.dtype, s.shape, s.start) for s in found.files[file].values()]}"
+    """A hash of what is looked for in a shard: the model, where its tensors are, and where the file itself is: a copy
+    of a folder has the same names, sizes and times."""
+    tensors = [(stored.name, stored.dtype, stored.shape, stored.start) for stored in found.files[file].values()]
+    said = f"{EDITION} {file.resolve()} {found.config} {tensors}"
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -211,7 +214,8 @@ def _is_wrong(layer: Layer) -> bool:
 
 def again(file: Path) -> str:
     """What a person does about a file that is damaged."""
-    return f"download it again: hf download OWNER/NAME {file.name} --local-dir {file.parent} --force-download"
+    command = ["hf", "download", "OWNER/NAME", file.name, "--local-dir", str(file.parent), "--force-download"]
+    return f"download it again: {shlex.join(command)}"
 
 
 def _grouped(folder: Path, faults: Sequence[BrokenFile]) -> list[Problem]:
