@@ -46,6 +46,10 @@ class Tab:
                 assert "error" not in said, said
                 return said["result"]
 
+    def another(self) -> "Tab":
+        """A second tab of the same browser. One is asked at a time."""
+        return Tab(self._write, self._read)
+
     def open(self, url: str) -> None:
         """Go there, and wait until it is loaded."""
         self._ask("Page.navigate", url=url)

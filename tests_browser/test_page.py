@@ -76,6 +76,22 @@ def test_a_chat_is_answered_coloured_and_kept(tab: Tab):
     tab.until("document.querySelectorAll('article.assistant').length === 2")
 
 
+def test_two_tabs_keep_each_others_chats(tab: Tab, url: str):
+    other = tab.another()
+    other.open(url)
+    other.until("document.getElementById('model').textContent === 'kimi-nano'")
+    titles = "[...document.querySelectorAll('#chat-list button:first-child')].map((one) => one.textContent)"
+    ask(tab, "What is 1 + 1?")
+    other.until(f"{titles}.includes('What is 1 + 1?')")
+    ask(other, "What is 2 + 2?")
+    ask(tab, "What is 3 + 3?")
+    for one in (tab, other):
+        one.open(url)
+        assert sorted(one.run(titles)) == ["What is 1 + 1?", "What is 2 + 2?"]
+    kept = "JSON.parse(localStorage['redline.chats']).map((one) => one.messages.length).sort()"
+    assert tab.run(kept) == [2, 4]
+
+
 def test_an_answer_is_stopped_and_a_question_edited(tab: Tab):
     tab.run("document.getElementById('question').value = 'Count from 1 to 400.'")
     tab.run("document.getElementById('ask').requestSubmit()")
