@@ -97,7 +97,7 @@ class Client:
 
     def __post_init__(self) -> None:
         url = _base(self.url)
-        self.url = str(url)
+        self.url = str(url.copy_with(userinfo=b""))  # which is shown; httpx sends a user and password of the address
         if not 0 <= self.temperature <= 2:  # NaN neither
             raise ConfigError(f"--temperature is {self.temperature}; expected 0 to 2")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from redline.bench.verify import layers
 from redline.cli import app
+from redline.errors import ConfigError
 from redline.model.k2.write import random_checkpoint
 from tests.cli.servers import MODELS, says, server, stream
 from tests.tiny_model import kernel_config
@@ -71,9 +72,11 @@ def test_a_servers_tool_calls_are_counted(tmp_path: Path):
     chunks = stream({"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
     answer = says(chunks, kind="text/event-stream")
     with server(answer, says(MODELS)) as (url, asked):
-        code, text = run("--server", f"{url}/v1", "--requests", requests, "--save", tmp_path / "r.json")
+        known = url.replace("http://", "http://user:secret@") + "/v1"
+        code, text = run("--server", known, "--requests", requests, "--save", tmp_path / "r.json")
     assert code == 1
-    assert text.startswith(f"fake at {url}/v1: 3 of 6 calls are valid; 3 requests")
+    assert "secret" not in text + (tmp_path / "r.json").read_text()
+    assert text.startswith(f"fake at {url}: 3 of 6 calls are valid; 3 requests")
     assert "arguments do not fit the schema: 3" in text
     assert "finish reasons: tool_calls 3" in text
     assert "0 of 3 answers" in text
@@ -83,3 +86,10 @@ def test_a_servers_tool_calls_are_counted(tmp_path: Path):
 
 
 CALLS = [{"name": "f", "arguments": '{"a": 1}'}, {"name": "f", "arguments": "{}"}]
+
+
+def test_an_address_that_is_none_is_named_with_its_flag(tmp_path: Path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"messages": []}')
+    with pytest.raises(ConfigError, match=r"--server 'http://\[': expected an address"):
+        run("--server", "http://[", "--requests", requests, "--save", tmp_path / "r.json")

@@ -25,6 +25,7 @@ from redline.bench.verify.report import Layer, Problem, Rates, Report, Shard
 from redline.bench.verify.shards import layer_of, read_shard, wanted
 from redline.disk import written
 from redline.errors import BrokenFile, CheckpointError, ConfigError
+from redline.folder import check_model
 from redline.limits import processors
 from redline.model.k2.checkpoint import Stored, Survey, survey
 from redline.progress import Working
@@ -83,7 +84,7 @@ def verify(folder: Path, progress: Progress, device: torch.device, working: Work
     try:
         found = survey(folder, faults.append)
     except CheckpointError as error:
-        faults.append(error if isinstance(error, BrokenFile) else BrokenFile(folder, "", _without(folder, str(error))))
+        faults.append(error if isinstance(error, BrokenFile) else BrokenFile(folder, "", _reason(folder, error)))
         unchecked = ["shards and layers: the config and the index come first"]
     else:
         shards, earlier = _read(folder, found, progress, working)
@@ -238,6 +239,8 @@ def _grouped(folder: Path, faults: Sequence[BrokenFile]) -> list[Problem]:
 def _fix(file: Path, what: str) -> str:
     if what.startswith("holds the tensors of "):
         return f"give the file its own name back ({what.split()[4].rstrip(';')}), or {again(file)}"
+    if what.startswith(("a drafter", "model_type is")):
+        return "name the folder of a model that Redline serves"
     if what.startswith("a Git LFS pointer"):
         return f"run `git lfs pull` in {file.parent}, or {again(file)}"
     if file.suffix == ".json" or file.is_dir():
@@ -245,6 +248,15 @@ def _fix(file: Path, what: str) -> str:
     if what.startswith(("expected", "a second tensor", "missing; expected here")):
         return f"it is of another model than config.json and the index are: {again(file)}"
     return again(file)
+
+
+def _reason(folder: Path, error: CheckpointError) -> str:
+    """What is wrong with a folder that cannot be surveyed: first of all, that it holds something else than a model."""
+    try:
+        check_model(folder, weights=False)
+    except CheckpointError as other:
+        error = other
+    return _without(folder, str(error))
 
 
 def _without(folder: Path, message: str) -> str:

@@ -379,3 +379,21 @@ def test_the_command_that_mends_a_file_may_be_pasted(tmp_path: Path):
             "--force-download",
         )
     ]
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "a drafter (Eagle3DeepseekV2ForCausalLM), not a model"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "model_type is llama (LlamaForCausalLM)"),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_named_as_what_it_is(
+    tmp_path: Path, config: dict[str, object], what: str
+):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    [problem] = run(folder).problems
+    assert problem.what.startswith(what)
+    assert problem.fix == "name the folder of a model that Redline serves"
