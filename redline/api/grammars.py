@@ -213,7 +213,7 @@ def _is_strict(part: Part, asked: dict[str, Form]) -> bool:
 
 
 def _one_of(params: Sequence[str], error: str) -> RequestError:
-    """An error of one of these fields, and nobody has tried which."""
+    """An error of one of these fields, which were tried together only."""
     params = tuple(dict.fromkeys(params))
     if len(params) == 1:
         return RequestError(f"it cannot be used: {error}"[:SHOWN_CHARS], params[0])
