@@ -22,7 +22,7 @@ class Tab:
         self.errors: list[str] = []
         target = self._ask("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Performance"):
             self._ask(f"{domain}.enable")
 
     def _ask(self, method: str, **parameters: Any) -> dict[str, Any]:
@@ -46,6 +46,10 @@ class Tab:
                 assert "error" not in said, said
                 return said["result"]
 
+    def another(self) -> "Tab":
+        """A second tab of the same browser. One is asked at a time."""
+        return Tab(self._write, self._read)
+
     def open(self, url: str) -> None:
         """Go there, and wait until it is loaded."""
         self._ask("Page.navigate", url=url)
@@ -65,6 +69,10 @@ class Tab:
                 f"not within {seconds} s: {condition}\n{self.run('document.body.innerText')}"
             )
             time.sleep(0.05)
+
+    def counts(self) -> dict[str, float]:
+        """What the page has done since it was opened, as Chromium counts it: `LayoutCount` and others."""
+        return {one["name"]: one["value"] for one in self._ask("Performance.getMetrics")["metrics"]}
 
     def look(self, width: int = 1100, height: int = 800, dark: bool = False) -> None:
         """The window's size in pixels, and the colours that the user prefers."""

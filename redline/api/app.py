@@ -34,7 +34,7 @@ from redline.api.answers import (
 )
 from redline.api.anthropic import read_count
 from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
-from redline.api.ask import Prompt, page_limit
+from redline.api.ask import Prompt
 from redline.api.chat_page import FILES, EngineView, page_routes
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
@@ -48,6 +48,7 @@ from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
 from redline.api.openapi import openapi
 from redline.api.openapi_page import PAGE_HEADERS, page
 from redline.api.operations import operations
+from redline.api.paging import page_limit
 from redline.api.passage import Passage
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller

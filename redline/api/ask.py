@@ -1,10 +1,7 @@
 """A question with no dialect left in it: what every API reads into, and what the gateway answers."""
 
-import re
-
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation
-from redline.errors import RequestError
 from redline.wire.base import Record
 from redline.wire.job import Sampling
 
@@ -12,15 +9,6 @@ MOST_BIASES = 300  # tokens in `logit_bias`
 WHAT_IS_LEFT = (1 << 31) - 1  # as Sampling.max_tokens: as many as the context still holds
 
 Prompt = Conversation | str | tuple[int, ...]  # a chat, raw text, or token ids
-
-
-def page_limit(said: str | None, most: int, default: int) -> int:
-    """The entries of a page, as the query's `limit` has them. Raises RequestError for anything but 1 to `most`."""
-    if said is None:
-        return default
-    if not (re.fullmatch("[0-9]{1,6}", said) and 1 <= int(said) <= most):
-        raise RequestError(f"limit is {said[:20]!a}; expected a number from 1 to {most}", "limit")
-    return int(said)
 
 
 class Ask(Record, frozen=True):

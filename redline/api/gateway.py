@@ -649,7 +649,7 @@ class Gateway:
                 param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
                 limit = engine.max_model_len
                 try:
-                    tokens = await self.encode(prompt, param, limit, salt)
+                    tokens = await self.encode(prompt, param, limit, ask.salt)
                 except ContextTooLong:
                     raise PromptTooLong(param, limit + 1, limit, at_least=True) from None
                 if not tokens:
@@ -722,13 +722,16 @@ class Gateway:
         thinking = bound_thinking(ask.thinking_budget, sampling.max_tokens if must else None, of_prompt, self.tokenizer)
         return grammar if thinking is None else msgspec.structs.replace(grammar or Grammar(text=""), thinking=thinking)
 
-    async def encode(self, prompt: Prompt, param: str, most: int, salt: str | None = None) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, param: str, most: int, salt: str = "") -> tuple[int, ...]:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
 
-        param: the field that the prompt came from, for errors. salt: the tenant's, who shares what was encoded before
-        with those of the same salt only; None: with nobody. Raises RequestError for ids beyond the vocabulary,
-        ContextTooLong for a list of more than `most` ids and for a text of which the rest is not encoded.
+        param: the field that the prompt came from, for errors. salt: the request's. Only requests of one caller and one
+        salt share what was encoded before, and the arguments of calls as the model wrote them. Raises RequestError for
+        ids beyond the vocabulary, ContextTooLong for a list of more than `most` ids and for a text of which the rest is
+        not encoded.
         """
+        caller = CALLER.get()
+        salt = _salt(caller, salt)
         chars = most * self._longest_token
         match prompt:
             case str():
@@ -744,8 +747,7 @@ class Gateway:
                 return prompt
         left = threading.Event()
         try:
-            passage = CALLER.get().passage
-            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt, passage)
+            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt, caller.passage)
         except ContextTooLong as error:
             raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
         except asyncio.CancelledError:
@@ -854,7 +856,7 @@ class Gateway:
         most: int,
         chars: int,
         left: threading.Event,
-        salt: str | None,
+        salt: str,
         passage: Passage | None,
     ) -> tuple[int, ...]:
         def check() -> None:
@@ -865,12 +867,11 @@ class Gateway:
         if isinstance(prompt, str):  # a raw prompt is the client's own template
             tokens = tuple(self.tokenizer.encode_with_specials(prompt, most, check))
         else:
-            pieces = render(prompt if salt is None else self._said.restored(salt, prompt), self._style, chars)
+            pieces = render(self._said.restored(salt, prompt), self._style, chars)
             if passage is not None:
                 passage.did("template", began)
                 began = clock.perf_counter()
-            known = None if salt is None else self._known
-            tokens = tuple(self.tokenizer.encode_pieces(pieces, most, check, known, salt or ""))
+            tokens = tuple(self.tokenizer.encode_pieces(pieces, most, check, self._known, salt))
         if passage is not None:
             passage.did("tokenise", began)
         return tokens

@@ -23,6 +23,7 @@ KEPT = 8192  # verdicts: a request may have 1,024 tools
 MOST_TRIES = 64  # of one request, to find which of its schemas cannot be used
 KEPT_BYTES = 8 << 20  # of what they say, together: an error may quote its whole grammar, twice
 SHOWN_CHARS = 400  # of an error
+NAMED = 4  # fields of an error that may be about any of them
 
 
 class Grammars:
@@ -95,10 +96,15 @@ class Grammars:
             return {}
         text = dumped([(form.schema, form.closed) for form in asked])
         verdict = await self._verdict(Trial(text=text, kind="schemas"), tenant)
-        if verdict.error is not None and len(asked) > 1 and tries.left():  # one of them takes too long
-            half = len(asked) // 2
-            first = await self._schemas(asked[:half], tenant, tries)
-            return first | await self._schemas(asked[half:], tenant, tries)
+        if verdict.error is not None and len(asked) > 1:  # one of them takes too long
+            if tries.left():
+                half = len(asked) // 2
+                first = await self._schemas(asked[:half], tenant, tries)
+                return first | await self._schemas(asked[half:], tenant, tries)
+            strict = [form for form in asked if form.strict]
+            if len(strict) == len(asked):
+                raise _one_of([form.param for form in strict], verdict.error)
+            return {form.name: ANY_OBJECT for form in asked} | await self._schemas(strict, tenant, tries)
         complaints = verdict.complaints or (verdict.error,) * len(asked)
         for form, complaint in zip(asked, complaints, strict=True):
             if form.strict and complaint is not None:
@@ -111,13 +117,16 @@ class Grammars:
         """What is followed instead of the schemas of the parts that cannot be used by themselves, by their names.
         Raises RequestError where all of one has to be."""
         own = {part.own: part for part in parts}
-        failing = await self._failing(tuple(own.values()), tenant, tries)
         found: dict[str, str] = {}
-        for part in parts:
-            if (alone := failing.get(part.own)) is not None:
-                text = await self._looser_than(part, alone, asked.get(part.name), schemas, tenant, tries)
-                found[part.name] = text
-                self._keep(_key("looser", schemas[part.name].encode()), Verdict(text=text))
+        for group, verdict in await self._failing(tuple(own.values()), tenant, tries):
+            owns = {part.own for part in group}
+            those = [part for part in parts if part.own in owns]
+            if len(group) > 1:
+                await self._check_together([part for part in those if _is_strict(part, asked)], tenant)
+                found |= {part.name: ANY_OBJECT for part in those if not _is_strict(part, asked)}
+                continue
+            for part in those:
+                found[part.name] = await self._looser_than(part, verdict, asked.get(part.name), schemas, tenant, tries)
         return found
 
     def _known_looser(self, schema: str) -> str:
@@ -128,17 +137,25 @@ class Grammars:
         self._verdicts.move_to_end(key)
         return known.text
 
-    async def _failing(self, parts: Sequence[Part], tenant: str, tries: "_Tries") -> dict[str, Verdict]:
-        """The grammars of the parts that cannot be used by themselves, with what came of them; where there are too many
-        to try each, whole groups of them."""
+    async def _failing(
+        self, parts: Sequence[Part], tenant: str, tries: "_Tries"
+    ) -> list[tuple[Sequence[Part], Verdict]]:
+        """The parts that cannot be used by themselves, each with what came of it; where there are too many to try each,
+        groups that hold such a part. parts: each with a grammar of its own."""
         verdict = await self._verdict(Trial(text=any_of(parts)), tenant)
         if verdict.error is None:
-            return {}
+            return []
         if len(parts) == 1 or not tries.left():
-            return {part.own: verdict for part in parts}
+            return [(parts, verdict)]
         half = len(parts) // 2
         first = await self._failing(parts[:half], tenant, tries)
-        return first | await self._failing(parts[half:], tenant, tries)
+        return first + await self._failing(parts[half:], tenant, tries)
+
+    async def _check_together(self, parts: Sequence[Part], tenant: str) -> None:
+        """Raises RequestError where one of these parts, which nothing can be left out of, cannot be used."""
+        own = {part.own: part for part in parts}
+        if own and (error := (await self._verdict(Trial(text=any_of(tuple(own.values()))), tenant)).error) is not None:
+            raise _one_of([part.param for part in parts], line_of(error))
 
     async def _looser_than(
         self, part: Part, alone: Verdict, form: Form | None, schemas: dict[str, str], tenant: str, tries: "_Tries"
@@ -148,12 +165,15 @@ class Grammars:
         error = f"it cannot be used: {line_of(alone.error or '')}"
         if form is None:
             raise RequestError(error[:SHOWN_CHARS], part.param)
-        found = Verdict()
+        found = Verdict(timed=True)
         if not alone.timed and tries.left():
             found = await self._verdict(Trial(text=dumped((form.schema, form.closed)), kind="loosen"), tenant)
         if form.strict:
             raise RequestError((found.error or error)[:SHOWN_CHARS], form.param)
-        return found.text if found.text and schemas[part.name] not in (found.text, ANY_OBJECT) else ANY_OBJECT
+        text = found.text if found.text and schemas[part.name] not in (found.text, ANY_OBJECT) else ANY_OBJECT
+        if not found.timed:  # else another request may find more that can be followed
+            self._keep(_key("looser", schemas[part.name].encode()), Verdict(text=text))
+        return text
 
     async def _verdict(self, trial: Trial, tenant: str) -> Verdict:
         text = trial.text.encode()
@@ -185,6 +205,23 @@ class _Tries:
         """Whether there is one more, which counts."""
         self._left -= 1
         return self._left >= 0
+
+
+def _is_strict(part: Part, asked: dict[str, Form]) -> bool:
+    form = asked.get(part.name)
+    return form is None or form.strict
+
+
+def _one_of(params: Sequence[str], error: str) -> RequestError:
+    """An error of one of these fields, which were tried together only."""
+    params = tuple(dict.fromkeys(params))
+    if len(params) == 1:
+        return RequestError(f"it cannot be used: {error}"[:SHOWN_CHARS], params[0])
+    more = f" and {len(params) - NAMED} more" if len(params) > NAMED else ""
+    of_tools = all(param.startswith("tools") for param in params)
+    return RequestError(
+        f"one of {', '.join(params[:NAMED])}{more} cannot be used: {error}"[:SHOWN_CHARS], "tools" if of_tools else None
+    )
 
 
 def _key(kind: str, text: bytes) -> bytes:

@@ -63,19 +63,20 @@ class _Part(Item, gc=False):
 class _Input(Item, gc=False):
     type: Name | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[_Part] | None = None
-    summary: list[_Part] | None = None
+    content: msgspec.Raw = ABSENT  # of a message or reasoning: _CONTENT; of items that are skipped: anything
+    summary: msgspec.Raw = ABSENT  # of reasoning: _PARTS
     encrypted_content: str | None = None
     id: str | None = None
     call_id: Name | None = None
     name: _FunctionName | None = None
     namespace: _FunctionName | None = None
-    arguments: msgspec.Raw = ABSENT  # of a function_call: see _ARGUMENTS; of items that are skipped: anything
-    output: msgspec.Raw = ABSENT  # likewise, of a function_call_output: see _OUTPUT
+    arguments: msgspec.Raw = ABSENT  # of a function_call: _ARGUMENTS
+    output: msgspec.Raw = ABSENT  # of a function_call_output: _CONTENT
 
 
 _ARGUMENTS = msgspec.json.Decoder(str | None)
-_OUTPUT = msgspec.json.Decoder(str | list[_Part] | None)
+_CONTENT = msgspec.json.Decoder(str | list[_Part] | None)
+_PARTS = msgspec.json.Decoder(list[_Part] | None)
 
 
 class _Function(Item, gc=False):
@@ -322,14 +323,14 @@ class _Items:
     def _add(self, item: _Input, place: str, found: list[Message]) -> None:
         turn = self._turn
         match item.type:
-            case None if item.id and item.role is None and item.content is None:
+            case None if item.id and item.role is None and is_absent(item.content):
                 self._refer(item, place, found)
             case "item_reference":
                 self._refer(item, place, found)
             case None | "message" if item.role == "assistant":
                 turn.say(_content(item.content, f"{place}.content"), found)
             case None | "message":
-                if item.role is None or item.content is None:
+                if item.role is None or is_absent(item.content):
                     raise RequestError("a message needs its role and content", place)
                 turn.end(found)
                 role = "system" if item.role == "developer" else item.role
@@ -348,10 +349,9 @@ class _Items:
                 if not item.call_id:
                     raise RequestError("an output needs the call_id of its call", f"{place}.call_id")
                 turn.end(found)
-                output = None if is_absent(item.output) else decoded(_OUTPUT, item.output, f"{place}.output")
-                content = _content(output, f"{place}.output", of_result=True)
+                content = _content(item.output, f"{place}.output", of_result=True)
                 found.append(Message(role="tool", content=content, tool_call_id=item.call_id))
-            case kind if kind in _HOSTED or not any(getattr(item, word) for word in _WORDS):
+            case kind if kind in _HOSTED or not any(_says(getattr(item, word)) for word in _WORDS):
                 self.left_out[kind] = None
             case kind:
                 raise RequestError(f"an item of type {kind} is not supported", f"{place}.type")
@@ -416,13 +416,21 @@ class _Turn:
 
 def _reasoning(item: _Input, place: str) -> str:
     """As the model had it: the text, or what we sealed, or else the summary."""
-    if item.content:
+    if _says(item.content):
         return _content(item.content, f"{place}.content")
-    return unseal(item.encrypted_content or "") or _content(item.summary, f"{place}.summary")
+    return unseal(item.encrypted_content or "") or _content(item.summary, f"{place}.summary", _PARTS)
 
 
-def _content(content: str | list[_Part] | None, place: str, *, of_result: bool = False) -> str:
-    """of_result: it is a tool's result, in which a text takes the place of a picture."""
+def _says(member: str | msgspec.Raw | None) -> bool:
+    """Whether a member of an item is there, and holds something."""
+    return bool(member) if not isinstance(member, msgspec.Raw) else bytes(member) not in (b"", b"null", b'""', b"[]")
+
+
+def _content(
+    raw: msgspec.Raw, place: str, kind: msgspec.json.Decoder[Any] = _CONTENT, *, of_result: bool = False
+) -> str:
+    """of_result: it is a tool's result, in which a text takes the place of a picture. Raises RequestError."""
+    content: str | list[_Part] | None = None if is_absent(raw) else decoded(kind, raw, place)
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -604,4 +612,4 @@ def _constraint(format: dict[str, Any]) -> Constraint | None:
 
 # -- What `/openapi.json` is made from -----------------------------------------------------------------------------
 
-ResponsesBody, InputTokensBody, ToolList, Output = _Responses, _Prompt, list[_Tool], str | list[_Part] | None
+ResponsesBody, InputTokensBody, ToolList = _Responses, _Prompt, list[_Tool]

@@ -14,12 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from redline.api.answers import Choice
-from redline.api.ask import page_limit
 from redline.api.config import Limits
 from redline.api.dialect import Dialect, Reply
 from redline.api.errors import tell
 from redline.api.gateway import Batch
 from redline.api.openai_dialects import openai_error
+from redline.api.paging import page_limit
 from redline.api.quota import CALLER
 from redline.api.response_store import ResponseStore
 from redline.api.responses import REASONING, ResponsesRequest, behind, namespaces_of, read_responses, resolved

@@ -160,13 +160,16 @@ _UNKNOWN = "No response of that id is kept for this key"
 def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operation, ...]:
     """A record for each route. stored: whether the server keeps responses."""
     parameters: Schema = {"type": ["object", "null"], "description": "A JSON schema."}
+    parts = "a list of parts, each with its `type` and `text`"
     raw: dict[str, Any] = {
         "tools": responses.ToolList | None,
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED, _ALLOWED], "default": "auto"},
         "_Tool.parameters": parameters,
         "_Function.parameters": parameters,
+        "_Input.content": {"description": f"Of a message or reasoning: a text, or {parts}."},
+        "_Input.summary": {"description": f"Of reasoning: {parts}."},
         "_Input.arguments": {"description": "Of a function_call: JSON, as text."},
-        "_Input.output": {"description": "Of a function_call_output: a text, or a list of parts."},
+        "_Input.output": {"description": f"Of a function_call_output: a text, or {parts}."},
         "_Text.format": _FORMAT,
     }
     kept = "store is true unless it is said to be false: responses are kept, and previous_response_id goes on with one."

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from redline import clock
+from redline.cli.flow import Flow
 from redline.cli.prompt import Prompt, is_interactive, piped
 from redline.cli.terminal import one_line
 from redline.errors import ConfigError
@@ -96,7 +97,7 @@ class Client:
 
     def __post_init__(self) -> None:
         url = _base(self.url)
-        self.url = str(url)
+        self.url = str(url.copy_with(userinfo=b""))  # which is shown; httpx sends a user and password of the address
         if not 0 <= self.temperature <= 2:  # NaN neither
             raise ConfigError(f"--temperature is {self.temperature}; expected 0 to 2")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
@@ -303,13 +304,9 @@ class _Waiting:
 def _answer(client: Client, text: str, console: Console, notes: Console) -> None:
     """Asks, prints the answer, and all else to `notes`. Keeps the conversation sound however the answer ends."""
     start, first, usage = clock.monotonic(), None, None
-    content, thinking, whole, midline = "", False, False, False
-
-    def say(piece: str, style: str | None, to: Console = console) -> None:
-        nonlocal midline
-        midline = True
-        to.print(piece, end="", style=style, highlight=False, soft_wrap=True)
-
+    content, thinking, whole = "", False, False
+    said = Flow(console)
+    beside = said if notes is console else Flow(notes)
     waiting = _Waiting(notes)
     try:
         for chunk in client.ask(text):
@@ -322,22 +319,22 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
             first = first or clock.monotonic()
             if thought := delta.reasoning or delta.reasoning_content:
                 thinking = True
-                say(thought, "dim", notes)
+                beside.add(thought, "dim")
             if piece := delta.content:
                 if thinking:
-                    say("\n\n" if not content else "", None, notes)
+                    beside.add("\n\n" if not content else "", None)
                     thinking = False
                 content += piece
-                say(piece, None)
+                said.add(piece, None)
             for call in delta.tool_calls or ():
                 function = call.function or _Function()
                 name = f"\n{function.name} " if function.name else ""
-                say(name + (function.arguments or ""), "cyan")
+                said.add(name + (function.arguments or ""), "cyan", whole=True)
         whole = True
     finally:
         waiting.end()
-        if midline:
-            console.print()
+        beside.end()
+        said.end()
         if not client.keep(content, whole) and notes is console:  # else nobody asks on
             notes.print("(the question is forgotten)", style="dim")
     if first is not None and usage is not None:

@@ -39,19 +39,15 @@ def doctor(folder: Path | None, console: Console) -> int:
         say_line(console, text[:LABEL].rstrip(), text[LABEL:])
 
     config = None if folder is None else K2Config.from_folder(folder)
-    device, free = pick_device(None), 0
+    device = pick_device(None)
     torch.set_num_threads(native.threads())
     with Working("measuring this machine"):
         machine = measure(device)
-        found = None
-        if config is not None:
-            free = free_memory(device)
-            found = _found(config, device, free)
-    if folder is None or config is None or found is None:
+        found = None if folder is None or config is None else _found(folder, config, device)
+    if found is None:
         say("verdict          name a folder to learn whether its model fits; `redline serve --nano` fits anywhere")
     else:
-        files, sound = _files(folder)
-        for line in _verdict(folder, config, found, files, sound):
+        for line in _verdict(found):
             say(line)
     console.print("\nThis machine", style="bold")
     say(f"python           {platform.python_version()}, torch {torch.__version__}")
@@ -71,37 +67,56 @@ def doctor(folder: Path | None, console: Console) -> int:
     say(f"multiplies at    {machine.flops_per_s / 1e12:.2f} TFLOP/s (measured)")
     kimi = f"Kimi K2.6 (61 layers, INT4 experts) is {KIMI_K26.weight_bytes / 1e9:,.0f} GB of weights"
     say(f"fit              {kimi}: the fewest GPUs that hold it are {would_do(KIMI_K26)} (`redline doctor --on`)")
-    if folder is None or config is None or found is None:
+    if found is None:
         return 0
-    console.print(f"\n{folder}", style="bold", highlight=False, soft_wrap=True)
-    files, sound = _files(folder)
-    say(files)
+    config = found.config
+    console.print(f"\n{found.folder}", style="bold", highlight=False, soft_wrap=True)
+    say(found.files.line)
     for line in (*config.explain_parameters(), *config.explain_weight_bytes()):
         say(line)
     say(config.explain_kv_bytes(KV_DTYPES["bf16"]))
-    for line in (*_memory(found.sizes, free), *([] if found.floor is None else [found.floor.line])):
-        say(line)
-    if sound and any(folder.glob("*.safetensors")) and not isinstance(config.quantization, Nvfp4Experts):
-        say(_quantizing(folder))
-    return int(not sound)
+    if found.layout is None:
+        say(f"does not fit     {found.why_not}")
+    else:
+        for line in _memory(found.sizes, found.free, found.layout):
+            say(line)
+    if found.floor is not None:
+        say(found.floor.line)
+    checkpoint = found.files.checkpoint
+    if checkpoint is not None and not isinstance(config.quantization, Nvfp4Experts):
+        say(_quantizing(found.folder, checkpoint))
+    return int(found.files.broken is not None)
 
 
-def _quantizing(folder: Path) -> str:
+def _quantizing(folder: Path, checkpoint: Checkpoint) -> str:
     """What `redline quantize` would take: of memory at the peak, and of the disk."""
-    work = plan(QuantizeConfig(source=str(folder), out=str(folder)), Checkpoint.open(folder))
+    work = plan(QuantizeConfig(source=str(folder), out=str(folder)), checkpoint)
     needs = f"{human(work.bytes)} of disk, at most {human(work.memory)} of memory for {work.workers} workers"
     return f"to NVFP4         {needs} (`redline quantize`)"
 
 
-def _files(folder: Path) -> tuple[str, bool]:
-    """The line about the files of weights, and whether they are sound; where there are none, nothing is wrong."""
+class _Files(NamedTuple):
+    """A folder's files of weights. checkpoint: None where there are none, or `broken` says what is wrong with them."""
+
+    checkpoint: Checkpoint | None
+    broken: str | None = None
+
+    @property
+    def line(self) -> str:
+        if self.broken is not None:
+            return f"files            {self.broken}; what follows is config.json's arithmetic"
+        if self.checkpoint is None:
+            return "files            config.json alone: what follows is arithmetic, and no weights are here yet"
+        return f"files            whole: {self.checkpoint.bytes / 1e9:,.2f} GB of weights, as stored"
+
+
+def _files(folder: Path) -> _Files:
     if not any(folder.glob("*.safetensors*")):
-        return "files            config.json alone: what follows is arithmetic, and no weights are here yet", True
+        return _Files(None)
     try:
-        checkpoint = Checkpoint.open(folder)
+        return _Files(Checkpoint.open(folder))
     except CheckpointError as error:
-        return f"files            {error}; what follows is config.json's arithmetic", False
-    return f"files            whole: {checkpoint.bytes / 1e9:,.2f} GB of weights, as stored", True
+        return _Files(None, str(error))
 
 
 class _Floor(NamedTuple):
@@ -112,47 +127,49 @@ class _Floor(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """How a model fits here."""
+    """How a folder's model fits here. free: bytes of the device's memory. layout: None where it does not fit, and
+    `why_not` says why."""
 
+    folder: Path
+    config: K2Config
+    files: _Files
     sizes: Sizes
-    layout: Layout | None  # None: it does not fit
+    free: int
+    layout: Layout | None
     why_not: str
     floor: _Floor | None
 
 
-def _found(config: K2Config, device: torch.device, free: int) -> _Found:
+def _found(folder: Path, config: K2Config, device: torch.device) -> _Found:
+    free = free_memory(device)
     sizes = sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"], free)
     layout, why_not = None, ""
     try:
         layout = fit(sizes, free, alone=True)
     except ConfigError as error:
         why_not = str(error)
-    return _Found(sizes, layout, why_not, _floor(config, device) if sizes.left(free, 1) > 0 else None)
+    floor = _floor(config, device) if sizes.left(free, 1) > 0 else None
+    return _Found(folder, config, _files(folder), sizes, free, layout, why_not, floor)
 
 
-def _verdict(folder: Path, config: K2Config, found: _Found, files: str, sound: bool) -> Iterator[str]:
+def _verdict(found: _Found) -> Iterator[str]:
     """Whether it fits, what it would give, and what to type."""
+    where = shlex.quote(str(found.folder))
     if found.layout is None or found.floor is None:
         yield f"verdict          does not fit: {found.why_not}"
-        yield f"would do         {would_do(config)}: `redline doctor {shlex.quote(str(folder))} --on MACHINE` says more"
+        yield f"would do         {would_do(found.config)}: `redline doctor {where} --on MACHINE` says more"
         return
     speed = f"at most {found.floor.tokens_per_s:,.0f} tokens/s of one stream"
     yield f"verdict          fits: contexts of {found.layout.tokens:,} tokens, {speed}"
-    if not sound:
-        yield f"but              {files[LABEL:]}"
+    if found.files.broken is not None:
+        yield f"but              {found.files.broken}"
         return
-    where = shlex.quote(str(folder))
-    fetched = any(folder.glob("*.safetensors"))
-    yield f"run              redline serve {where}" + ("" if fetched else ", once its weights are there")
+    yield f"run              redline serve {where}" + ("" if found.files.checkpoint else ", once its weights are there")
     yield f"verify           redline verify {where}"
 
 
-def _memory(sizes: Sizes, free: int) -> list[str]:
+def _memory(sizes: Sizes, free: int, layout: Layout) -> list[str]:
     """What a server without flags takes, by the same figures as the server's own."""
-    try:
-        layout = fit(sizes, free, alone=True)
-    except ConfigError as error:
-        return [f"does not fit     {error}"]
     needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
     lines = needs.explain()[1:]  # the weights stand above
     if sizes.gpu_kernels:

@@ -11,9 +11,10 @@ from redline.bench.serving.target import Target
 from redline.bench.verify.report import Problem, Report
 from redline.bench.verify.tool_calls import Counts, ask_all, read_requests
 from redline.bench.verify.verify import Progress, verify
+from redline.cli.bench.options import address
 from redline.cli.console import save_result, say
 from redline.disk import check_output, hold, human
-from redline.errors import ConfigError
+from redline.folder import check_model
 from redline.progress import Working
 from redline.worker.engine import pick_device
 
@@ -43,7 +44,7 @@ class ServerChecks(NamedTuple):
 def check_folder(checks: FolderChecks, console: Console) -> int:
     """0; 1 if there is a problem. Raises ConfigError if the report cannot be written."""
     if not checks.folder.is_dir():
-        raise ConfigError(f"{checks.folder}: no such folder")
+        check_model(checks.folder)  # which says what it is instead
     check_output(checks.save)
     device = pick_device(checks.device)
     held = hold(checks.save)
@@ -140,11 +141,11 @@ def check_server(checks: ServerChecks, console: Console) -> int:
     there."""
     check_output(checks.save)
     asked = read_requests(checks.requests)
-    url = checks.url if "://" in checks.url else f"http://{checks.url}"
-    target = Target(base_url=url.rstrip("/"), model=checks.model or "", key=checks.key)
+    url, headers = address(checks.url, "--server")
+    target = Target(base_url=url, model=checks.model or "", key=checks.key, headers=headers)
     with Working("tool calls") as working:
         report = ask_all(asked, target, checks.max_concurrency, lambda done: working.show(done, len(asked)))
-    _print_counts(report.counts, report.model, checks.url, console)
+    _print_counts(report.counts, report.model, url, console)
     for wrong in report.wrong[:NAMED]:
         say(console, f"line {wrong.line}: {wrong.kind}: {wrong.why}")
     if len(report.wrong) > NAMED:

@@ -317,8 +317,8 @@ def _domain_row(name: str, kl: Tensor, same: Tensor, likely_a: Tensor, likely_b:
         kl=float(kl.double().mean()),
         kl_99=float(kl.sort().values[math.ceil(0.99 * len(kl)) - 1]),
         agreement=float(same.double().mean()),
-        perplexity_a=math.exp(-float(likely_a.double().mean())),
-        perplexity_b=math.exp(-float(likely_b.double().mean())),
+        perplexity_a=float((-likely_a.double().mean()).exp()),  # a tensor's: infinite where a broken model's is
+        perplexity_b=float((-likely_b.double().mean()).exp()),
     )
 
 

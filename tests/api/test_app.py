@@ -25,7 +25,7 @@ from redline.wire.delta import Delta, Fault
 from redline.wire.job import Job
 from redline.wire.news import Beat, Load
 from tests.api.fake_engine import FakeEngine
-from tests.api.world import MODEL, TOKENIZER, World, answer, ids, openai_client
+from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.clocks import FakeClock
 from tests.waiting import eventually, turns
 
@@ -499,3 +499,46 @@ async def test_a_worker_that_falls_silent_as_an_answer_begins_leaves_nothing_beh
         assert (await world.http.post("/v1/chat/completions", json=body)).status_code == 503
         assert world.gateway._lanes == {}
         assert world.gateway.waiting == (0, 0)
+
+
+async def test_tokens_are_counted_with_the_arguments_that_the_model_wrote() -> None:
+    """A client's own spelling of the arguments has fewer tokens than the prompt that an answer goes on with."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}}
+    function = {"name": "get", "parameters": schema}
+    user, id = {"role": "user", "content": "hello"}, "functions.get:0"
+    call = {"id": id, "type": "function", "function": {"name": "get", "arguments": '{"city":"Rome"}'}}
+    chat = {
+        "messages": [
+            user,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": id, "content": "a"},
+        ],
+        "tools": [{"type": "function", "function": function}],
+    }
+    use = {"type": "tool_use", "id": id, "name": "get", "input": {"city": "Rome"}}
+    result = {"type": "tool_result", "tool_use_id": id, "content": "a"}
+    messages = {
+        "messages": [user, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}],
+        "tools": [{"name": "get", "input_schema": schema}],
+        "max_tokens": 9,
+    }
+    responses = {
+        "input": [
+            user,
+            {"type": "function_call", "call_id": id, "name": "get", "arguments": '{"city":"Rome"}'},
+            {"type": "function_call_output", "call_id": id, "output": "a"},
+        ],
+        "tools": [{"type": "function", **function}],
+    }
+    async with World(answer(CALLS.replace('{"city": ', '{"city":     '))) as world:
+        await world.http.post("/v1/chat/completions", json={"messages": [user], "tools": chat["tools"]})
+        for answers, counts, body, member in (
+            ("/v1/chat/completions", "/tokenize", chat, "count"),
+            ("/v1/messages", "/v1/messages/count_tokens", messages, "input_tokens"),
+            ("/v1/responses", "/v1/responses/input_tokens", responses, "input_tokens"),
+        ):
+            counted = await world.http.post(counts, json=body)
+            await world.http.post(answers, json=body)
+            prompt = world.engine.jobs[-1].tokens
+            assert b'{"city":     "Rome"}' in TOKENIZER.decode_bytes(prompt)
+            assert counted.json()[member] == len(prompt), counts

@@ -9,9 +9,7 @@ import pytest
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError
 from openai.types.chat import ChatCompletionChunk
 
-from redline.api.ask import page_limit
 from redline.api.config import Limits
-from redline.errors import RequestError
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import Failed
@@ -274,14 +272,6 @@ async def test_a_prompt_may_be_as_long_as_the_context_where_it_is_only_scored() 
             scored = await world.http.post("/v1/completions", json={"prompt": [65] * count, **fields})
             assert scored.status_code == status
     assert [job.sampling.max_tokens for job in world.engine.jobs] == [0]
-
-
-@pytest.mark.parametrize("limit", ["0", "-1", "1" + "0" * 5000, "0" * 5000 + "1", "000001000000", "x", "٣"])
-def test_a_limit_of_a_page_is_a_small_number(limit: str) -> None:
-    assert page_limit("00020", 100, 7) == 20
-    assert page_limit(None, 100, 7) == 7
-    with pytest.raises(RequestError, match="expected a number from 1 to 100"):
-        page_limit(limit, 100, 7)
 
 
 # -- calls that nobody allowed

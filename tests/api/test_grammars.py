@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
@@ -589,6 +590,50 @@ async def test_where_nearly_all_tools_cannot_be_followed_trials_end_and_the_rest
         assert given is not None
         assert len(tried) < 40
         assert all(schema["type"] == "object" for schema in _schemas_of(given).values())
+
+
+@pytest.mark.parametrize("part", ["grammar", "schemas"])
+async def test_an_error_names_no_field_that_was_not_tried_alone(part: str, monkeypatch: pytest.MonkeyPatch):
+    """Where trials end before the one that cannot be followed is found, the strict tools are tried together."""
+    monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 3)
+    bad = [
+        {"properties": {"a": {"pattern": f"(?={n})y"}}} if part == "grammar" else {"anyOf": [{}] * 11_000}
+        for n in range(16)
+    ]
+    limits = {} if part == "grammar" else {"grammar_bytes": 40_000}
+    async with opened(**limits) as grammars:
+        loose = [Tool(name=f"f{n}", parameters=schema, param=f"tools[{n}]") for n, schema in enumerate(bad)]
+        sound = {"type": "object", "properties": {"n": {"type": "integer"}}}
+        given = await grammar_of(
+            grammars,
+            tools(
+                *loose[:1],
+                *(msgspec.structs.replace(loose[n], parameters=sound, strict=True) for n in (1, 9)),
+                *loose[2:],
+            ),
+        )
+        assert given is not None, "no strict tool is refused for another's fault"
+        assert _schemas_of(given)["arguments1"]["properties"] == {"n": {"type": "integer"}}
+        strict = [msgspec.structs.replace(tool, strict=True) for tool in loose[9:15]]
+        with pytest.raises(RequestError, match=r"one of tools\[\d+\], tools\[\d+\].* cannot be used: .") as refused:
+            await grammar_of(grammars, tools(*loose[:9], *strict, loose[15]))
+        assert refused.value.param == "tools"
+        with pytest.raises(RequestError) as refused:
+            await grammar_of(grammars, tools(*loose[:9], strict[0], *loose[10:]))
+        assert refused.value.param == "tools[9]"
+
+
+async def test_a_schema_that_was_not_tried_alone_is_followed_in_the_next_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.api.grammars.MOST_TRIES", 3)
+    sound = {"type": "object", "properties": {"n": {"type": "integer"}}}
+    bad = [Tool(name=f"f{n}", parameters={"properties": {"a": {"pattern": f"(?={n})y"}}}) for n in range(15)]
+    async with opened() as grammars:
+        given = await grammar_of(grammars, tools(*bad, Tool(name="g", parameters=sound)))
+        assert given is not None
+        assert "arguments15" not in _schemas_of(given), "it takes any object here, as others do"
+        given = await grammar_of(grammars, tools(Tool(name="g", parameters=sound)))
+        assert given is not None
+        assert _schemas_of(given)["arguments0"]["properties"] == {"n": {"type": "integer"}}
 
 
 async def test_tools_of_one_schema_share_a_grammar():

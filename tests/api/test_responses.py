@@ -557,6 +557,9 @@ def test_items_of_one_turn_become_one_message() -> None:
         ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": 3}, "temperature"),
+        ({"input": [{"role": "user", "content": 3}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "reasoning", "summary": "x"}]}, "input[0].summary"),
         ({"tools": [{**TOOL, "type": "funktion"}]}, "tools[0].type"),
         ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
         ({"tools": [{**CLOCK, "tools": [{**TOOL, "type": "funktion"}]}]}, "tools[0].tools[0].type"),
@@ -690,6 +693,9 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
         {"type": "computer_call_output", "call_id": "d", "output": {"type": "computer_screenshot"}},
         {"type": "mcp_call", "id": "m", "name": "f", "server_label": "s", "arguments": "{}", "output": "x"},
         {"type": "of_tomorrow", "id": "x", "action": {"content": [1, 2]}},
+        {"type": "program_output", "content": "x", "summary": "y"},
+        {"type": "shell_call_output", "content": {"stdout": "x"}},
+        {"type": "tool_search_output", "content": ["x", 1], "summary": {"x": []}},
     ]
     said = {"role": "user", "content": "hello"}
     async with World(answer("a")) as world:
@@ -705,7 +711,7 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
             "left out, as this server runs functions only: web_search, tool_search, custom, "
             f"a??set-cookie???{'x' * 48}, "
             "web_search_call, custom_tool_call, custom_tool_call_output, tool_search_call, computer_call_output, "
-            "mcp_call, of_tomorrow"
+            "mcp_call, of_tomorrow, program_output, shell_call_output, tool_search_output"
         )
         assert "set-cookie" not in one.headers
     assert "x-redline-warning" not in given[1].headers

@@ -106,6 +106,20 @@ def test_a_long_prompt_is_seen_to_be_computed(monkeypatch: pytest.MonkeyPatch):
     assert len(ended) == 1
 
 
+def test_a_password_of_an_address_is_sent_and_not_shown():
+    sent: list[str | None] = []
+
+    def answer(fake: Fake) -> None:
+        sent.append(fake.headers["authorization"])
+        says(stream(*CHUNKS), kind=SSE)(fake)
+
+    with server(answer) as (url, _):
+        asked = client(url.replace("http://", "http://user:secret@"), key=None)
+        shown = asked.url + said(asked, "2 + 2?")
+    assert "secret" not in shown
+    assert sent == ["Basic dXNlcjpzZWNyZXQ="]
+
+
 @pytest.mark.parametrize(
     ("details", "says"),
     [

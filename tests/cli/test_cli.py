@@ -25,7 +25,7 @@ from redline.model.k2.shapes import shape
 from redline.model.k2.write import random_checkpoint
 from redline.ops.op import Machine
 from redline.progress import Working
-from redline.run.fit import Sizes
+from redline.run.fit import Sizes, fit
 from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -186,11 +186,25 @@ def test_doctor_says_what_is_wrong_with_the_files_and_answers_all_the_same(tiny:
     assert "floor " in done.output
 
 
+@pytest.mark.usefixtures("machine")
+def test_doctor_reads_the_headers_of_the_shards_once(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    opened: list[Path] = []
+    read = Checkpoint.open
+
+    def counted(folder: Path) -> Checkpoint:
+        opened.append(folder)
+        return read(folder)
+
+    monkeypatch.setattr(Checkpoint, "open", counted)
+    typed("doctor", tiny)
+    assert opened == [tiny]
+
+
 def test_doctor_prints_every_recorded_shape_with_its_memory():
     from redline.cli import doctor
 
     sizes = Sizes(shape("kimi-nano"), device="cuda", gpu_kernels=True, max_running=2, positions=4)
-    said = doctor._memory(sizes, 140 << 30)
+    said = doctor._memory(sizes, 140 << 30, fit(sizes, 140 << 30, alone=True))
     recorded = sizes.recorded_steps(65_536).explain()
     assert len(recorded) == 2 + 2 * 4 * 3
     start = said.index(recorded[0])

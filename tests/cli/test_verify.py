@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from redline.bench.verify import layers
 from redline.cli import app
+from redline.errors import ConfigError
 from redline.model.k2.write import random_checkpoint
 from tests.cli.servers import MODELS, says, server, stream
 from tests.tiny_model import kernel_config
@@ -54,6 +55,7 @@ def test_the_verdict_comes_first_then_file_tensor_and_fix(tmp_path: Path):
         (["--server", "x"], "--server needs --requests FILE"),
         (["folder", "--requests", "x"], "--requests are for --server"),
         (["/nowhere/at/all"], "/nowhere/at/all: no such folder"),
+        ([__file__], "a file; expected a model's folder"),
     ],
 )
 def test_what_does_not_go_together_is_said(words: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -70,8 +72,10 @@ def test_a_servers_tool_calls_are_counted(tmp_path: Path):
     chunks = stream({"choices": [{"delta": delta}]}, {"choices": [{"delta": {}, "finish_reason": "tool_calls"}]})
     answer = says(chunks, kind="text/event-stream")
     with server(answer, says(MODELS)) as (url, asked):
-        code, text = run("--server", url, "--requests", requests, "--save", tmp_path / "r.json")
+        known = url.replace("http://", "http://user:secret@") + "/v1"
+        code, text = run("--server", known, "--requests", requests, "--save", tmp_path / "r.json")
     assert code == 1
+    assert "secret" not in text + (tmp_path / "r.json").read_text()
     assert text.startswith(f"fake at {url}: 3 of 6 calls are valid; 3 requests")
     assert "arguments do not fit the schema: 3" in text
     assert "finish reasons: tool_calls 3" in text
@@ -82,3 +86,10 @@ def test_a_servers_tool_calls_are_counted(tmp_path: Path):
 
 
 CALLS = [{"name": "f", "arguments": '{"a": 1}'}, {"name": "f", "arguments": "{}"}]
+
+
+def test_an_address_that_is_none_is_named_with_its_flag(tmp_path: Path):
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text('{"messages": []}')
+    with pytest.raises(ConfigError, match=r"--server 'http://\[': expected an address"):
+        run("--server", "http://[", "--requests", requests, "--save", tmp_path / "r.json")

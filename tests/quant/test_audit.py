@@ -17,7 +17,7 @@ from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint, tiny_config, write_checkpoint
-from redline.quant.audit import Bounds, audit, relative
+from redline.quant.audit import Bounds, _Next, audit, relative
 from redline.quant.quantize import run as run_quantize
 from redline.quant.read import dense
 from redline.quant.settings import QuantizeConfig
@@ -171,6 +171,17 @@ def test_a_number_that_is_nan_is_beyond_every_bound(pair: tuple[Path, Path]):
     assert len(found.excess) == 48
     assert relative(torch.zeros(2), torch.ones(2)) == math.inf
     assert relative(torch.zeros(2), torch.zeros(2)) == 0.0
+
+
+def test_a_model_that_is_sure_of_wrong_tokens_has_an_infinite_perplexity(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Beyond the largest float of Python, whose exp raises: the audit had ended with a traceback."""
+    log_probabilities = _Next.log_probabilities
+    b = Checkpoint.open(pair[1])
+    monkeypatch.setattr(_Next, "log_probabilities", lambda self, rows: 400 * log_probabilities(self, rows))
+    found = audit(Checkpoint.open(pair[0]), b, texts(9, 7), Bounds(), CPU)
+    assert found.domains[-1].perplexity_b == math.inf
 
 
 def test_the_halves_share_no_text_whatever_the_order():

@@ -132,6 +132,10 @@ function draw() {
   clear($("messages"));
   $("messages").replaceChildren(...chat.messages.map(drawn));
   if (editing === null) toEnd();
+  drawList();
+}
+
+function drawList() {
   $("chat-list").replaceChildren(
     ...chats.map((one) => {
       const open = button(titleOf(one), () => choose(one));
@@ -159,6 +163,14 @@ $("messages").addEventListener("rendered", ({ target }) => {
 });
 $("messages").addEventListener("click", ({ target }) => {
   if (target.matches(".bar button")) copied(target);
+});
+
+// Another tab has kept its chats. They are this one's too, or its next ones would take their place; what is open here stays.
+addEventListener("storage", ({ key }) => {
+  if (key !== "redline.chats") return;
+  chats = keptChats().map((one) => (one.id === chat.id ? chat : one));
+  if (chat.messages.length && !chats.includes(chat)) chats.unshift(chat);
+  drawList();
 });
 
 function choose(one) {

@@ -249,15 +249,15 @@ class Client:
     """
 
     def __init__(self, target: Target) -> None:
-        parts = urlsplit(target.base_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--base-url {target.base_url!r} is no address such as http://127.0.0.1:8000")
-        if target.backend not in BACKENDS:
-            raise ConfigError(f"--backend {target.backend!r} is not known; it is one of {', '.join(BACKENDS)}")
         try:
+            parts = urlsplit(target.base_url)
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise ConfigError(f"--base-url {target.base_url!r}: {error}") from None
+            raise ConfigError(f"{target.base_url!r} is no server's address: {error}") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{target.base_url!r} is no server's address, such as http://127.0.0.1:8000")
+        if target.backend not in BACKENDS:
+            raise ConfigError(f"--backend {target.backend!r} is not known; it is one of {', '.join(BACKENDS)}")
         self.target = target
         self.dialect = BACKENDS[target.backend]
         self.chunks = 0

@@ -7,6 +7,7 @@ those that are not done, had a problem or have changed. Then some layers are loa
 import hashlib
 import os
 import re
+import shlex
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -24,6 +25,7 @@ from redline.bench.verify.report import Layer, Problem, Rates, Report, Shard
 from redline.bench.verify.shards import layer_of, read_shard, wanted
 from redline.disk import written
 from redline.errors import BrokenFile, CheckpointError, ConfigError
+from redline.folder import check_model
 from redline.limits import processors
 from redline.model.k2.checkpoint import Stored, Survey, survey
 from redline.progress import Working
@@ -47,7 +49,7 @@ class Progress:
             if again:
                 path.unlink(missing_ok=True)
             for line in path.read_bytes().splitlines() if path.exists() else ():
-                with suppress(msgspec.DecodeError):  # a kill may have torn the last line
+                with suppress(msgspec.DecodeError, UnicodeDecodeError):  # a kill may have torn the last line
                     self._keep(msgspec.json.decode(line, type=Shard))
 
     def earlier(self, job: str, file: Path) -> Shard | None:
@@ -82,7 +84,7 @@ def verify(folder: Path, progress: Progress, device: torch.device, working: Work
     try:
         found = survey(folder, faults.append)
     except CheckpointError as error:
-        faults.append(error if isinstance(error, BrokenFile) else BrokenFile(folder, "", _without(folder, str(error))))
+        faults.append(error if isinstance(error, BrokenFile) else BrokenFile(folder, "", _reason(folder, error)))
         unchecked = ["shards and layers: the config and the index come first"]
     else:
         shards, earlier = _read(folder, found, progress, working)
@@ -164,8 +166,10 @@ def _size(found: Survey, file: Path) -> int:
 
 
 def _job(found: Survey, file: Path) -> str:
-    """A hash of what is looked for in a shard: the model, and where its tensors are."""
-    said = f"{EDITION} {found.config} {[(s.name, s.dtype, s.shape, s.start) for s in found.files[file].values()]}"
+    """A hash of what is looked for in a shard: the model, where its tensors are, and where the file itself is: a copy
+    of a folder has the same names, sizes and times."""
+    tensors = [(stored.name, stored.dtype, stored.shape, stored.start) for stored in found.files[file].values()]
+    said = f"{EDITION} {file.resolve()} {found.config} {tensors}"
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -211,7 +215,8 @@ def _is_wrong(layer: Layer) -> bool:
 
 def again(file: Path) -> str:
     """What a person does about a file that is damaged."""
-    return f"download it again: hf download OWNER/NAME {file.name} --local-dir {file.parent} --force-download"
+    command = ["hf", "download", "OWNER/NAME", file.name, "--local-dir", str(file.parent), "--force-download"]
+    return f"download it again: {shlex.join(command)}"
 
 
 def _grouped(folder: Path, faults: Sequence[BrokenFile]) -> list[Problem]:
@@ -234,6 +239,8 @@ def _grouped(folder: Path, faults: Sequence[BrokenFile]) -> list[Problem]:
 def _fix(file: Path, what: str) -> str:
     if what.startswith("holds the tensors of "):
         return f"give the file its own name back ({what.split()[4].rstrip(';')}), or {again(file)}"
+    if what.startswith(("a drafter", "model_type is")):
+        return "name the folder of a model that Redline serves"
     if what.startswith("a Git LFS pointer"):
         return f"run `git lfs pull` in {file.parent}, or {again(file)}"
     if file.suffix == ".json" or file.is_dir():
@@ -241,6 +248,15 @@ def _fix(file: Path, what: str) -> str:
     if what.startswith(("expected", "a second tensor", "missing; expected here")):
         return f"it is of another model than config.json and the index are: {again(file)}"
     return again(file)
+
+
+def _reason(folder: Path, error: CheckpointError) -> str:
+    """What is wrong with a folder that cannot be surveyed: first of all, that it holds something else than a model."""
+    try:
+        check_model(folder, weights=False)
+    except CheckpointError as other:
+        error = other
+    return _without(folder, str(error))
 
 
 def _without(folder: Path, message: str) -> str:

@@ -306,7 +306,9 @@ def target_of(
     body: fields that other flags give; those of extra_body win. otherwise: the backend where neither --backend nor
     --endpoint says one. Raises ConfigError, naming the flag.
     """
-    address, basic = _address(base_url, host, port)
+    url, basic = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", dict[str, str]()
+    if base_url is not None:
+        url, basic = address(base_url)
     path = endpoint or ""
     if path.startswith("http"):
         raise ConfigError(f"--endpoint {path!r}: expected a path such as /v1/chat/completions; see --base-url")
@@ -317,7 +319,7 @@ def target_of(
     if key is not None and not (key.isascii() and key.isprintable()):
         raise ConfigError("the key in the environment: a key has letters, digits and signs of ASCII alone")
     return Target(
-        base_url=address,
+        base_url=url,
         backend=backend or spoken or otherwise,
         endpoint=path,
         model=served_model_name or model or "",
@@ -394,22 +396,21 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _address(base_url: str | None, host: str, port: int) -> tuple[str, dict[str, str]]:
+def address(given: str, flag: str = "--base-url") -> tuple[str, dict[str, str]]:
     """Scheme, host, port and path, without a slash or /v1 at its end; and the header of a user and password in it.
 
-    Those stand in no address from here on, so that none that is shown or kept has them. Raises ConfigError.
+    Those stand in no address from here on, so that none that is shown or kept has them. Raises ConfigError, which names
+    the flag.
     """
-    if base_url is None:
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", {}
-    text = base_url.strip() if "://" in base_url else f"http://{base_url.strip()}"
+    text = given.strip() if "://" in given else f"http://{given.strip()}"
     try:
         parts = urlsplit(text)
         named = parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         parts, named = None, False
     if parts is None or not named or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
-        shown = base_url.rpartition("@")[2]
-        raise ConfigError(f"--base-url {shown!r}: expected an address such as http://127.0.0.1:8000")
+        shown = given.rpartition("@")[2]
+        raise ConfigError(f"{flag} {shown!r}: expected an address such as http://127.0.0.1:8000")
     user, at, place = parts.netloc.rpartition("@")
     plain = parts._replace(netloc=place).geturl().rstrip("/").removesuffix("/v1")
     if not at:

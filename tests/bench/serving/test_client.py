@@ -13,7 +13,7 @@ from redline.bench.serving.client import BODY_BYTES, Client
 from redline.bench.serving.connection import EVENT_BYTES, HEAD_BYTES
 from redline.bench.serving.dialects import error_line
 from redline.bench.serving.records import Answer, Ask, Usage
-from redline.bench.serving.target import Patience
+from redline.bench.serving.target import Patience, Target
 from redline.errors import ConfigError
 from tests.bench.serving.odd_servers import (
     CHUNKED,
@@ -378,3 +378,9 @@ def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
     found = _asked(HEAD, b"data: " + deep + b"\n\n")
     assert found.failure == "malformed"
     assert error_line(deep).startswith('{"x":[[')
+
+
+@pytest.mark.parametrize("address", ["http://[", "http://a:99999", "ftp://a", "a:1", ""])
+def test_an_address_that_is_none_is_said(address: str):
+    with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is no server's address"):
+        Client(Target(base_url=address))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -308,7 +310,7 @@ def test_it_goes_on_with_the_shards_that_are_not_done(tmp_path: Path, monkeypatc
         run(tmp_path / "c")
     assert read == [file.name for file in files[:2]]
     with (tmp_path / "c.shards.jsonl").open("ab") as torn:
-        torn.write(b'{"job": "torn')
+        torn.write(b'{"job": "\xff"}\n{"job": "torn')
     stop = False
     report = run(tmp_path / "c")
     assert read == [file.name for file in files]
@@ -341,3 +343,57 @@ def test_the_peak_of_codes():
 def test_the_layers_weights_are_those_of_the_layer(tmp_path: Path):
     config = kernel_config()
     assert {weight.name.split(".")[1] for weight in layer_weights(config, 1)} == {"1"}
+
+
+def test_a_copy_of_a_folder_is_read_though_names_sizes_and_times_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(verify_module, "chosen", lambda _: [])  # no layer is computed
+    files = checkpoint(tmp_path / "one" / "kimi")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")  # with its times
+    lost = tmp_path / "two" / "kimi" / files[0].name
+    times = lost.stat().st_atime_ns, lost.stat().st_mtime_ns
+    with lost.open("r+b") as file:
+        file.seek(-8192, os.SEEK_END)
+        file.write(bytes(8192))
+    os.utime(lost, ns=times)
+    reports: list[Report] = []
+    for place in ("one", "two"):  # as by two commands in one folder, whose reports have one name
+        with Working("verify", shown=False) as working:
+            progress = Progress(tmp_path / "verify-kimi.shards.jsonl")
+            reports.append(verify(tmp_path / place / "kimi", progress, CPU, working))
+    assert [report.sound for report in reports] == [True, False]
+    assert reports[1].earlier == 0
+
+
+def test_the_command_that_mends_a_file_may_be_pasted(tmp_path: Path):
+    fix = verify_module.again(tmp_path / "my models" / "a.safetensors")
+    assert shlex.split(fix.partition(": ")[2]) == [
+        *(
+            "hf",
+            "download",
+            "OWNER/NAME",
+            "a.safetensors",
+            "--local-dir",
+            str(tmp_path / "my models"),
+            "--force-download",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "a drafter (Eagle3DeepseekV2ForCausalLM), not a model"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "model_type is llama (LlamaForCausalLM)"),
+    ],
+)
+def test_a_folder_that_holds_something_else_is_named_as_what_it_is(
+    tmp_path: Path, config: dict[str, object], what: str
+):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    [problem] = run(folder).problems
+    assert problem.what.startswith(what)
+    assert problem.fix == "name the folder of a model that Redline serves"
