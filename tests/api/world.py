@@ -71,16 +71,19 @@ def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 @functools.cache
-def _vocabulary() -> tuple[Any, list[int]]:
-    return grammar_tokens(TOKENIZER), [TOKENIZER.encode(chr(byte))[0] for byte in _INWARD]
+def _vocabulary(tokenizer: Tokenizer) -> tuple[Any, list[int]]:
+    return grammar_tokens(tokenizer), [tokenizer.encode(chr(byte))[0] for byte in _INWARD]
 
 
 class Here:
     """Tries grammars in this process, without bounds: the start of another takes 0.1 s of CPU (`api.trials.Child`)."""
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
     async def ask(self, trial: Trial) -> Verdict:
         await asyncio.sleep(0)
-        return verdict_of(trial, *_vocabulary())
+        return verdict_of(trial, *_vocabulary(self._tokenizer))
 
     def kill(self) -> None:
         pass
@@ -129,7 +132,7 @@ class World:
         self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets)
         self.link = self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
-        self.gateway._grammars.trials._children = [Here(), Here()]
+        self.gateway._grammars.trials._children = [Here(TOKENIZER), Here(TOKENIZER)]
         self.app: ASGIApp = create_app(self.gateway, self.config)
         kind = {"content-type": "application/json"}  # also for bodies that are given as bytes
         transport = httpx2.ASGITransport(self.app)
