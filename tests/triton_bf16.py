@@ -4,8 +4,8 @@ Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnit
 integer becomes the bf16 of those bits.
 Seen in Triton 3.7: float32 that rounds up to the next power of two becomes half of it as e4m3.
 
-It also looks through all of `triton.language`, to patch it, whenever a kernel calls a function: a third of what tests
-of small kernels took (3.6 to 3.7). Here it does so once for each kernel that runs.
+Seen in Triton 3.7: it looks through all of `triton.language`, to patch it, whenever a kernel calls a function, a third
+of what tests of small kernels took. Here it does so once for each kernel that runs.
 """
 
 from typing import Any
@@ -73,6 +73,8 @@ def mend() -> None:
 
 
 def patch_once() -> None:
+    if not hasattr(interpreter, "_LangPatchScope"):  # a version that keeps what it has patched otherwise
+        return
     patch = interpreter._patch_lang
     patched: set[int] = set()  # modules, by the kernel that runs
 
