@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from redline.bench import machine
 from redline.kernels.cpu import native
 from redline.limits import processors
 from tests import forked, pairwise, real_time, seeds
@@ -93,6 +94,22 @@ def tests_read_no_real_clock() -> Iterator[None]:
 def pages_of_tiers_are_waited_for() -> Iterator[None]:
     """Whichever test a process begins with, and however slow the machine is, engines have the same limits."""
     with mock.patch.multiple("redline.worker.tiers", READ_S=LIMIT_S, ROOM_S=LIMIT_S, FLUSH_S=LIMIT_S):
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_cpu_is_measured_in_a_moment() -> Iterator[None]:
+    """A floor that is printed divides by what a machine can do, which `bench.machine.measure` finds in 2 s of CPU. In
+    tests a CPU multiplies smaller matrices, reads a megabyte, and is tried once."""
+    read, multiply = machine.read_rate, machine.product_rate
+
+    def read_rate(device: torch.device, size: int, rounds: int) -> float:
+        return read(device, size, rounds) if device.type == "cuda" else read(device, min(size, 1 << 20), 1)
+
+    def product_rate(device: torch.device, rounds: int) -> float:
+        return multiply(device, rounds) if device.type == "cuda" else multiply(device, 1, 128)
+
+    with mock.patch.multiple(machine, read_rate=read_rate, product_rate=product_rate, TRIES=1):
         yield
 
 

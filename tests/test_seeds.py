@@ -33,7 +33,7 @@ def failure(folder: Path, **environment: str) -> tuple[str, str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
     clean = {name: value for name, value in os.environ.items() if name != "REDLINE_TEST_SEED"}
     shown = forked.run(
-        command, capture_output=True, text=True, check=False, env={**clean, "PYTHONPATH": str(root), **environment}
+        command, capture_output=True, text=True, check=False, cwd=root, env={**clean, **environment}
     ).stdout
     seeds, numbers = set(re.findall(r"^REDLINE_TEST_SEED=(\d+)$", shown, re.M)), re.search(r"^numbers .*$", shown, re.M)
     assert len(seeds) == 1, shown

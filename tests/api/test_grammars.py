@@ -27,6 +27,7 @@ from redline.chat.vocabulary import grammar_tokens
 from redline.errors import Overloaded, RequestError
 from redline.tune.grammar import parser_limits
 from redline.wire.job import Grammar
+from tests.api.world import Here
 from tests.clocks import FakeClock
 from tests.tiny_tokenizer import tokenizer
 from tests.waiting import eventually, turns
@@ -42,8 +43,11 @@ def anyio_backend() -> str:
 
 
 @asynccontextmanager
-async def opened(**limits: Any) -> AsyncIterator[Grammars]:
+async def opened(*, apart: bool = False, **limits: Any) -> AsyncIterator[Grammars]:
+    """apart: grammars are tried in processes of their own, as a server has it; else in this one."""
     grammars = Grammars(tokenizer(), Limits(**{"grammar_seconds": 600.0, **limits}))
+    if not apart:
+        grammars.trials._children = [Here(tokenizer()), Here(tokenizer())]
     try:
         yield grammars
     finally:
@@ -83,7 +87,7 @@ def tools(*declared: Tool, calls: tuple[str, ...] = ()) -> Conversation:
 
 
 async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
-    async with opened() as grammars:
+    async with opened(apart=True) as grammars:
         assert await grammars.grammar(None, Calls(), None, thinks=True) is None
         assert await grammars.grammar(None, Calls(), tools(), thinks=True) is None
         assert process_of(grammars) is None
@@ -184,17 +188,17 @@ async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_pla
 
 async def test_where_no_process_can_be_started_a_client_may_try_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.executable", "/nowhere/python")
-    async with opened() as grammars:
+    async with opened(apart=True) as grammars:
         with pytest.raises(Overloaded):
             await grammar_of(grammars, schema({}))
     monkeypatch.undo()
-    async with opened(grammar_memory=1 << 20) as grammars:
+    async with opened(apart=True, grammar_memory=1 << 20) as grammars:
         with pytest.raises(Overloaded):
             await grammar_of(grammars, schema({}))
 
 
 async def test_a_process_that_has_ended_since_its_last_trial_refuses_nothing():
-    async with opened() as grammars:
+    async with opened(apart=True) as grammars:
         assert await grammar_of(grammars, schema({})) is not None
         await killed(grammars)
         assert await grammar_of(grammars, schema({"type": "string"})) is not None
@@ -202,7 +206,7 @@ async def test_a_process_that_has_ended_since_its_last_trial_refuses_nothing():
 
 async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_once():
     """It may have ended of something else than this grammar, so the refusal is not kept."""
-    async with opened() as grammars:
+    async with opened(apart=True) as grammars:
         assert await grammar_of(grammars, schema({})) is not None
         process = process_of(grammars)
         assert process is not None
@@ -217,7 +221,7 @@ async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_once():
 
 
 async def test_the_process_may_take_so_much_memory_and_no_more():
-    async with opened(grammar_memory=333 << 20) as grammars:
+    async with opened(apart=True, grammar_memory=333 << 20) as grammars:
         assert await grammar_of(grammars, schema({"type": "integer"})) is not None
         process = process_of(grammars)
         assert process is not None
@@ -225,7 +229,7 @@ async def test_the_process_may_take_so_much_memory_and_no_more():
 
 
 async def test_a_verdict_is_kept():
-    async with opened() as grammars:
+    async with opened(apart=True) as grammars:
         first = await grammar_of(grammars, schema({"type": "integer"}))
         await killed(grammars)
         assert await grammar_of(grammars, schema({"type": "integer"})) == first
@@ -242,7 +246,7 @@ async def test_verdicts_are_bounded_in_bytes_since_an_error_may_quote_a_whole_gr
 
 
 async def test_too_many_that_wait_are_told_to_come_later():
-    async with opened(grammars=2) as grammars:
+    async with opened(apart=True, grammars=2) as grammars:
         asked = (grammar_of(grammars, schema({"maxLength": n})) for n in range(5))
         came = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(one) for one in came] == [Grammar, Grammar, *[Overloaded] * 3]
@@ -250,7 +254,7 @@ async def test_too_many_that_wait_are_told_to_come_later():
 
 
 async def test_a_client_that_leaves_during_its_trial_costs_no_process_and_its_verdict_is_kept():
-    async with opened() as grammars:
+    async with opened(apart=True) as grammars:
         await grammar_of(grammars, schema({}))
         process = process_of(grammars)
         leaving = asyncio.create_task(grammar_of(grammars, schema({"enum": list(range(1000))})))

@@ -1,6 +1,7 @@
 """A server over the tiny tokenizer and a fake engine, and the official client on it: in process, or over a socket."""
 
 import asyncio
+import functools
 import itertools
 import json
 import socket
@@ -9,19 +10,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import httpx2
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
 from redline import clock
-from redline.api.app import create_app
+from redline.api import app as app_module
 from redline.api.config import ApiConfig, Limits, Sla
 from redline.api.gateway import NO_TARGETS, Gateway
+from redline.api.grammar_child import _INWARD, Trial, Verdict, verdict_of
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
+from redline.chat.vocabulary import grammar_tokens
 from tests.api.fake_engine import FakeEngine, Script, say
 from tests.clocks import Timers
 from tests.tiny_tokenizer import write_tiny_tokenizer
@@ -66,6 +70,49 @@ def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+@functools.cache
+def _vocabulary(tokenizer: Tokenizer) -> tuple[Any, list[int]]:
+    return grammar_tokens(tokenizer), [tokenizer.encode(chr(byte))[0] for byte in _INWARD]
+
+
+class Here:
+    """Tries grammars in this process, without bounds: the start of another takes 0.1 s of CPU (`api.trials.Child`)."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def ask(self, trial: Trial) -> Verdict:
+        await asyncio.sleep(0)
+        return verdict_of(trial, *_vocabulary(self._tokenizer))
+
+    def kill(self) -> None:
+        pass
+
+    async def ended(self) -> None:
+        pass
+
+
+_made: dict[tuple[str, Any], Any] = {}
+
+
+def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
+    """`api.app.create_app`. It describes the routes and makes a page of that, 0.1 s of CPU; here once for each
+    configuration."""
+
+    def once(name: str) -> Callable[..., Any]:
+        make, key = getattr(app_module, name), (repr(config), name)
+
+        def kept(*given: Any, **named: Any) -> Any:
+            if key not in _made:
+                _made[key] = make(*given, **named)
+            return _made[key]
+
+        return kept
+
+    with mock.patch.multiple(app_module, openapi=once("openapi"), page=once("page")):
+        return app_module.create_app(gateway, config)
+
+
 class World:
     """Everything between the client and the engine. `http` and `client` talk to it in process."""
 
@@ -85,6 +132,7 @@ class World:
         self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s, targets)
         self.link = self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
+        self.gateway._grammars.trials._children = [Here(TOKENIZER), Here(TOKENIZER)]
         self.app: ASGIApp = create_app(self.gateway, self.config)
         kind = {"content-type": "application/json"}  # also for bodies that are given as bytes
         transport = httpx2.ASGITransport(self.app)

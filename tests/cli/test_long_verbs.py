@@ -148,6 +148,7 @@ def test_ctrl_c_is_one_line_and_code_130(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(step_tables, "_measure", interrupt)
     monkeypatch.setattr("redline.bench.speculation.rates.Asker.ask", interrupt)
     monkeypatch.setattr(step_tables, "measure", interrupt)
+    monkeypatch.setattr(EngineCore, "measure", lambda _: None)  # thirty floors, 3 s of CPU
     for verb, words in verbs(tiny).items():
         done = typed(*words)
         assert done.exit_code == 130, done.output

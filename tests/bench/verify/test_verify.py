@@ -14,11 +14,11 @@ from torch import Tensor
 
 from redline.bench.verify import layers as layers_module
 from redline.bench.verify import verify as verify_module
-from redline.bench.verify.report import Report
+from redline.bench.verify.report import Layer, Report
 from redline.bench.verify.shards import peaked
 from redline.bench.verify.verify import Progress, verify
 from redline.kernels.kernel import references
-from redline.model.k2.checkpoint import Checkpoint, layer_weights, survey
+from redline.model.k2.checkpoint import Checkpoint, Survey, layer_weights, survey
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import random_checkpoint, sparse_checkpoint
 from redline.progress import Working
@@ -36,6 +36,18 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers_module, "WARM", 0)
     monkeypatch.setattr(layers_module, "WORKING_SET_BYTES", 1 << 16)
     monkeypatch.setattr(layers_module, "ROOM_BYTES", 1 << 20)
+
+
+@pytest.fixture
+def shards_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of what is read: a layer whose tensors are sound is right, and nobody computes or times it."""
+
+    def right(found: Survey, number: int, *_: object) -> Layer:
+        return Layer(layer=number, dense=not found.config.is_moe(number))
+
+    monkeypatch.setattr(verify_module, "compute", right)
+    for name in ("load_rate", "steps_of"):
+        monkeypatch.setattr(verify_module, name, lambda *_: None)
 
 
 def checkpoint(folder: Path, shard_bytes: int = 100_000, **given: str) -> list[Path]:
@@ -130,6 +142,7 @@ def test_a_layer_alone_is_the_layer_of_the_model(tmp_path: Path):
     torch.testing.assert_close(alone, same, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_a_missing_shard(tmp_path: Path):
     files = checkpoint(tmp_path / "c")
     files[1].unlink()
@@ -142,6 +155,7 @@ def test_a_missing_shard(tmp_path: Path):
     assert len(report.shards) == len(files) - 1
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_a_truncated_shard(tmp_path: Path):
     files = checkpoint(tmp_path / "c")
     os.truncate(files[1], files[1].stat().st_size - 1)
@@ -161,6 +175,7 @@ def test_a_pointer_of_git_lfs_in_the_place_of_a_shard(tmp_path: Path):
     assert fix.startswith("run `git lfs pull` in ")
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_two_shards_whose_names_are_swapped(tmp_path: Path):
     one, other = checkpoint(tmp_path / "c")[1:3]
     one.rename(tmp_path / "kept")
@@ -174,6 +189,7 @@ def test_two_shards_whose_names_are_swapped(tmp_path: Path):
     assert report.problems[0].fix.startswith(f"give the file its own name back ({other.name})")
 
 
+@pytest.mark.usefixtures("shards_alone")
 @pytest.mark.parametrize("change", [lambda t: t.repeat(2, 1), lambda t: t.float()], ids=["shape", "dtype"])
 def test_a_wrong_shape_or_dtype(tmp_path: Path, change: Callable[[Tensor], Tensor]):
     checkpoint(tmp_path / "c")
@@ -183,6 +199,7 @@ def test_a_wrong_shape_or_dtype(tmp_path: Path, change: Callable[[Tensor], Tenso
     assert what.startswith("expected BF16 [32, 2], found ")
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_every_wrong_tensor_is_named_and_not_only_the_first(tmp_path: Path):
     checkpoint(tmp_path / "c", shard_bytes=10_000)
     files = {
@@ -192,6 +209,7 @@ def test_every_wrong_tensor_is_named_and_not_only_the_first(tmp_path: Path):
     assert {problem.file for problem in run(tmp_path / "c").problems} == files
 
 
+@pytest.mark.usefixtures("shards_alone")
 @pytest.mark.parametrize(
     ("name", "value"),
     [(SCALE, torch.nan), (EMBEDDING, torch.inf), pytest.param(EMBEDDING, -torch.inf, marks=SLOW)],
@@ -204,6 +222,7 @@ def test_nan_and_infinity(tmp_path: Path, name: str, value: float):
     assert any(line.startswith("layer 1: one of its tensors") for line in report.unchecked) == (name == SCALE)
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_a_scale_that_is_zero_though_its_codes_are_not(tmp_path: Path):
     checkpoint(tmp_path / "c")
     file = changed(tmp_path / "c", SCALE, lambda t: fill(t[7, 1], -0.0))
@@ -216,6 +235,7 @@ def test_a_scale_that_is_zero_though_its_codes_are_not(tmp_path: Path):
     assert run(tmp_path / "c").sound
 
 
+@pytest.mark.usefixtures("shards_alone")
 @SLOW
 def test_nan_of_an_nvfp4_scale_matters_where_its_codes_do(tmp_path: Path):
     checkpoint(tmp_path / "c", quantization="nvfp4")
@@ -226,6 +246,7 @@ def test_nan_of_an_nvfp4_scale_matters_where_its_codes_do(tmp_path: Path):
     assert run(tmp_path / "c").sound
 
 
+@pytest.mark.usefixtures("shards_alone")
 @pytest.mark.parametrize("garbage", [pytest.param("uniform", marks=SLOW), "two's complement"])
 def test_int4_codes_that_no_weights_have(tmp_path: Path, garbage: str):
     checkpoint(tmp_path / "c")
@@ -236,6 +257,7 @@ def test_int4_codes_that_no_weights_have(tmp_path: Path, garbage: str):
     assert what.startswith("its INT4 codes are not spread as those of weights: ")
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_zeros_and_blocks_of_zeros(tmp_path: Path):
     checkpoint(tmp_path / "c")
     norm, o_proj = f"{LAYER}0.input_layernorm.weight", f"{LAYER}1.self_attn.o_proj.weight"
@@ -260,6 +282,7 @@ def test_holes_are_named_and_not_read(tmp_path: Path):
     assert all(shard.read_bytes < shard.bytes / 4 for shard in holes)
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_what_the_disk_cannot_read_is_a_fault_of_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     checkpoint(tmp_path / "c")
     found = survey(tmp_path / "c", pytest.fail)
@@ -271,7 +294,6 @@ def test_what_the_disk_cannot_read_is_a_fault_of_the_tensor(tmp_path: Path, monk
         return preadv(file, buffers, at)
 
     monkeypatch.setattr("redline.bench.verify.shards.os.preadv", fails)
-    monkeypatch.setattr(verify_module, "load_rate", lambda *_: None)
     assert only(run(tmp_path / "c"))[1:3] == (PACKED, "cannot be read: Input/output error")
 
 
@@ -292,6 +314,7 @@ def test_a_layer_that_memory_does_not_hold_is_not_computed(tmp_path: Path, monke
     assert report.steps is None
 
 
+@pytest.mark.usefixtures("shards_alone")
 def test_it_goes_on_with_the_shards_that_are_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     files = checkpoint(tmp_path / "c")
     read: list[str] = []
@@ -325,6 +348,7 @@ def test_it_goes_on_with_the_shards_that_are_not_done(tmp_path: Path, monkeypatc
     assert len(read) == len(files)
 
 
+@pytest.mark.usefixtures("shards_alone")
 @SLOW
 def test_a_shard_with_a_problem_is_read_again(tmp_path: Path):
     files = checkpoint(tmp_path / "c")
