@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
         self.used = False  # it has carried a request
         self.usable = False
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self.opened = self._clock()
         self.usable = True
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
+    def data_received(self, data: bytes) -> None:
         if not self._read:
             self._loop.call_soon(self._parse_all)
         self._read.append((self._clock(), data))
@@ -219,13 +219,13 @@ class Connection(asyncio.Protocol):
             return
         self._end(None, "", keep=self._parser.should_keep_alive())
 
-    def eof_received(self) -> bool:  # noqa: D102
+    def eof_received(self) -> bool:
         self._parse_all()
         self._at = self._clock()
         self._gone(None)
         return False
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+    def connection_lost(self, exc: Exception | None) -> None:
         self._parse_all()
         self._at = self._clock()
         self._gone(exc)
