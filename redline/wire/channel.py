@@ -136,7 +136,7 @@ def ipc_address(folder: Path, name: str) -> str:
         raise ConfigError(f"{folder}: other users can enter this folder; use one of your own with mode 0700")
     path = folder / name
     if len(os.fsencode(path)) > _IPC_PATH_BYTES:
-        raise ConfigError(f"{path}: a socket's path may have at most {_IPC_PATH_BYTES} bytes")
+        raise ConfigError(f"{path}: a socket's path has at most {_IPC_PATH_BYTES} bytes")
     return f"{IPC}{path}"
 
 

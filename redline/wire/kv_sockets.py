@@ -237,7 +237,7 @@ def _bound(kind: int, address: str, key: str) -> _Socket:
         socket.bind(address)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"events.{key}: cannot bind {address}: {error}; choose another") from None
+        raise ConfigError(f"events.{key}: {address} cannot be used: {error}; choose another") from None
     return socket
 
 

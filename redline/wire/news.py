@@ -81,7 +81,7 @@ class TimedStep(Record, frozen=True):
     number: int  # of the worker's steps
     prompt: int  # prompt tokens
     pairs: float  # sum over the prompt tokens of the positions that each attends to
-    expanded: int  # positions whose keys and values were expanded from latents for these tokens
+    expanded: int  # positions expanded from latents to keys and values for these tokens
     rows: int  # decode rows
     context: int  # context tokens of all decode rows together
     tokens: int  # answer tokens from the decode rows
@@ -127,7 +127,7 @@ class Load(Message, frozen=True):
     pages_cached: int  # held only by the prefix cache
     pages_total: int
     steps: int  # scheduled steps
-    replayed: int  # completed steps whose decode rows were replayed as a CUDA graph
+    replayed: int  # completed steps with decode rows replayed as a CUDA graph
     led: int  # the other completed steps, run eagerly
     preemptions: int  # jobs that were preempted: they lost slot and pages, and were requeued
     prompt_tokens: int  # of admitted jobs, each counted once

@@ -1,4 +1,4 @@
-"""What a reader needs to know of a buffer that a peer has lent to it."""
+"""Location and checksum of a buffer that a peer has lent for reading."""
 
 from redline.wire.base import Record
 
