@@ -2,7 +2,7 @@
 them.
 
 An evicted page may be kept in an offload tier under its hash, and be fetched when a prompt needs it. The planner does
-not know where a page is kept or whether a fetch pays. During a fetch its pages, and the cached prefix that they
+not know in which tier a page is or whether a fetch pays. During a fetch its pages, and the cached prefix that they
 continue, belong to the fetch (`Holder.FETCHES`): no job uses them, and they are not evicted. Afterwards the prefix
 cache holds them, and jobs use them like all other cached pages.
 """

@@ -9,7 +9,8 @@ from redline.wire.delta import Drafted, Resumed
 
 Clock = Callable[[], float]
 
-FIRST_TOLD = 4  # steps with draft tokens before the first note; then one after twice as many, and at the end
+# steps with draft tokens before the first note; each further note after double the number, and one at the end
+FIRST_TOLD = 4
 
 
 class Pause:
@@ -59,7 +60,7 @@ class Rounds:
         return self._steps >= self._next_told
 
     def told(self) -> Drafted:
-        """The note over all steps so far. The next is due when there are twice as many."""
+        """The note over all steps so far. The next is due when their number has doubled."""
         self._next_told = max(FIRST_TOLD, 2 * self._steps)
         predicted_s, without_s = self._predicted_ms / 1e3, self._without_ms / 1e3
         return Drafted(steps=self._steps, seconds=self._seconds, predicted_s=predicted_s, without_s=without_s)

@@ -1,9 +1,8 @@
 """The queue of waiting jobs, and which of them is scheduled next.
 
 Tenants are served round-robin: next is the oldest job of the tenant that was served least recently. Preempted jobs come
-before all others. A job with less to compute may overtake the next job, but the jobs that overtake it may together
-compute at most as many positions as that job itself: so it waits at most twice as long, and is not overtaken after
-that.
+before all others. A job with less to compute may overtake the next job, but the jobs that overtake it may together not
+compute more positions than that job itself: so it waits at most twice as long, and is not overtaken after that.
 """
 
 from collections import deque

@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step_tokens": 65537}, "step_tokens is 65,537; a step computes 65,536 at most"),
+        ({"step_tokens": 65537}, "step_tokens is 65,537; the maximum is 65,536"),
         ({"step_tokens": 0}, "max_running is 8 and step_tokens 0: a step needs a token for each running job"),
         ({"max_running": 65}, "max_running is 65 and step_tokens 64: a step needs a token for each running job"),
         ({"max_running": 513, "step_tokens": None}, "max_running is 513 and step_tokens 512: a step needs a token"),
