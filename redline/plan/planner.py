@@ -1,7 +1,7 @@
 """The scheduler of a worker: continuous batching with chunked prefill and speculative decoding. Holds no tensor.
 
-A step is scheduled after the launched steps, not the settled ones: a row continues where the last one will have ended,
-and draft tokens in flight are counted as accepted. What only a result can show is handled late: after a stop id or an
+A step is scheduled on top of the launched steps, before their results are known: a row continues where the last one
+will have ended, and draft tokens in flight are counted as accepted. Results are handled late: after a stop id or an
 error, rows that were launched in between are dropped when they settle; positions counted for rejected draft tokens are
 taken back.
 
