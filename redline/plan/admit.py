@@ -19,7 +19,7 @@ def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
     if not prompt:
         return "the prompt is empty"
     if prompt + min(1, job.sampling.max_tokens) > max_model_len:
-        return f"the prompt is {prompt} tokens; this model reads and writes {max_model_len} in all"
+        return f"the prompt has {prompt} tokens; prompt and answer may have {max_model_len} together"
     if len(job.pages) != prompt // PAGE_TOKENS:
         return f"the job has {len(job.pages)} page hashes; a prompt of {prompt} tokens has {prompt // PAGE_TOKENS}"
     if len(job.answer) >= job.sampling.max_tokens > 0:

@@ -9,7 +9,7 @@ from redline.wire.delta import Drafted, Resumed
 
 Clock = Callable[[], float]
 
-# steps with draft tokens before the first note; each further note after double the number, and one at the end
+# Steps with draft tokens before the first note; each further note after double the number, and one at the end.
 FIRST_TOLD = 4
 
 

@@ -154,10 +154,10 @@ class Planner:
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting = Queue()
         self._hold: Hold | None = None
-        # jobs that wait for their grammar to be compiled before they are queued
+        # Jobs that wait for their grammar to be compiled before they are queued.
         self._compiling: dict[JobId, ActiveJob] = {}
         self._running: list[ActiveJob] = []  # in the order in which they first started
-        # jobs that wait for a KV transfer from a prefill worker or an offload tier
+        # Jobs that wait for a KV transfer from a prefill worker or an offload tier.
         self._arriving: dict[JobId, ActiveJob] = {}
         self._landed: deque[ActiveJob] = deque()  # jobs with a complete KV transfer that wait for a slot
         self._lent: dict[JobId, Computed] = {}  # by ended prefill job: pages that still have to be transferred
@@ -975,7 +975,7 @@ class Planner:
             job.waiting = outcome.waiting != 0
         else:
             job.computed = row.start + row.count
-            # a resumed job has sent some already
+            # A resumed job has sent some already.
             prompt_logprobs = outcome.prompt_logprobs[max(0, job.scored - row.start) :]
             job.scored += len(prompt_logprobs)
         computed = job.computed

@@ -76,10 +76,10 @@ class PrefixCache:
         # node's last use, or the node may be held or have children by now: this is checked when the entry is popped.
         self._candidates: list[tuple[int, PageHash]] = []
         self._uses = 0
-        # hash -> whether it is cached now; None: changes are not recorded
+        # hash -> whether it is cached now; None: changes are not recorded.
         self._changes: dict[PageHash, bool] | None = None
         self.log: list[Changed] | None = None  # insertions and evictions in order; None: they are not logged
-        # called with evicted pages before they are reused
+        # Called with evicted pages before they are reused.
         self.forgets: Callable[[Sequence[Forgotten]], object] | None = None
 
     def __len__(self) -> int:
@@ -196,7 +196,7 @@ class PrefixCache:
         """Like `check`, SLICE entries between two yields; nothing may change until it is exhausted."""
         queued: Counter[PageHash] = Counter()
         for at, (_, hash) in enumerate(self._candidates):
-            assert hash in self._nodes, "a candidate for eviction is forgotten already"
+            assert hash in self._nodes, "an eviction candidate is no longer cached"
             queued[hash] += 1
             if at % SLICE == 0:
                 yield
@@ -207,7 +207,7 @@ class PrefixCache:
             if node.previous is not None:
                 children[node.previous] += 1
             if self._pool.is_idle(node.page) and not self._children[hash]:
-                assert node.queued, f"page {node.page} could be evicted and would never be"
+                assert node.queued, f"page {node.page} is evictable, but not a candidate"
             if at % SLICE == 0:
                 yield
         assert len(self._by_page) == len(self._nodes), "pages and hashes differ"

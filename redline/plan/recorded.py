@@ -17,7 +17,7 @@ class RecordedShapes:
         self._reports: dict[int, Recorded] = {}
         self._shapes: frozenset[Shape] = frozenset()
         self._drafts: dict[int, int] = {}  # by number of rows
-        # by rows and positions: the shapes that can hold them, cheapest first
+        # By rows and positions: the shapes that can hold them, cheapest first.
         self._ways: dict[tuple[int, int], list[Shape]] = {}
         for report in reports:
             self.report(report)

@@ -34,7 +34,7 @@ class Speculation:
         self._learned = learned
         self._worth = Worth()
         self._chosen = most  # draft tokens per row, as of the last decision
-        # of the last step: bit length of its number of rows, and its draft tokens per row
+        # Of the last step: bit length of its number of rows, and its draft tokens per row.
         self._kind: tuple[int, int] | None = None
         self._alike = 0  # number of consecutive steps of that kind before it
         self._until_next = 0

@@ -31,7 +31,7 @@ class _Block:
     salt: str
     parent: BlockHash | None
     page: PageHash | None = None  # the page that ends with this block
-    # pages that contain this block, and have only known blocks
+    # Pages that contain this block, and have only known blocks.
     pages: set[PageHash] = field(default_factory=set[PageHash])
     there: bool = True  # it is cached; False: evicted
 
@@ -44,7 +44,7 @@ class Blocks:
         fingerprint configured for its model."""
         self._worker, self._hash_page = worker, hash_page
         self._blocks: dict[BlockHash, _Block] = {}
-        # the blocks of each page; the page is cached while all of them are
+        # The blocks of each page; the page is cached while all of them are.
         self._pages: dict[PageHash, list[_Block]] = {}
         self._gone: dict[BlockHash, None] = {}  # evicted blocks, oldest first
         self._told = 0  # number of `Cached` updates

@@ -106,7 +106,7 @@ def predict(
     token_s, rate = pace.token_s(model), pace.steps_a_token / 1e3
     ttft_s, itl_s = targets
     both = ttft_s < math.inf and itl_s < math.inf
-    # tokens, times the weight of a second of the answer
+    # Tokens, times the weight of a second of the answer.
     all = output * (ttft_s / (output * itl_s) if both else HELD_UP)
     found: list[Predicted] = []
     for worker, cached, queue, answers, free, busy, room in candidates:

@@ -20,7 +20,7 @@ from redline.wire.channel import Outbox
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
 from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role, TakeRole
 
-# timeout: without a heartbeat (sent every pulse.BEAT_S) for this long, a worker is taken as stopped or down
+# Timeout: without a heartbeat (sent every pulse.BEAT_S) for this long, a worker is taken as stopped or down.
 SILENT_S = 5.0
 MOVE_S = 1.0  # timeout after which a worker's answers are resumed on others, if another worker responds
 STALLED_S = 60.0  # maximum time of one step; a longer one may be legitimate, but no new requests should be sent here
@@ -69,7 +69,6 @@ class Link:
         self.beats = 0
         self.beat_at: float | None = None  # time of the last heartbeat; None: it sends none
         self.turn_s = 0.0
-        # of the previous heartbeat: a newer message may have arrived after its current step started
         self._last_turn_s = 0.0  # of the previous heartbeat: pings sent during that step may not have been read yet
         self._knocks = 0
         self._unanswered: deque[tuple[int, float]] = deque()  # pings without a reply: number, and time of sending
@@ -168,7 +167,7 @@ class Links:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._links: dict[str, Link] = {}
-        # by worker: seconds from start to ready, of its newest start that became ready
+        # By worker: seconds from start to ready, of its newest start that became ready.
         self._start_s: dict[str, float] = {}
         self.index = PageIndex()
         self.pace = Pace()

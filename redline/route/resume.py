@@ -18,7 +18,7 @@ class Beside(NamedTuple):
     pages: int  # pages that it holds
     tokens: int  # tokens so far
     most_tokens: int  # maximum number of tokens
-    of: str  # its class
+    of: str  # class of its request
 
 
 class GoesOn(NamedTuple):

@@ -34,13 +34,13 @@ from redline.wire.handshakes import Handshakes
 from redline.wire.news import Missed
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one encoded message between processes
-# messages per `get` of an asyncio reader: handling one takes 0.3 ms, and all run in one iteration of the event loop
+# Messages per `get` of an asyncio reader: handling one takes 0.3 ms, and all run in one iteration of the event loop.
 MOST_AT_ONCE = 32
 IPC = "ipc://"  # scheme of a local socket's address, followed by its path
 _LINGER_MS = 1000  # how long a closed socket keeps sending its last messages
 _IPC_PATH_BYTES = 107  # sockaddr_un.sun_path has 108 bytes, the last of them zero
 WRITER_BYTES = 8  # size of a writer's name
-# header of each message: the writer's name, and how many messages it sent before
+# Header of each message: the writer's name, and how many messages it sent before.
 _HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")
 
 
@@ -271,7 +271,7 @@ class AsyncSocketInbox(_Socket):
         self._heard: dict[bytes, int] = {}
         self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
         self._descriptor = cast("int", self._socket.get(zmq.FD))
-        # set by the first `get`; the loop then watches the descriptor
+        # Set by the first `get`; the loop then watches the descriptor.
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self) -> list[Wire]:

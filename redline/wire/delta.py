@@ -68,7 +68,7 @@ class Delta(Message, frozen=True):
     job: JobId
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None  # in a job's last delta, and in no other
-    # from arrival to the first step; in the delta with the first token, if the planner has a clock
+    # From arrival to the first step; in the delta with the first token, if the planner has a clock.
     queued_s: float | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if requested

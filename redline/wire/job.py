@@ -22,9 +22,9 @@ class Thinking(Record, frozen=True):
 class Grammar(Record, frozen=True):
     """A constraint on the tokens of an answer. The api package has checked that it compiles."""
 
-    # in llguidance's format: Lark, or JSON of several grammars; control tokens by id; empty: any token is allowed
+    # In llguidance's format: Lark, or JSON of several grammars; control tokens by id; empty: any token is allowed.
     text: str
-    # the grammar starts at the first of these tokens to be generated; empty: at the answer's first token
+    # The grammar starts at the first of these tokens to be generated; empty: at the answer's first token.
     after: tuple[int, ...] = ()
     banned: tuple[int, ...] = ()  # tokens that are not allowed before the grammar starts
     thinking: Thinking | None = None  # None: no reasoning, or no limit on it
@@ -33,7 +33,7 @@ class Grammar(Record, frozen=True):
 class Sampling(Record, frozen=True):
     """Sampling parameters. The api package checks their bounds when it reads a request."""
 
-    max_tokens: int  # of the answer
+    max_tokens: int  # maximum length of the answer
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0  # 1: no top-p filtering
     top_k: int = 0  # 0: no top-k filtering
@@ -79,7 +79,7 @@ class Job(Message, frozen=True):
     tenant: str = ""  # waiting jobs are scheduled round-robin between tenants
     salt: str = ""  # tenants with different salts never share pages
     media: tuple[MediaSpan, ...] = ()
-    # tokens of the answer that another worker has generated; generation continues after them
+    # Tokens of the answer that another worker has generated; generation continues after them.
     answer: tuple[int, ...] = ()
     scored: int = 0  # prompt tokens for which another worker has sent log probabilities
     pages_from: PagesFrom | None = None  # the prefill worker; None: the worker that decodes computes the prompt too

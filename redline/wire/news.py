@@ -15,10 +15,10 @@ class Ready(Message, frozen=True):
     """The model is loaded, and the worker accepts jobs. The api package checks requests against these limits."""
 
     max_model_len: int  # prompt + generated tokens of one job
-    pages: int  # of PAGE_TOKENS tokens
+    pages: int  # KV pages of PAGE_TOKENS tokens each
     fingerprint: str  # of the model and the number format of its pages: part of the page hashes
     summary: str  # one line for the operator: model, device, memory
-    # where other workers can read its parcels, encoded by its transports; empty: no KV transfer from it
+    # Where other workers can read its parcels, encoded by its transports; empty: no KV transfer from it.
     area: bytes = b""
     format: str = ""  # name of its parcels' format
     step_tokens: int = 512  # maximum number of positions of a step
@@ -71,7 +71,7 @@ class Missed(Message, frozen=True):
     writer: bytes = b""  # name of the writer, as in `wire.channel`
 
 
-# upper bounds of a histogram of positions per step
+# Histogram of positions per step: upper bounds.
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -141,7 +141,7 @@ class Load(Message, frozen=True):
     grammar_draft_tokens: int = 0  # verified draft tokens forced by a grammar
     grammar_accepted_tokens: int = 0  # of these, accepted
     accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft token of a row was accepted
-    # histogram of completed steps over STEP_SIZES; the last element counts larger steps
+    # Histogram of completed steps over STEP_SIZES; the last element counts larger steps.
     step_sizes: tuple[int, ...] = ()
     step_positions: int = 0  # total positions of these steps
     bounded: int = 0  # scheduled steps whose prefill budget was cut to keep decode latency low

@@ -40,7 +40,7 @@ class Row(Record, frozen=True):
     count: int  # for a decode row the maximum, 1 + drafts
     drafts: int = 0
     propose: int = 0  # maximum number of tokens to draft after this row, for the next one
-    # the learned drafter reads the row; after a row that it did not read, it cannot follow the job again
+    # The learned drafter reads the row; after a row that it did not read, it cannot follow the job again.
     drafting: bool = False
     new_pages: tuple[PageId, ...] = ()  # appended to the slot's page table before the step
     samples: bool = True  # false for every prefill chunk but the last
@@ -78,7 +78,7 @@ class Step(Message, frozen=True):
     # reported it. A row verifies at most as many draft tokens as the graph has positions for. None: no captured graph
     # is large enough, and the step runs eagerly.
     shape: Shape | None = None
-    # digest of rank 0, over steps that it has read; the other ranks compare it with their own
+    # Digest of rank 0, over steps that it has read; the other ranks compare it with their own.
     drawn: Drawn | None = None
 
 

@@ -201,7 +201,7 @@ def test_an_error_in_a_row_ends_that_job_and_no_other():
     ("job", "words"),
     [
         (make_job("a", ()), "prompt is empty"),
-        (make_job("a", prompt(400)), "prompt is 400 tokens; this model reads and writes 400"),
+        (make_job("a", prompt(400)), "prompt has 400 tokens; prompt and answer may have 400"),
         (make_job("a", prompt(100), max_tokens=200), "need 5 pages of KV memory; there are 4"),
     ],
 )

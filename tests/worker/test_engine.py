@@ -162,8 +162,8 @@ def test_the_same_id_may_be_used_again_after_its_end(engine: Engine):
     ("length", "max_tokens", "reason"),
     [
         (0, 1, "the prompt is empty"),
-        (512, 1, "the prompt is 512 tokens; this model reads and writes 512 in all"),
-        (2000, 1, "the prompt is 2000 tokens; this model reads and writes 512 in all"),
+        (512, 1, "the prompt has 512 tokens; prompt and answer may have 512 together"),
+        (2000, 1, "the prompt has 2000 tokens; prompt and answer may have 512 together"),
     ],
 )
 def test_a_job_that_can_never_run_ends_with_the_reason(engine: Engine, length: int, max_tokens: int, reason: str):
