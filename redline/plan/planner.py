@@ -67,7 +67,7 @@ class PlanConfig:
     step_ms: float | None = None  # limit on the predicted time of a step that mixes prefill and decode; None: no limit
     max_running: int = 64  # maximum number of running jobs, each in a slot
     max_waiting: int = 1024  # maximum number of queued jobs, not counting those that free slots can take
-    admit_together: int = 1  # waiting jobs are admitted once this many slots, or one for each of them, are free
+    admit_together: int = 1  # waiting jobs are admitted when this many slots are free, or enough for all of them
     ahead: int = 1  # maximum number of unsettled steps while the next is scheduled
     draft_tokens: int = 0  # maximum number of draft tokens per row; 0 disables speculative decoding
     learned: bool = False  # a learned drafter is loaded; otherwise draft tokens are suffix matches

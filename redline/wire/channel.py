@@ -236,7 +236,7 @@ class SocketOutbox(_Socket):
         if len(data) > MAX_MESSAGE_BYTES:  # the reader would close the connection without an error message
             raise MessageTooLarge(
                 f"the {type(message).__name__.lower()} message of this request has {len(data):,} bytes; the limit "
-                f"between processes is {MAX_MESSAGE_BYTES:,}: make the request smaller"
+                f"between processes is {MAX_MESSAGE_BYTES:,}: request less at once"
             )
         with contextlib.suppress(zmq.Again):  # the queue is full (`most`)
             self._socket.send(_HEAD.pack(self._writer, self._sent) + data, zmq.NOBLOCK)

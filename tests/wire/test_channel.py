@@ -358,7 +358,7 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one
     with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
         outbox.put(delta(1))
         with pytest.raises(
-            MessageTooLarge, match=r"the delta message of this request has 67,\d{3},\d{3} bytes.* 67,108,864: make"
+            MessageTooLarge, match=r"the delta message of this request has 67,\d{3},\d{3} bytes.* 67,108,864: request"
         ):
             outbox.put(Delta(job=JobId("a"), tokens=(2,), error="x" * MAX_MESSAGE_BYTES))
         outbox.put(delta(3))
