@@ -96,7 +96,7 @@ def test_an_error_that_somebody_can_mend_keeps_no_traceback(
             ".* was built without a part of Python: .*",
         ),
         (ModuleNotFoundError("no", name="redline.x"), "ModuleNotFoundError: no; this is a mistake of ours; .*"),
-        (MemoryError(), "no memory is left: ulimit -v, .*"),
+        (MemoryError(), "no memory is left: check ulimit -v .*"),
     ],
 )
 def test_what_cannot_be_imported_is_named_with_what_installs_it(
