@@ -4,8 +4,7 @@
 
 w[0] is the byte count; w[1], w[2], ... are the bytes in groups of eight, little-endian, padded with zeros. mix is one
 to one, so a change of a single word always changes the sum; a change of several words, or of the order of words or
-blocks, goes undetected with probability 2^-64. It detects accidents, not attacks: an attacker is able to
-compute it too.
+blocks, goes undetected with probability 2^-64. It detects accidents, not attacks: an attacker can compute it too.
 """
 
 from collections.abc import Iterator
