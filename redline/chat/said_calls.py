@@ -26,7 +26,7 @@ _AS_IT_IS = ""
 class SaidCalls:
     """An LRU cache of argument texts by salt, function and value. Thread-safe.
 
-    The replacement chosen for a client's spelling is kept as long as its cache entry: otherwise two prompts of one
+    The replacement chosen for a client's spelling stays valid until its entry is evicted: otherwise two prompts of one
     conversation could differ.
     """
 

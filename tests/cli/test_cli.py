@@ -127,7 +127,7 @@ def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_
     assert "outputs over the calibration texts" in said
     said = typed("audit", tiny, out, "--most-kl", "9", "--least-agreement", "0", *texts)
     assert "everything is within its bounds" in said
-    assert "is whole already" in typed("quantize", tiny, out, "--level", "calibrated", "--tokens", "500", *texts)
+    assert "is complete already" in typed("quantize", tiny, out, "--level", "calibrated", "--tokens", "500", *texts)
 
 
 # ---------------------------------------------------------------------------------------------------------- doctor
