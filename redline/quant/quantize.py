@@ -168,7 +168,7 @@ def _judge(shards: Sequence[ShardDone], most: float, say: Callable[[str, str], N
     errors = [(error.relative, name) for shard in shards for name, error in shard.weights.items()]
     over = sorted(((error, name) for error, name in errors if not error <= most), reverse=True)
     for error, name in over[:NAMED]:
-            say(f"weight error of {name}: {error:.4f}, at most {most:g} is allowed", "red")
+        say(f"weight error of {name}: {error:.4f}, at most {most:g} is allowed", "red")
     if len(over) > NAMED:
         say(f"and {len(over) - NAMED:,} more", "red")
     return int(bool(over))

@@ -37,9 +37,7 @@ class QuantizeConfig(Record, frozen=True, kw_only=True):
     level: Level = "search"
     also: tuple[str, ...] = ()  # of ALSO: quantised in addition to the routed experts
     kv_scales: bool = False  # write KV cache scales measured on the texts; an engine then keeps the cache in fp8
-    workers: int | None = (
-        None  # weights computed concurrently; default: one per core, or four per GPU
-    )
+    workers: int | None = None  # weights computed concurrently; default: one per core, or four per GPU
     device: str | None = None  # cpu or cuda; default: the GPUs, if there are any
     most_weight_error: float = 0.15  # maximum error of any weight, as defined in `quant.audit.Bounds`
 
