@@ -251,7 +251,7 @@ def talk(
 
 
 def converse(client: Client, read: Callable[[], str], console: Console) -> None:
-    """Ask the questions from `read` and print the answers until it raises EOFError. Errors and Ctrl-C end one answer."""
+    """Ask the questions from `read` and print the answers, until EOFError. Errors and Ctrl-C end a single answer."""
     from redline.cli.commands import obey
 
     def tell(text: str) -> None:

@@ -66,7 +66,7 @@ def _flags(
     admit_together: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Admit waiting requests once N can start: more throughput, later first tokens. Default: 1."
+            metavar="N", help="Admit waiting requests once N can start: more throughput, later first token. Default: 1."
         ),
     ] = None,
     step_tokens: Annotated[
