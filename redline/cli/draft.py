@@ -259,7 +259,7 @@ def evaluate(
     top_p: Annotated[float, typer.Option("--top-p", help="Top-p of the sampled mode.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 1024,
     batch: Annotated[int, typer.Option(help="Maximum batch size.")] = 16,
-    suffix: Annotated[bool, typer.Option("--suffix", help="Also use suffix matches; long ones replace drafts.")] = False,
+    suffix: Annotated[bool, typer.Option("--suffix", help="Also suffix matches; long ones replace drafts.")] = False,
     offline: Annotated[int, typer.Option(help="Answers per domain also scored by teacher forcing.")] = 64,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON, with pictures.")] = None,
