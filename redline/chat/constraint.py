@@ -1,7 +1,7 @@
 """Compiles the required form of an answer into a grammar over the model's tokens.
 
 A constraint (JSON, a regex, a list of choices, a grammar) defines the visible answer; `Calls` defines which tools may
-or must be called. Thinking stays unconstrained: the grammar begins at the token that ends it, or at the begin of a tool
+or must be called. Thinking stays unconstrained: the grammar begins at the token that ends it, or at the start of a tool
 call. Calls are in Kimi's own format, with declared names and arguments that match the declared schemas.
 """
 
@@ -19,7 +19,7 @@ from redline.wire.job import Grammar, Thinking
 WHITESPACE = r"\x20|\r?\n(\x20{0,16}|\t{0,8})"
 ANY_OBJECT = '{"type":"object"}'
 NO_ARGUMENTS = '{"type":"object","additionalProperties":false}'
-MOST_KEPT = 4096  # max_tokens that are reserved for a constrained answer after thinking, at most; else a quarter
+MOST_KEPT = 4096  # limit of the tokens reserved for a constrained answer after thinking: a quarter of max_tokens
 _INDEX = re.compile(r"functions\..+:([0-9]{1,9})", re.DOTALL)
 
 

@@ -47,7 +47,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Options before every command."""
@@ -168,7 +168,7 @@ def evaluate(
     ] = None,
     run_code: Annotated[
         bool,
-        typer.Option("--run-code", help="Run the functions that the model writes, each in a sandboxed child process."),
+        typer.Option("--run-code", help="Run the functions that the model writes, each in a restricted child process."),
     ] = False,
     against: Annotated[
         Path | None, typer.Option(help="A second checkpoint for a pairwise comparison.", callback=model)

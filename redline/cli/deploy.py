@@ -51,7 +51,7 @@ def _flags(
         str | None,
         typer.Option(
             metavar="bf16|fp8|float32",
-            help="Dtype of the KV cache. fp8 (e4m3): twice the tokens, rounded to 4 bits. Default: bf16.",
+            help="Dtype of the KV cache. fp8 (e4m3): twice the tokens, 4 significant bits. Default: bf16.",
         ),
     ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
@@ -107,7 +107,8 @@ def _flags(
     draft_trace: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Log which draft tokens were accepted, for `redline draft mine`. Contains users' text."
+            metavar="FILE",
+            help="Write a trace of accepted draft tokens, for `redline draft mine`. Contains users' text.",
         ),
     ] = None,
     synthetic_acceptance: Annotated[str | None, typer.Option(metavar="RATES|LENGTH", help=SYNTHETIC)] = None,

@@ -96,7 +96,7 @@ def capture(
     max_tokens: Annotated[int | None, typer.Option(help="Split longer sequences into windows of this size.")] = None,
     layer_ids: Annotated[
         list[int] | None,
-        typer.Option("--layer", help="Layer with captured input (repeatable). Default: as in vLLM and SGLang."),
+        typer.Option("--layer", help="Layer to capture the input of (repeatable). Default: as in vLLM and SGLang."),
     ] = None,
     other_answers: Annotated[
         bool, typer.Option("--other-answers", help="Accept a corpus answered by another target.")
@@ -259,7 +259,9 @@ def evaluate(
     top_p: Annotated[float, typer.Option("--top-p", help="Top-p of the sampled mode.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 1024,
     batch: Annotated[int, typer.Option(help="Maximum batch size.")] = 16,
-    suffix: Annotated[bool, typer.Option("--suffix", help="Also suffix matches; long ones replace drafts.")] = False,
+    suffix: Annotated[
+        bool, typer.Option("--suffix", help="Also propose suffix matches; long ones replace the drafter's.")
+    ] = False,
     offline: Annotated[int, typer.Option(help="Answers per domain also scored by teacher forcing.")] = 64,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON, with pictures.")] = None,

@@ -10,7 +10,7 @@ from redline.folder import check_drafter, check_model
 SYNTHETIC = (
     "For benchmarks: drafting and verification run in full, but acceptance is drawn at random. 0.83,0.6,0.45: the "
     "share of rounds in which the first 1, 2, 3 drafts are all accepted; 2.88: the mean tokens per round. Answers are "
-    "not the model's, so the server listens on localhost only. Default: drafts are really verified."
+    "not the model's, so the server listens on localhost only. Default: real verification."
 )
 
 

@@ -36,8 +36,9 @@ Progress = Callable[[str, float], object]
 class Bounds(Record, frozen=True):
     """The limits of the loss; every excess is reported, and the exit code is then 1.
 
-    weight, output: of any one weight or expert, the root of the squared error over the squared original. Max scaling
-    of Gaussian weights gives 0.095, of INT4 0.102. kl: nats per token, agreement: share of tokens, of any one domain.
+    weight, output: for any one weight or expert, the root of the squared error divided by the squared reference (max
+    scaling of Gaussian weights gives 0.095, of INT4 0.102). kl: nats per token; agreement: share of tokens; both for
+    any one domain.
     """
 
     weight: float = 0.15

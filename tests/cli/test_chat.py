@@ -301,7 +301,10 @@ def test_a_list_of_models_that_is_none_is_one_clear_line(models: Answer, words: 
         (says(EVENT % '{"error": {"message": "out of\\nluck", "code": 500}}'), "out of luck"),
         (says(EVENT % '{"error": {"code": 500}}'), "'code': 500"),
         (says(EVENT % '{"error": "busy"}'), "busy"),
-        (says(EVENT % '{"choices": [{"delta": {"content": "x"}}]}'), "closed the connection before the end of the answer"),
+        (
+            says(EVENT % '{"choices": [{"delta": {"content": "x"}}]}'),
+            "closed the connection before the end of the answer",
+        ),
         (says(EVENT % '{"choices": []}', length=500), "broke"),
         (says('{"error": {"message": "no key"}}', 401), "401: no key .*--key"),
         (says('{"error": {"message": "queue full"}}', 503), "503: queue full .*try again"),
