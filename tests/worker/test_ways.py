@@ -131,7 +131,7 @@ class Registers(MemoryTransport):
 
     def landing(self, memory: Memory) -> Any:
         if self.make is not None and self.refuses:
-            raise ConfigError("transport: NIXL cannot use 262,144 bytes of GPU 0 (NIXL_ERR_BACKEND)")
+            raise ConfigError("transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_ERR_BACKEND)")
         return super().landing(memory)
 
 
@@ -177,7 +177,7 @@ def test_where_nixl_does_not_take_a_gpus_memory_the_hosts_stands_in_and_the_reas
     monkeypatch.setattr(Registers, "refuses", True)
     lacking = ways_of(*carriers("nixl", None, GPU))
     assert [way.name for way in lacking] == ["nixl"]
-    assert "`nixl-gpu` cannot be had here (transport: NIXL cannot use 262,144 bytes of GPU 0 (NIXL_ERR_B" in caplog.text
+    assert "`nixl-gpu` cannot be had here (transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_ERR_B" in caplog.text
     caplog.clear()
     assert connect(whole, told_of(lacking), "lacking")[0].name == "nixl"
     assert "parcels of lacking travel over `nixl`: `nixl-gpu`: it has none" in caplog.text
