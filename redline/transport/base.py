@@ -133,7 +133,7 @@ class Transport(Protocol):
 
 
 def address_of(into: Target, count: int) -> tuple[int, object]:
-    """The address of `into`, and an object that pins the memory as long as it is referenced.
+    """The address of `into`, and an object that pins the memory while it is referenced.
 
     Raises ValueError if there are fewer than `count` bytes, or if they are not writable and contiguous.
     """

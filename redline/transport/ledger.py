@@ -83,7 +83,7 @@ class Lender:
 
     @property
     def lent(self) -> tuple[Parcel, ...]:
-        """All parcels whose space is not free again."""
+        """All parcels that still occupy space."""
         return tuple(lent.parcel for lent in self._lent.values())
 
     def lend(self, size: int, to: str, seconds: float) -> Parcel | None:
@@ -144,7 +144,7 @@ class Lender:
         return self._lose(lent for lent in self._lent.values() if lent.parcel.to == to)
 
     def expire(self, now: float) -> list[Parcel]:
-        """Ends the leases whose deadline has passed. -> their parcels; a parcel that is being filled is freed when its
+        """Ends the leases that have expired. -> their parcels; a parcel that is being filled is freed when its
         owner stops filling it."""
         return self._lose(lent for lent in self._lent.values() if lent.parcel.deadline <= now)
 

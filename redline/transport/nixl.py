@@ -301,7 +301,7 @@ class NixlTransport:
         return area
 
     def landing(self, memory: Memory) -> NixlLanding:
-        """As `Transport.landing`: host memory, or GPU memory, whose registration is tried immediately."""
+        """As `Transport.landing`: host memory, or GPU memory, for which registration is tried immediately."""
         if memory.device is not None:
             self._nixl.register(self._nixl.agent(), memory)
         landing = NixlLanding(self, memory)

@@ -21,7 +21,7 @@ from redline import clock
 from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside
 
-INLINE = 1 << 17  # bytes; up to this size the caller's thread copies: about 10 us, as long as waking a thread takes
+INLINE = 1 << 17  # bytes; up to this size the caller's thread copies: about 10 us, the time to wake a thread
 PIECE = 1 << 20  # bytes that are copied between two checks for cancellation: about 0.1 ms
 
 
@@ -118,7 +118,7 @@ class SharedReading:
 
 
 class SharedPeer:
-    """A connection to an area of another process, whose file is mapped read-only."""
+    """A connection to an area of another process: its file, mapped read-only."""
 
     def __init__(self, path: Path, size: int, copier: ThreadPoolExecutor) -> None:
         """Raises TransferFailed if the file does not exist, or does not match its descriptor."""

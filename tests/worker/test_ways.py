@@ -55,7 +55,7 @@ def test_a_way_whose_memory_cannot_be_had_is_left_out_and_the_last_is_not(caplog
     assert [way.name for way in ways_of(peer, Carrier("memory", MemoryTransport(), Small()))] == ["memory"]
     assert "`peer` cannot be had here" in caplog.text
     assert "out of memory" in caplog.text
-    with pytest.raises(ConfigError, match="no area of"):
+    with pytest.raises(ConfigError, match="cannot allocate"):
         ways_of(peer)
 
 
