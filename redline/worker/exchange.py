@@ -483,8 +483,8 @@ class Exchange:
         self.changes += 1
 
     def _make_room(self, now: float) -> None:
-        """Drops the oldest prefilled prompt that no worker has requested yet, because other prompts wait for pages: the decode worker may have no room for the former before it receives the latter. Its cached pages stay
-        in the prefix cache."""
+        """Drops the oldest prefilled prompt that no worker has requested yet, because other prompts wait for pages: the
+        decode worker may have no room for the former before it receives the latter. Its cached pages stay cached."""
         for out in self._out.values():
             if out.handed is not None and out.end is None and now - out.ended_at > ROOM_S:
                 del self._out[out.job.id]
