@@ -133,9 +133,7 @@ class FollowedMemory:
         self._parcels = Parcels(kv)
         self._device = kv.planes.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._staged: deque[tuple[int, torch.cuda.Event]] = (
-            deque()
-        )  # sizes of staged copies that wait for the stream of steps
+        self._staged: deque[tuple[int, torch.cuda.Event]] = deque()  # sizes of copies that wait for the steps' stream
         self._bytes = _ROOM
         self._parts: list[tuple[int, Tensor]] = []
 

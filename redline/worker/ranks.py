@@ -188,7 +188,7 @@ class Ranks:
         code = process.wait()
         why = said.decode(errors="replace") or f"it exited with code {code}"
         at = f" in step {self.step:,}" if self.step else " while it was loading"
-        self._lose(f"rank {rank} went down{at}: {why}")
+        self._lose(f"rank {rank} failed{at}: {why}")
 
     def _listen(self) -> None:
         """Watchdog thread: detects that rank 0 waits for a rank that has stopped running. On a GPU nothing else detects
@@ -210,7 +210,7 @@ class Ranks:
                 silent[rank] = silent[rank] + 1 if same and self._beats[rank] == heard[rank] else 0
                 heard[rank], waited[rank] = self._beats[rank], waits
                 if silent[rank] == SILENT_BEATS:
-                    kept = f"rank 0 has waited for rank {rank} for {SILENT_BEATS * BEAT_S:.0f} s"
+                    kept = f"rank {rank} has kept rank 0 waiting for {SILENT_BEATS * BEAT_S:.0f} s"
                     self._lose(f"{kept} {waits}: its process sends no heartbeats")
 
     def _waited_for(self, rank: int) -> str | None:
