@@ -308,7 +308,7 @@ def _due_in(others: Sequence[_Beside]) -> float | None:
 
 
 def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers, trace: Trace | None) -> None:
-    """Aborts the jobs of one API replica without sending it anything: the replica resumes them elsewhere, or is down."""
+    """Aborts the jobs of one API replica without notifying it: the replica resumes them elsewhere, or is down."""
     for id in hearers.jobs_of(replica) + (exchange.computes_for(replica) if exchange is not None else []):
         if exchange is not None:
             exchange.abort(id)

@@ -62,13 +62,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             DEVICE,
             "",
-            "the device gave an error: AcceleratorError: CUDA error: unspecified launch failure",
+            "device error: AcceleratorError: CUDA error: unspecified launch failure",
             ["lost"] * 2,
         ),
         (
             'raise ValueError("out of luck")',
             "",
-            "3 steps in a row failed, the last one so: ValueError: out of luck",
+            "3 steps in a row failed, the last one with ValueError: out of luck",
             ["failed", "failed", "lost", "lost"],
         ),
         (
@@ -152,4 +152,4 @@ def test_a_worker_says_why_it_ends_before_it_closes_anything(folder: Path, tmp_p
         finally:
             process.kill()
             process.communicate()
-    assert reasons == ["the device gave an error: AcceleratorError: CUDA error: unspecified launch failure"]
+    assert reasons == ["device error: AcceleratorError: CUDA error: unspecified launch failure"]

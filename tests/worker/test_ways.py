@@ -177,7 +177,7 @@ def test_where_nixl_does_not_take_a_gpus_memory_the_hosts_stands_in_and_the_reas
     monkeypatch.setattr(Registers, "refuses", True)
     lacking = ways_of(*carriers("nixl", None, GPU))
     assert [way.name for way in lacking] == ["nixl"]
-    assert "`nixl-gpu` cannot be had here (transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_ERR_B" in caplog.text
+    assert "`nixl-gpu` cannot be had here (transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_E" in caplog.text
     caplog.clear()
     assert connect(whole, told_of(lacking), "lacking")[0].name == "nixl"
     assert "parcels of lacking travel over `nixl`: `nixl-gpu`: it has none" in caplog.text
