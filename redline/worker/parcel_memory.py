@@ -25,7 +25,7 @@ from redline.transport.memory import host_memory
 from redline.wire.handoff import Piece
 from redline.worker.config import AREA_BYTES
 
-# Bytes of a rank's GPU for chunks that are copied from another GPU or from pinned memory and wait for the steps' stream.
+# Bytes of a rank's GPU for chunks copied from another GPU or from pinned memory that wait for the steps' stream.
 STAGED_BYTES = 128 << 20
 
 Ended = Callable[[], bool]

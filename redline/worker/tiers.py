@@ -86,8 +86,8 @@ class Tiers:
         experts: tuple[int, int] = (0, 0),
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """step_tokens: most positions of a step. experts: number of experts per layer and of experts per token; 0: every
-        step reads all weights."""
+        """step_tokens: most positions of a step. experts: number of experts per layer and of experts per token; 0:
+        every step reads all weights."""
         self.changes = 0
         self.store = store
         self.prefills = PrefillTimes(*experts)
