@@ -43,7 +43,7 @@ class Budget:
 
         Unused time of earlier iterations is kept up to the predicted time of one such chunk: a chunk that takes longer
         than one iteration's share is handled every few iterations, and a long wait for chunks does not allow many at
-        once. An overrun is likewise limited to the time of one chunk: if a chunk took a second because the thread was
+        once. An overrun, too, is limited to the time of one chunk: if a chunk took a second because the thread was
         not running, the steps had that second.
         """
         share = self._share * (self._clock() - self._ended)

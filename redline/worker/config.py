@@ -28,7 +28,7 @@ class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
 
     drafter: str  # the drafter's folder
     suffix: bool = True  # suffix matches in the request's own text take precedence if they are long
-    head_bits: int = 16  # bits per weight of its head; 8 halves the largest read of a pass and rounds draft logits
+    head_bits: int = 16  # bits per weight of its head; 8 halves the largest part of a pass at lower precision
 
 
 class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
@@ -51,7 +51,7 @@ class EngineConfig(Record, frozen=True):
     # Bytes for KV pages. Default: a quarter of the free memory, at most 4 GiB; on GPUs that no other worker of the
     # deployment uses, nine tenths, at most 2,097,152 tokens.
     kv_memory: int | None = None
-    max_model_len: int | None = None  # most tokens of one job, prompt and answer; default: as many as fit
+    max_model_len: int | None = None  # most tokens of one job, prompt and answer; default: what fits in memory
     max_running: int = 64  # most jobs in one step
     admit_together: int = 1  # admit once this many slots are free: fewer prefill steps, later first tokens
     # Most tokens computed in one step. Default: 512 on a CPU; 8192 on a GPU, or 2048 if memory is short.

@@ -36,9 +36,7 @@ def step_work(
     """
     part = part_of(config, ranks)
     heads, layers, head = part.num_attention_heads, part.num_hidden_layers, config.vocab_size * config.hidden_size
-    projections = (
-        layers * part.hidden_size * (part.q_lora_rank + part.kv_width)
-    )  # into attention: ranks may divide them
+    projections = layers * part.hidden_size * (part.q_lora_rank + part.kv_width)  # into attention: may be divided
     elsewhere = part.embedding_parameters + projections * (1 - 1 / ranks)
     draft, draft_head = _drafter(drafter, draft_ranks) if drafter is not None else (0, 0)
     return StepWork(
@@ -71,9 +69,9 @@ def _drafter(drafter: Eagle3, ranks: int) -> tuple[int, int]:
 def measure(work: StepWork, device: torch.device) -> StepFloor | None:
     """The floor of steps on this device. If there is no memory for the measurement, logs a warning and returns None.
 
-    The read rate is measured over as many bytes as a step of one token reads, since a small model's weights may fit
-    into a cache, but at most over WORKING_SET_BYTES, which exceeds every cache. On a CPU it is measured with as many
-    threads as the kernels use, and also with one: if other processes use the cores, threads wait for one another. The
+    The read rate is measured over the bytes that a step of one token reads, since a small model's weights may fit
+    into a cache, but at most over WORKING_SET_BYTES, which exceeds every cache. On a CPU it is measured with the
+    kernels' number of threads, and also with one: if other processes use the cores, threads wait for one another. The
     product rate is measured with one thread and multiplied by their number.
     """
     size = min(round(work.bytes(Counted(positions=1, heads=1))), WORKING_SET_BYTES)

@@ -15,7 +15,7 @@ from redline.wire.job import Job, JobId
 from redline.wire.news import Load, Ready
 from redline.wire.replicas import Replica
 
-STARTER = ""  # stands for the process that has started the worker, in place of a replica's name
+STARTER = ""  # used instead of a replica's name for the process that has started the worker
 
 
 class Hearers:

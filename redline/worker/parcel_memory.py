@@ -82,9 +82,7 @@ class ParcelMemory(Protocol):
 class HostParcels:
     """Host memory, for pages on any device."""
 
-    sizes = Sizes(
-        parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20
-    )  # receives eight of the largest chunks at once
+    sizes = Sizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest chunks at once
     fill_s = patience_s = 0.0
 
     def make(self, size: int) -> Memory:

@@ -1,4 +1,4 @@
-"""Heartbeats of a worker: its process is alive, and how long its loop has been in the current iteration; and a watchdog.
+"""Heartbeats and watchdog of a worker: the process is alive, and how long its loop has been in the current iteration.
 
 A thread sends them, not the loop: a step may take minutes (a GPU's first prefill compiles its kernels, a slow CPU
 computes a long chunk), and the worker is alive during it. But the thread alone would hide a step that never ends. So it

@@ -74,13 +74,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "signal.pause()",
             'pulse.BEAT_S, pulse.TURN_S, pulse.TURN_S_PER_TOKEN = 0.02, 0.5, {"cpu": 0, "cuda": 0}',
-            "a step has not ended in 1 s: a kernel, or the device, hangs",
+            "a step has not ended in 1 s: a kernel or the device hangs",
             [],
         ),
         (
             "",
             'def fails(self): raise RuntimeError("no such luck")\nengine.EngineCore.ready = property(fails)',
-            "the worker met an error that nobody foresaw: RuntimeError: no such luck; REDLINE_LOG=INFO shows where",
+            "unexpected error in worker: RuntimeError: no such luck; set REDLINE_LOG=INFO for the traceback",
             [],
         ),
         (
