@@ -24,7 +24,7 @@ PROMPT = 8  # tokens in each slot before the timed steps
 def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter if there is one.
 
-    The runner must be idle and fresh. If no job can have a page of tokens, nothing is measured. If the CUDA graph for a
+    The runner must be idle and fresh. If no job can be as long as a page, nothing is measured. If the CUDA graph for a
     number of positions is not captured yet, its time is interpolated from those of other numbers: the time of a larger
     graph would keep the planner from ever requesting it.
     """

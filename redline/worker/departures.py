@@ -1,8 +1,8 @@
 """The KV sender of a prefill worker: fills chunks from prompts' pages, and offers them once their checksum is known.
 
-Other workers read the chunks from its area, under leases (`transport/ledger.py`). On a GPU, filling is
-an asynchronous launch that takes less than a millisecond while a step runs: the loop's thread waits for it, since its
-next iteration may come only after a whole prefill chunk.
+Other workers read the chunks from its area, under leases (`transport/ledger.py`). On a GPU, filling is an asynchronous
+launch that takes less than a millisecond while a step runs: the loop's thread waits for it, since its next iteration
+may come only after a whole prefill chunk.
 """
 
 from collections import deque
