@@ -165,7 +165,7 @@ def test_pages_of_another_model_are_removed(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_folder_that_another_worker_has_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.run.tiers.disk.LOCK_S", 0.1)
-    with opened(tmp_path), pytest.raises(ConfigError, match="another running worker has it"):
+    with opened(tmp_path), pytest.raises(ConfigError, match="in use by another running worker"):
         open_tiers(tmp_path)
 
 
