@@ -158,7 +158,7 @@ def test_what_was_tried_decides(now: Roles, shares: dict[Roles, float], best: Ro
     assert choice.expected.attainment == shares[best]
     assert choice.now is not None
     assert (choice.now.roles, choice.now.attainment) == (now, shares[now])
-    assert choice.why.startswith(f"tried, {shares[now]:.0%} of requests were good as it is")
+    assert choice.why.startswith(f"simulated good requests: {shares[now]:.0%} with the current roles")
 
 
 def test_what_was_tried_has_to_pay_over_the_horizon():
