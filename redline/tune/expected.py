@@ -87,8 +87,9 @@ class Roles(NamedTuple):
         return self.prefill + self.decode + self.both
 
     def flips(self, other: "Roles") -> int:
-        """How many workers change their role to reach `other`, a split of the same number of workers. A change between "decode"
-        and "both" needs no action on the worker; it counts all the same, since prompts are then routed elsewhere."""
+        """How many workers change their role to reach `other`, a split of the same number of workers. A change between
+        "decode" and "both" needs no action on the worker; it counts all the same, since prompts are then routed
+        elsewhere."""
         return sum(max(0, b - a) for a, b in zip(self, other, strict=True))
 
 
@@ -170,8 +171,8 @@ class Sample:
     def _split(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
         """(share of requests that meet their targets, utilization of prefill workers, utilization of decode workers).
 
-        If the time of mixed steps is bounded and prefill cannot keep up with such chunks, chunks are made long enough for
-        the TTFT targets (`tune.chunks`): the result is then the better of both.
+        If the time of mixed steps is bounded and prefill cannot keep up with such chunks, chunks are made long enough
+        for the TTFT targets (`tune.chunks`): the result is then the better of both.
         """
         found = self._good(rate, prefill, decode)
         if self._model.step_ms is None or found[1] <= MOST_USE:
@@ -351,8 +352,8 @@ class Sample:
 
     def _in_pace(self, rows: float, here: int, each: float, workers: int) -> _Array:
         """Probability that each request meets its inter-token target. The number of rows varies like random arrivals
-        divided among the workers, and some requests are delayed by more prompts than others. Prompts queue up
-        after one another, so the sum of their times has a long tail: with local prefill the time per token is taken to be
+        divided among the workers, and some requests are delayed by more prompts than others. Prompts queue up after one
+        another, so the sum of their times has a long tail: with local prefill the time per token is taken to be
         log-normal."""
         mean = self._step_s(rows, here, each)
         behind_s = self._behind_s(rows, here, each)

@@ -175,8 +175,8 @@ def _splits(workers: int, sample: Sample) -> list[Predicted]:
 
 
 def _wanted(sample: Sample, best: Predicted, fleet: Fleet, times: float) -> int:
-    """The smallest number of workers that, with the best roles, meets the attainment at `times` times the rate without a
-    growing queue. The attainment is capped at that of a request that runs alone. MOST_TIMES the current number if no
+    """The smallest number of workers that, with the best roles, meets the attainment at `times` times the rate without
+    a growing queue. The attainment is capped at that of a request that runs alone. MOST_TIMES the current number if no
     number tried is enough."""
     enough = min(fleet.attainment, sample.share(Roles(both=1), ALONE) - NEAR)
 

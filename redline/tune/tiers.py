@@ -1,8 +1,8 @@
 """Chooses which pages to fetch from KV offload tiers rather than recompute, from learned read times and prefill times.
 
 A read takes a fixed time plus a time per page of each tier (`ReadTimes`); a prompt takes the time of its steps
-(`PrefillTimes`). The comparison is between times to first token: of a prompt that reads its first pages
-and computes the rest, and of one that is computed in full. Until enough steps have been measured, all stored pages are fetched.
+(`PrefillTimes`). The comparison is between times to first token: of a prompt that reads its first pages and computes
+the rest, and of one that is computed in full. Until enough steps have been measured, all stored pages are fetched.
 """
 
 import math
