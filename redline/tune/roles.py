@@ -95,7 +95,7 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
     price = flips * fleet.flip_s * sample.rate / fleet.workers
     if best.steady - now.steady < LEAST_GAIN or gain <= price:
         why = f"{flips} role switches would gain {gain:.0f} good requests in {fleet.horizon_s:.0f} s"
-        return Choice(now.roles, now, now, wanted, ample, f"{why}: not enough")
+        return Choice(now.roles, now, now, wanted, ample, f"{why}: a change does not pay off")
     why = f"expected good requests: {now.attainment:.0%} with the current roles, {best.attainment:.0%} with these"
     return Choice(best.roles, best, now, wanted, ample, why)
 
@@ -133,7 +133,7 @@ def settled(
     pays = gain >= TRIED_GAIN and gain * fleet.horizon_s > price
     why = f"simulated good requests: {shares[now]:.0%} with the current roles, {shares[best]:.0%} with these"
     if best != now and not pays and (best.prefill or shares[best] < ENOUGH):
-        best, why = now, f"{why}: not enough for a change"
+        best, why = now, f"{why}: a change does not pay off"
 
     sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
 
