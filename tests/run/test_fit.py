@@ -175,7 +175,7 @@ def test_the_explanation_multiplies_out():
 
 
 def test_pages_that_no_machine_has_memory_for_are_one_line():
-    with pytest.raises(ConfigError, match=r"kv-memory: this machine does not give .* GB"):
+    with pytest.raises(ConfigError, match=r"kv-memory: cannot allocate .* GB"):
         KvPool(tiny_model(), Layout(1 << 40, 64, torch.bfloat16, PAGE))
 
 

@@ -61,7 +61,7 @@ def test_a_prompt_with_an_id_that_is_no_token_ends_its_own_job_only(wrong: int):
     finally:
         engine.runner.close()
     assert answers["bad"].finish == "error"
-    assert answers["bad"].error == f"token ids go from 0 to {VOCABULARY - 1}; the prompt has {wrong}"
+    assert answers["bad"].error == f"token ids must be between 0 and {VOCABULARY - 1}; the prompt contains {wrong}"
     assert again["later"].tokens == answers["before"].tokens
     assert [answers[each.id] for each in good] == [run_alone(model, each) for each in good]
 

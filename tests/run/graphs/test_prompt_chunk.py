@@ -179,7 +179,7 @@ def test_a_prompt_that_cannot_begin_ends_its_own_job_only(captured: Open):
         ],
     ]
     answers, _ = answers_of(engine, *waves, every=6)
-    assert answers["wrong"].error == "token ids go from 0 to 511; the prompt has 512"
+    assert answers["wrong"].error == "token ids must be between 0 and 511; the prompt contains 512"
     for asked in (waves[0][0], waves[1][1]):
         assert answers[asked.id] == alone(asked)
 
