@@ -5,9 +5,9 @@ slot, and draft the tokens that the slot's next row will verify. The next step r
 
 On a GPU a thread runs the steps without waiting between them: the scheduler plans the next step while the device
 computes one. Decode rows are captured in CUDA graphs and replayed (`captured.py`), a step's prompts are launched after
-them (`prompt_chunk.py`), and all other work runs eagerly. On a CPU the kernels use every core, so a step runs in the
-thread that waits for it: a second thread would take cores and the GIL from it. That thread enters
-`torch.inference_mode` once for all steps, as the GPU's thread does.
+them (`prompt_chunk.py`), and all other work runs eagerly, with the host waiting for it. On a CPU the kernels use every
+core, so a step runs in the thread that waits for it: a second thread would take cores and the GIL from it. That thread
+enters `torch.inference_mode` once for all steps, as the GPU's thread does.
 """
 
 import functools
