@@ -181,7 +181,9 @@ def test_pages_that_no_machine_has_memory_for_are_one_line():
 
 def test_weights_that_do_not_fit_are_told_with_what_is_missing():
     for free in (0, CONFIG.weight_bytes - 1, SIZES.needs(1).whole + PAGE - 1):
-        with pytest.raises(ConfigError, match=r"GB of weights .* do not fit into .* too many; use a larger device") as told:
+        with pytest.raises(
+            ConfigError, match=r"GB of weights .* do not fit into .* too many; use a larger device"
+        ) as told:
             fit(SIZES, free)
         assert all(line in str(told.value) for line in CONFIG.explain_weight_bytes())
 

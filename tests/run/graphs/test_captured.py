@@ -407,7 +407,7 @@ def test_answers_that_end_and_begin_among_others_that_the_host_leads(captured: O
     assert load.preemptions > 0
     assert load.prompt_tokens_cached > 0
     assert engine.runner.replays > 200
-    assert engine.runner.led["sampling: more biases than a slot holds, or two of one token"] > 100
+    assert engine.runner.led["sampling: too many logit biases, or two of one token"] > 100
     for wave in waves:
         for asked in wave:
             assert answers[asked.id]._replace(cached_tokens=0) == alone(asked), asked.id

@@ -258,7 +258,7 @@ def test_a_grammar_that_is_lost_ends_its_own_job_alone(captured: bool):
     given = answers(opened(captured=captured), [broken, *PLAIN])
     assert given["broken"].finish == "error"
     assert (
-        given["broken"].error == 'its grammar cannot be followed: at 1(8): unknown name: "nobody" 1 | start: nobody ^'
+        given["broken"].error == 'the grammar cannot be followed: at 1(8): unknown name: "nobody" 1 | start: nobody ^'
     )
     assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
 
