@@ -2,8 +2,8 @@
 arithmetic.
 
 In addition to the pages, memory holds the weights, a drafter, the state of running jobs, the activations of a step, and
-on a GPU the CUDA graphs. These are upper bounds computed from sizes, not measurements; tests compare them with what a
-step takes.
+on a GPU the CUDA graphs. These are upper bounds computed from sizes, not measurements; tests compare them with the
+memory of a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -364,7 +364,7 @@ def _share(sizes: Sizes, left: int, alone: bool) -> int:
 def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
     """The longest context of a job, in tokens, that `kv_bytes` of pages hold and that fits into `free`; 0: none does.
 
-    kv_bytes: None: as many bytes as the job needs.
+    kv_bytes: None: the bytes that the job needs.
     """
 
     def fits(length: int) -> bool:
@@ -428,7 +428,7 @@ def _paged(sizes: Sizes, tokens: int) -> int:
 
 
 def _size(wanted: int, least: int, most: int) -> str:
-    """A size near `wanted` in [least, most], in the form that the flag takes, with as few digits as possible."""
+    """A size near `wanted` in [least, most], in the form that the flag takes, with the fewest digits possible."""
     for unit, digits, name in ((10**9, 2, "GB"), (10**6, 2, "MB")):
         step = unit // 10**digits
         for steps in (-(-wanted // step), wanted // step):

@@ -239,8 +239,8 @@ class Runner:
         return True
 
     def hold(self, grammar: Grammar) -> Callable[[], bool]:
-        """Has a grammar compiled on every rank. The returned function tells whether all ranks have compiled it, so that
-        no step has to wait for that.
+        """Has a grammar compiled on every rank. The returned function reports whether all ranks have compiled it, so
+        that no step has to wait for that.
 
         As long as the returned function is referenced, no rank drops the grammar."""
         if self._matchers is None or not grammar.text:

@@ -143,7 +143,7 @@ class Slots:
     def empty(self, number: int) -> None:
         """Empties a slot until a job has begun in it.
 
-        Rows launched for a job that could not begin must not see the previous job, whose pages may belong to other jobs
+        Rows launched for a job that could not begin must not see the previous job: its pages may belong to other jobs
         by now.
         """
         self.at[number] = Slot(error="the job could not begin")

@@ -144,7 +144,7 @@ class _Way(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What the decode rows of a step need from `settle`, all together."""
+    """The requirements of a step's decode rows on `settle`, all together."""
 
     refusal: str | None  # why the step must run eagerly, in a word or two; None: it can be replayed
     kind: SamplingKind = SamplingKind.LIKELIEST
@@ -349,7 +349,7 @@ class CapturedSteps:
         return _Recorded(step, forward, settle, rest[0] if scored else None, tuple(rest[len(scores) :]))
 
     def wants(self, step: Step) -> Wants:
-        """What a step of decode rows needs, with a refusal unless its shape is captured here and holds it."""
+        """The requirements of a step of decode rows, with a refusal unless its shape is captured here and holds it."""
         wants, shape, at = self.asked(step.rows), step.shape, self._slots.at
         if wants.refusal is not None:
             return wants
@@ -363,7 +363,7 @@ class CapturedSteps:
         return wants
 
     def asked(self, rows: Sequence[Row]) -> Wants:
-        """What the rows need, found in one pass over them: at 64 rows the host's time counts."""
+        """The requirements of the rows, found in one pass over them: at 64 rows the host's time counts."""
         at, ways = self._slots.at, self._ways
         kind, adjusted, scores = SamplingKind.LIKELIEST, False, False
         for row in rows:

@@ -223,7 +223,7 @@ class DecodeStep:
         score_rows(self._logits_TV, token_T, shared.scores[: rows * positions])
 
     def draft_all(self) -> None:
-        """Drafts as many tokens per row as a step of this shape verifies, at least one."""
+        """Drafts the number of tokens per row that a step of this shape verifies, at least one."""
         self.draft()
         for _ in range(2, self.shape.positions):
             self.draft_on()
