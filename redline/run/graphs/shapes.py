@@ -3,14 +3,13 @@ the same."""
 
 import itertools
 
-from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
+from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS, MOST_STEP
 from redline.wire.step import Shape
 
-BUCKETS = 1, 2, 4, 8, 16, 32, MOST_ROWS
+BUCKETS = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, MOST_ROWS
 # context lengths in tokens, in addition to the longest possible; attention over longer contexts has more partial
 # results to combine
 CONTEXTS = 1 << 11, 1 << 14
-MOST_TOKENS = 256  # tokens per step: rows x positions per row
 # captured before the first job, in one to two seconds each at Kimi's depth; the others are captured while idle
 FIRST_SHAPES = 24
 
@@ -29,7 +28,7 @@ def shapes(slots: int, positions: int, reach: int) -> list[Shape]:
     contexts = reach, *(context for context in CONTEXTS if context < reach)
 
     def deepest(rows: int) -> int:
-        return min(positions, MOST_POSITIONS, MOST_TOKENS // rows)
+        return min(positions, MOST_POSITIONS, MOST_STEP // rows)
 
     def place(shape: Shape) -> tuple[bool, bool, int, int]:
         middling = shape.longest == CONTEXTS[1] != reach
