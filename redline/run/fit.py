@@ -399,7 +399,7 @@ def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int |
     weights = "; ".join(sizes.config.explain_weight_bytes())
     if not advice:
         return ConfigError(f"{fault}; use a larger device, or several. The weights: {weights}")
-    return ConfigError(f"{fault}; use {', or '.join(advice)}")
+    return ConfigError(f"{fault}: give {', or '.join(advice)}")
 
 
 def _advice(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:

@@ -281,11 +281,11 @@ def test_the_advice_changes_one_flag_where_that_is_enough(kv_bytes: int | None, 
 
 def test_sizes_are_advised_in_as_few_digits_as_they_take():
     free = SIZES.needs(1000).whole + 20 * PAGE
-    with pytest.raises(ConfigError, match=r"use --kv-memory \d\.\d\dMB, or"):
+    with pytest.raises(ConfigError, match=r"give --kv-memory \d\.\d\dMB, or"):
         fit(SIZES, free, 50 * PAGE, 1000)
     big = Sizes(KIMI)
     free = big.needs(100_000).whole + (8 << 30)
-    with pytest.raises(ConfigError, match=r"use --kv-memory 7\.\d\dGB, or"):
+    with pytest.raises(ConfigError, match=r"give --kv-memory 7\.\d\dGB, or"):
         fit(big, free, 5 << 30, 100_000)
 
 

@@ -150,7 +150,7 @@ def test_a_penalty_that_overflows_every_logit_is_its_own_jobs_error_and_no_token
     finally:
         engine.runner.close()
     assert answers["bad"].finish == "error"
-    assert "leaves no finite logit" in answers["bad"].error
+    assert "leave no finite logit" in answers["bad"].error
     written = {*engine.runner.slots.tokens.flatten().tolist(), *answers["bad"].tokens}
     assert 0 <= min(written) < max(written) < VOCABULARY
     assert answers["good"] == run_alone(tiny_model(), jobs[1])

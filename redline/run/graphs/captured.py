@@ -121,7 +121,7 @@ def not_finite(position: int) -> str:
 def no_choice(position: int) -> str:
     """The error of a job if its sampling parameters exclude every token for `position`, although the logits are
     finite."""
-    return f"no token can be sampled for position {position}: the sampling parameters exclude every token"
+    return f"no token can be sampled for position {position}: the sampling parameters leave no finite logit"
 
 
 class HostBuffers(NamedTuple):

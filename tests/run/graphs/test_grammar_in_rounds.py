@@ -320,5 +320,5 @@ def test_an_engine_without_a_vocabulary_says_so():
     engine = opened()
     engine.runner.slots._matchers = None
     given = answers(engine, [JOBS[0], PLAIN[0]])
-    assert "what its tokens spell" in str(given[JOBS[0].id].error)
+    assert "no tokenizer vocabulary" in str(given[JOBS[0].id].error)
     assert given[PLAIN[0].id] == led()[PLAIN[0].id]
