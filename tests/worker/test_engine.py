@@ -197,7 +197,7 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: Engine, monkeypat
     deltas = engine.generate([bad, good])
     assert deltas[bad.id][-1].finish == "error"
     assert deltas[bad.id][-1].error is not None
-    assert "not finite" in deltas[bad.id][-1].error
+    assert "non-finite" in deltas[bad.id][-1].error
     assert answer(deltas[good.id]) == expected
 
 

@@ -620,7 +620,7 @@ def test_a_logit_that_is_not_finite_ends_its_own_job_only(captured: Open, monkey
     monkeypatch.setattr(model, "logits", broken)
     answers = answers_of(engine, jobs)
     assert answers["1"].error is not None
-    assert "not finite" in answers["1"].error
+    assert "non-finite" in answers["1"].error
     assert answers["1"].tokens == expected["1"].tokens[: len(answers["1"].tokens)]
     assert len(answers["1"].tokens) < 20
     assert answers["0"] == expected["0"]
@@ -649,7 +649,7 @@ def test_a_replayed_row_of_which_nothing_can_be_drawn_ends_its_own_job_only(
     monkeypatch.undo()
     assert engine.runner.replays > before + 10
     assert (answers["1"].finish, len(answers["1"].tokens) < 20) == ("error", True)
-    assert "not finite" in answers["1"].error
+    assert "non-finite" in answers["1"].error
     assert all(token < VOCABULARY for token in answers["1"].tokens)
     assert answers["0"] == alone(jobs[0])
 
