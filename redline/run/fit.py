@@ -85,7 +85,7 @@ class Needs:
 
     @property
     def whole(self) -> int:
-        """Bytes of all of it."""
+        """Bytes in total."""
         return self.weights + self.drafter + self.slots + self.scratch + self.recorded
 
     def explain(self) -> list[str]:
@@ -125,7 +125,7 @@ class RecordedSteps:
 
     @property
     def whole(self) -> int:
-        """Bytes of all of it."""
+        """Bytes in total."""
         return sum(memory.launches for memory in self.shapes.values()) + self.between
 
     def explain(self) -> list[str]:

@@ -403,7 +403,7 @@ class Runner:
         """Marks the slots of the step's rows as failed. Raises RankLost if tensor parallel ranks share the model:
         this rank has skipped all-reduces that the others wait for, or it cannot be known whether it has."""
         for row in step.rows:
-            self.slots.at[row.slot].error = "the step before failed"
+            self.slots.at[row.slot].error = "an earlier step of this slot failed"
         if self.model.group.ranks > 1 and not isinstance(error, WorkerLost):
             raise RankLost(
                 f"rank {self.model.group.rank} has failed in step {step.number:,}: {type(error).__name__}: {error}"

@@ -41,7 +41,7 @@ class StepCosts:
         assert len(self.target_ms) == len(self.rows), "one line of the cost grid for each number of rows"
         assert all(len(line) == len(self.counts) for line in self.target_ms), "one cost for each count of positions"
         assert len(self.draft_ms) in (0, len(self.rows)), "one cost of a drafter pass for each number of rows"
-        assert all(ms > 0 for line in (*self.target_ms, self.draft_ms) for ms in line), "a step that takes no time"
+        assert all(ms > 0 for line in (*self.target_ms, self.draft_ms) for ms in line), "step times must be above 0"
 
     @property
     def known(self) -> bool:

@@ -270,7 +270,7 @@ class Sample:
             return self._chosen[double]
         rows = 2 ** (double / 2)
         model, chunks = self._model, self._whole(rows)
-        assert model.step_ms is not None, "nothing bounds the steps"
+        assert model.step_ms is not None, "step_ms is not set"
         answers = Answers(max(1, round(rows)), rows * self._context)
         depth = self._cached + self._uncached / 2
         _, kinds = np.unique(

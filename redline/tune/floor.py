@@ -3,7 +3,7 @@ whichever takes longer.
 
     bytes       weights + head + experts x share of them that are chosen + context x a position's latents
                 + passes of the drafter x its weights
-    operations  positions x all weights that one meets + heads x the head + pairs x attention
+    operations  positions x weights used by one + heads x the head + pairs x attention
                 + rows drafted x the drafter's weights
 
 Weights are read once per step, whatever its size. The share of experts is the expected one if each position chooses its

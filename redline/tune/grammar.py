@@ -44,9 +44,9 @@ class Budget:
         None."""
         self._left_s = min(AHEAD_S, self._left_s + EACH_S * steps) - seconds
         if seconds > LONGEST_S * max(1, steps):
-            return f"one token took {seconds * 1e3:.0f} ms to follow; at most {LONGEST_S * 1e3:.0f} ms are allowed"
+            return f"one token took {seconds * 1e3:.0f} ms to process; at most {LONGEST_S * 1e3:.0f} ms are allowed"
         if self._left_s < 0:
-            return f"its tokens take more than {EACH_S * 1e3:g} ms each to follow"
+            return f"its tokens take more than {EACH_S * 1e3:g} ms each to process"
         return None
 
 

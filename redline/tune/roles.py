@@ -106,7 +106,7 @@ def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
 
     In a small fleet these are all splits; in a large one some of them, and the best by prediction.
     """
-    assert choice.now is not None, "only present roles can change"
+    assert choice.now is not None, "the current roles are required"
     if not now.prefill and choice.now.steady > 1 - TRIED_GAIN:
         return ()
     workers = now.workers
@@ -122,7 +122,7 @@ def settled(
     """The choice according to the simulated splits. fleet: with its current roles. shares: the share of good
     requests of each split, including the current one. The other arguments are those of `choose_roles`."""
     now, most = fleet.now, max(shares.values())
-    assert now is not None, "only present roles can change"
+    assert now is not None, "the current roles are required"
 
     def better(roles: Roles) -> tuple[bool, bool, int, float]:
         """Sort key, larger is better: as good as the best; all-mixed; fewer role switches; higher share."""

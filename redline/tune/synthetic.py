@@ -36,7 +36,7 @@ def rates_of(acceptance: Acceptance, drafts: int, place: str) -> tuple[float, ..
         return rates[:drafts]
     if not 1 <= acceptance <= 1 + drafts:
         raise ConfigError(
-            f"{place} is {acceptance:g}; expected the mean tokens of a round, 1 to {1 + drafts}: one of the "
+            f"{place} is {acceptance:g}; expected a mean number of tokens per round, 1 to {1 + drafts}: one of the "
             "target's own and its drafts (or rates with a comma, such as 0.83,0.6)"
         )
     whole = math.floor(acceptance - 1)

@@ -210,7 +210,7 @@ class Drafting:
 
         positions: of the features. ids: the rows' tokens, which are the next ones; None: the slots' tokens.
         """
-        assert self._places is not None, "there is a drafter"
+        assert self._places is not None, "only a learned drafter has rows"
         rows = DraftRows(slots, positions, queries, ids)
         return drafter.served.read(feature, self._places, rows, self._kv.draft)
 

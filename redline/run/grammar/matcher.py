@@ -52,7 +52,7 @@ class Matchers:
         self._alive: weakref.WeakValueDictionary[str, Future[LLMatcher]] = weakref.WeakValueDictionary()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the most recently used of these
         self._chars = 0  # characters of their texts
-        self._lock = threading.Lock()  # around these three
+        self._lock = threading.Lock()  # protects the three attributes above
 
     def begin(
         self, grammar: Grammar, generated: Sequence[int], *, least: int = 0, stop_ids: Sequence[int] = ()
@@ -199,7 +199,7 @@ class Matcher:
         return masks[:rows]
 
     def allowed(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar accepts in a row, before the output's end.
+        """How many consecutive drafts the grammar accepts before the output's end.
 
         While the grammar is idle, these are the drafts before it begins: so the row needs no mask at all. The draft
         after these is verified too, as the last one. A row without it would draw that token anew, and draws are

@@ -175,7 +175,7 @@ def likeliest(logs: Tensor, count: int) -> Tensor:
 
     logs: float32 [..., V]. Only this order gives the same result for every count and on every chip.
     """
-    bits = (logs + 0.0).view(torch.int32).long()  # both zeros are one
+    bits = (logs + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
     rising = bits ^ (bits >> 31 & 0x7FFFFFFF)
     ids = torch.arange(logs.shape[-1], device=logs.device)
     return (rising << 32 | 0x7FFFFFFF - ids).topk(count).indices

@@ -50,7 +50,7 @@ class Place(NamedTuple):
     """Position of a page's bytes, and their expected checksum."""
 
     file: int
-    offset: int  # of its record
+    offset: int  # offset of its record in the file
     checksum: int
     flags: int
 
@@ -92,7 +92,7 @@ class DiskPages:
         """name: identifies the model and page format; files with another name are removed. Raises OSError if the
         folder cannot be made or written, and the errors of `hold`."""
         self.places: dict[PageHash, Place] = {}
-        self.bytes = 0  # of all files
+        self.bytes = 0  # bytes of all files
         self.most_bytes = most_bytes
         self._folder, self._page_bytes = folder, page_bytes
         self._record_bytes = _RECORD.size + _DIGEST + page_bytes

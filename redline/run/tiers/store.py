@@ -325,7 +325,7 @@ class Store:
                 self.disk.check()
                 assert self._host.clean.keys() <= self._on_disk.keys(), "a page marked as on disk is not on disk"
 
-    # -------------------------------------------------------------------------------------- with the lock, by either
+    # ------------------------------------------------------------------------------ either thread, holding the lock
 
     def _look(self, hash: PageHash) -> tuple[Tier, int] | None:
         entry = self._host.find(hash)

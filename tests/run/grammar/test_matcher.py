@@ -165,8 +165,8 @@ def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers
             errors.append(matcher.error)
             del seconds[0]
     assert errors == [
-        "the grammar takes too long: one token took 260 ms to follow; at most 250 ms are allowed",
-        "the grammar takes too long: its tokens take more than 6 ms each to follow",
+        "the grammar takes too long: one token took 260 ms to process; at most 250 ms are allowed",
+        "the grammar takes too long: its tokens take more than 6 ms each to process",
     ]
 
 

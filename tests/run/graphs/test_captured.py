@@ -919,7 +919,7 @@ def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: 
             with pytest.raises(torch.OutOfMemoryError):
                 failed.wait()
         given = runner.launch(_named(runner, *rows)).wait().rows
-        assert [row.error for row in given] == ["the step before failed"] * 2
+        assert [row.error for row in given] == ["an earlier step of this slot failed"] * 2
         assert torch.equal(runner.kv.planes.view(torch.int16), planes.view(torch.int16))
     finally:
         runner.close()
