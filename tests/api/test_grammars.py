@@ -161,7 +161,7 @@ def test_a_trial_takes_no_more_time_than_an_answer_has():
     with clock.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("redline.clock.thread_time", read)
         verdict = verdict_of(Trial(text='start: "abcdef"'), grammar_tokens(tokenizer()), ())
-    assert verdict.error == "it takes too long: one token took 260 ms to follow; at most 250 ms are allowed"
+    assert verdict.error == "it takes too long: one token took 260 ms to process; at most 250 ms are allowed"
 
 
 async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():

@@ -288,7 +288,7 @@ def test_bench_speculate_at_a_stated_acceptance_accepts_so_much(tiny: Path, tmp_
     assert by_variant["k2"]["length"] == pytest.approx(2, abs=0.15), "the last round has less room"
     wrong = [*words, "--k", "3", "--k", "1", "--synthetic-acceptance", "2.5"]
     done = CliRunner().invoke(app, list(map(str, wrong)))
-    assert "synthetic-acceptance, with --k 1, is 2.5; expected the mean tokens of a round, 1 to 2" in str(
+    assert "synthetic-acceptance, with --k 1, is 2.5; expected a mean number of tokens per round, 1 to 2" in str(
         done.exception
     )
 

@@ -767,7 +767,7 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
     ("arguments", "words"),
     [
         (["{tiny}/nowhere"], "no such folder or file"),
-        (["{tiny}", "--max-model-len", "100000"], "this model reads 65,536 tokens at most"),
+        (["{tiny}", "--max-model-len", "100000"], "this model supports 1 to 65,536 tokens"),
         (
             ["{tiny}", "--max-model-len", "10"],
             r"max-model-len is 10; expected \d+ at least: .* is a prompt of \d+ tokens",

@@ -198,7 +198,7 @@ async def test_where_none_is_better_roles_are_tried_again_after_a_rest_and_where
     fleet = Fleet("both", "both", "both", "both", sla={"default": Sla(ttft_ms=20_000, itl_ms=40)})
     fleet.measure()
     fleet.comes(prompt=1000, output=10, per_s=2.4)
-    assert (await fleet.steering.look()).why.startswith("tried, 9")
+    assert (await fleet.steering.look()).why.startswith("simulated good requests: 9")
     fleet.passes(5)
     assert (await fleet.steering.look()).why == "roles were tried lately; they are again in 25 s"
 
@@ -338,7 +338,7 @@ async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_star
     assert first.wanted > 4
     second = await fleet.steering.look()
     assert (second.worker, second.does) == ("w", "starts")
-    assert second.why == f"to keep what is promised {first.wanted} workers are wanted, and 2 run"
+    assert second.why == f"{first.wanted} workers are needed to meet the SLO targets, 2 are running"
     assert second.now is not None
     assert second.expected is not None
     assert second.expected.roles == Roles(both=3), "prompts are not parted from answers before that has been tried"

@@ -82,7 +82,7 @@ def test_roles_follow_the_traffic():
     assert chat.periods[-1].roles == Roles(both=4)
     for period in (*documents.periods[1:], *chat.periods[1:]):
         assert period.roles.workers == 4
-        assert period.why.startswith("tried, ")
+        assert period.why.startswith("simulated good requests: ")
 
 
 def test_what_is_tried_is_what_a_run_comes_to():
