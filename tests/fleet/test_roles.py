@@ -152,7 +152,7 @@ def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
         wait_for(lambda: writing(three), three)
         name = writing(three)[0]
         taken(three, name, "prefill")
-        moves = re.compile(rf"job \S+ moves after (\d+) tokens: {name} is prefill from now on")
+        moves = re.compile(rf"job \S+ is requeued after (\d+) tokens: the role of {name} is now prefill")
         while (found := moves.search(three.said)) is None:
             more = first_tokens(stream, 10)  # a client that reads nothing would have its job paused
             assert more, "the answer ended before its worker changed its role"

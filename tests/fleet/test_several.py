@@ -139,7 +139,7 @@ def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_
         assert pause["again_expected_s"] > 0
     assert all(job["tokens"] == 700 for job in jobs)
     job = next(job for job in jobs if job["paused"])
-    wait_for(lambda: f"is pre-empted on {job['paused'][0]['worker']} after " in two.said, two)
+    wait_for(lambda: f"was preempted on {job['paused'][0]['worker']} after " in two.said, two)
     assert "pre-empted on worker-" in explained(two, "many").stdout
 
 
