@@ -230,7 +230,8 @@ class Gateway:
             self.others.tell(link)
 
     async def follow(self, link: Link, inbox: AsyncInbox) -> None:
-        """Read a worker's messages until cancelled. The worker counts as down once reading ends, for whatever reason."""
+        """Read a worker's messages until cancelled. The worker counts as down once reading ends, for whatever
+        reason."""
         try:
             while link.lost is None:
                 self.take(link, await inbox.get())
@@ -604,7 +605,8 @@ class Gateway:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Have `ended` call `close` in a thread, since it may wait for a disk; a coroutine that it returns is awaited."""
+        """Have `ended` call `close` in a thread, since it may wait for a disk; a coroutine that it returns is
+        awaited."""
         self._at_end.append(close)
 
     async def ended(self) -> None:
@@ -770,7 +772,8 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def decoder(self, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
-        """The decoder for a job's deltas: parses Kimi's chat format for a conversation, else passes plain text through."""
+        """The decoder for a job's deltas: parses Kimi's chat format for a conversation, else passes plain text
+        through."""
         chat = isinstance(prompt, Conversation)
         return Decoder(
             self.tokenizer,

@@ -198,7 +198,7 @@ def test_requests_in_a_second_come_free_with_time() -> None:
         with account.request():
             pass
     with (
-        pytest.raises(LimitReached, match="the key alice has reached its limit: requests_per_s is 2") as told,
+        pytest.raises(LimitReached, match="the key alice has reached its rate limit: requests_per_s is 2") as told,
         account.request(),
     ):
         pass
@@ -251,7 +251,7 @@ async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_
         assert refused.headers["retry-after"] == "1"
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "alice has reached its limit: concurrency is 1" in error["message"]
+        assert "alice has reached its rate limit: concurrency is 1" in error["message"]
         world.engine.gate.set()
         assert (await first).status_code == 200
         assert (await chat(world, "k1")).status_code == 200

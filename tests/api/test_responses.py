@@ -782,7 +782,7 @@ async def test_items_are_referred_to_as_long_as_they_are_no_more_than_a_body_hol
     async with World(answer("a" * 500), limits, responses_file=str(tmp_path / "kept")) as world:
         reference = {"type": "item_reference", "id": (await ask(world)).output[-1].id}
         await ask(world, input=[reference] * 3)
-        with pytest.raises(BadRequestError, match="more than 20000 bytes together") as refused:
+        with pytest.raises(BadRequestError, match="more than 20000 bytes in total") as refused:
             await ask(world, input=[reference] * 100)
     assert refused.value.param == "input"
 
