@@ -364,7 +364,7 @@ class _Field(Generic[T]):
         self._most_bytes = most_bytes
 
     def read(self, raw: msgspec.Raw, place: str) -> T | None:
-        """Decode the field; None if it is absent or null. Raises RequestError, naming `place` and the path inside it."""
+        """Decode the field; None if it is absent or null. Raises RequestError, naming `place` and the path in it."""
         if is_absent(raw):
             return None
         data = memoryview(raw)
