@@ -245,7 +245,5 @@ def server_context(cert: str, key: str) -> ssl.SSLContext:
     Raises OSError, of which ssl.SSLError is a subclass, if they cannot be read or do not match.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(
-        cert, key, password=lambda: ""
-    )  # a key with a password is rejected instead of prompting for it
+    context.load_cert_chain(cert, key, password=lambda: "")  # no prompt: a key with a password is rejected
     return context

@@ -126,7 +126,7 @@ async def test_too_many_of_one_key_are_refused_and_no_others():
     world = World(grammars=2)
     asked = [await world.ask(f"a{n}", "a") for n in range(4)]
     other = await world.ask("b", "b")
-    with pytest.raises(Overloaded, match="2 grammars wait"):
+    with pytest.raises(Overloaded, match="2 grammars are queued"):
         await asked[3]
     assert not other.done()
     assert world.trials.waiting == 3
