@@ -123,7 +123,7 @@ async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
         assert (await chat(world, "k2")).status_code == 200
         assert edge.keyring.accounts["alice"].tokens > used
         path.write_text("alice k3 concurrency=none\n")
-        assert "the keys that held before hold on" in await edge.reload()
+        assert "the previous keys stay in effect" in await edge.reload()
         assert (await chat(world, "k2")).status_code == 200
         following.cancel()
 
@@ -166,13 +166,13 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
             path.write_text("alice k2")
             said = [await edge.reload() for _ in range(3)]
             assert all("keys.txt: not read within" in each for each in said)
-            assert (await chat(world, "k1")).status_code == 200, "the keys that held before hold on"
+            assert (await chat(world, "k1")).status_code == 200, "the previous keys stay in effect"
             edge.reload_soon()
             assert reads == ["file"], "one reading at a time, in a thread of its own"
-            assert caplog.text.count("the keys that held before hold on until it is") == 1
+            assert caplog.text.count("the previous keys stay in effect until then") == 1
         finally:
             answers.set()
-        await eventually(lambda: "keys.txt: 1 keys hold now" in caplog.text)
+        await eventually(lambda: "keys.txt: 1 keys are in effect now" in caplog.text)
         assert (await chat(world, "k2")).status_code == 200
         assert (await chat(world, "k1")).status_code == 401
         following.cancel()
@@ -183,7 +183,7 @@ async def test_a_pipe_in_the_place_of_the_file_is_refused_and_the_keys_hold_on(t
     edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
     path.unlink()
     os.mkfifo(path)
-    assert "is not a regular file; the keys that held before hold on" in await edge.reload()
+    assert "is not a regular file; the previous keys stay in effect" in await edge.reload()
     assert edge.keyring is not None
     assert edge.keyring.account([(b"authorization", b"Bearer k1")]).name == "alice"
     for other in (path, tmp_path, Path("/dev/zero")):
@@ -423,7 +423,7 @@ async def test_the_admin_routes_ask_for_keys_of_their_own(tmp_path: Path) -> Non
         assert alice["tokens"] > 1
         assert 0 < alice["left"]["tokens_per_minute"] < 500
         path.write_text("bob k2")
-        assert "1 keys hold now" in (await admin.post("/admin/reload", headers=ours)).json()["message"]
+        assert "1 keys are in effect now" in (await admin.post("/admin/reload", headers=ours)).json()["message"]
         assert (await chat(world, "k1")).status_code == 401
         assert not drained
         assert (await admin.post("/admin/drain", headers=ours)).json()["status"] == "draining"
