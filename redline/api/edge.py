@@ -65,7 +65,7 @@ class Edge:
                 await self._read(self.keyring, changed=True)
 
     async def _read(self, keyring: Keyring, *, changed: bool = False) -> str | None:
-        """As `reload`. There is one read at a time, so a network share that does not respond blocks only one thread.
+        """Like `reload`. There is one read at a time, so a network share that does not respond blocks only one thread.
 
         changed: reload only if the file has changed; returns None if it has not.
         """

@@ -81,7 +81,7 @@ def tell(error: Exception) -> Told:
             # An engine error about a job is expected and fits one line; only unexpected errors get a traceback.
             known = isinstance(error, RedlineError)
             log.error("a request failed: %s", error, exc_info=None if known else error)
-            return Told(500, "The server failed to process this request", "server_error", None, None, {})
+            return Told(500, "Internal server error while processing this request", "server_error", None, None, {})
 
 
 def _naming(error: RequestError) -> str:

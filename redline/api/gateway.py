@@ -239,7 +239,7 @@ class Gateway:
             self.lose(link, "the worker's messages are no longer read")
 
     def take(self, link: Link, messages: Sequence[Wire]) -> None:
-        """Process messages of a worker that arrived together, with one write per stream. Raises as `deliver`."""
+        """Process messages of a worker that arrived together, with one write per stream. Raises like `deliver`."""
         began = 0.0 if self.profiling is None else clock.perf_counter()
         for message in messages:
             self._take(link, message)

@@ -18,10 +18,7 @@ class StepMetrics:
         self._timed = Counter("redline:timed_steps", "Number of timed steps", label, registry=registry)
         self._seconds = Counter("redline:step_seconds", "Duration of timed steps", label, registry=registry)
         self._floors = Counter(
-            "redline:step_floor_seconds",
-            "Least seconds that the hardware needs for timed steps",
-            label,
-            registry=registry,
+            "redline:step_floor_seconds", "Minimum hardware time of the timed steps", label, registry=registry
         )
         self._bounded = Counter(
             "redline:bounded_steps", "Steps whose prefill was cut below the available room, to bound the step time",

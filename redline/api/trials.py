@@ -188,7 +188,7 @@ class GrammarProcess:
         self._killed: list[asyncio.subprocess.Process] = []
 
     async def ask(self, trial: Trial) -> Verdict:
-        """As `Child.ask`."""
+        """See `Child.ask`."""
         if self.process is not None and self.process.returncode is not None:
             self.kill()  # it has exited since its last trial
         if self.process is None:
@@ -210,7 +210,7 @@ class GrammarProcess:
             raise
 
     def kill(self) -> None:
-        """As `Child.kill`."""
+        """See `Child.kill`."""
         process, self.process = self.process, None
         if process is not None:
             self._killed.append(process)
@@ -218,7 +218,7 @@ class GrammarProcess:
                 process.kill()
 
     async def ended(self) -> None:
-        """As `Child.ended`."""
+        """See `Child.ended`."""
         while self._killed:
             await self._killed.pop().wait()
 

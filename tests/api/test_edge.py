@@ -447,7 +447,7 @@ async def test_a_worker_is_replaced_or_the_answer_says_why_not(tmp_path: Path) -
     assert [answer.status_code for answer in answers.values()] == [200, 200, 409, 404]
     assert [answers[name].json()["status"] for name in "ab"] == ["draining", "starting"]
     assert answers["c"].json()["error"]["message"] == "c is being started already"
-    assert answers["d"].json()["error"]["message"] == "no worker is called d; there are worker"
+    assert answers["d"].json()["error"]["message"] == "there is no worker d; the workers are worker"
 
 
 async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

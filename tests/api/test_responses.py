@@ -309,7 +309,7 @@ def test_what_is_kept_is_bounded_in_number_bytes_and_age(tmp_path: Path, caplog:
     store.put("7", "", b"x" * 480, ())
     store.put("8", "", b"x" * 501, ())
     assert held(store, 9) == [6, 7]
-    assert "not kept" in caplog.text
+    assert "not stored" in caplog.text
     now = 11.0
     assert held(store, 9) == []
     store.close()
@@ -353,7 +353,7 @@ async def test_an_answer_that_cannot_be_kept_says_so(
         assert (told["status"], told["store"]) == ("completed", False)
         with pytest.raises(NotFoundError):
             await world.client.responses.retrieve(told["id"])
-    assert "a response is not kept: database or disk is full" in caplog.text
+    assert "a response was not stored: database or disk is full" in caplog.text
 
 
 async def test_a_disk_that_takes_no_writes_holds_up_no_answer(
@@ -378,7 +378,7 @@ async def test_a_disk_that_takes_no_writes_holds_up_no_answer(
     with pytest.raises(Refusal):
         await store.body("2", "")
     store.close()
-    assert "took no write for 10 s" in caplog.text
+    assert "took more than 10 s" in caplog.text
 
 
 @pytest.fixture
@@ -708,7 +708,7 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
     assert world.engine.jobs[0].tokens == world.engine.jobs[1].tokens
     for one in (given[0], streamed, counted):
         assert one.headers["x-redline-warning"] == (
-            "left out, as this server runs functions only: web_search, tool_search, custom, "
+            "ignored, since only function tools are supported: web_search, tool_search, custom, "
             f"a??set-cookie???{'x' * 48}, "
             "web_search_call, custom_tool_call, custom_tool_call_output, tool_search_call, computer_call_output, "
             "mcp_call, of_tomorrow, program_output, shell_call_output, tool_search_output"

@@ -120,7 +120,7 @@ def test_redline_explain_prints_it(two: Server) -> None:
     assert "length, after 40 tokens" in done.stdout
     unknown = explained(two, "nobody/s")
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert unknown.stderr.startswith("error: nothing is known of request nobody")
+    assert unknown.stderr.startswith("error: no trace of request nobody")
 
 
 def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_long(two: Server) -> None:
