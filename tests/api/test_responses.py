@@ -278,7 +278,7 @@ async def test_a_response_is_its_keys_alone(tmp_path: Path) -> None:
 async def test_without_a_store_nothing_is_kept() -> None:
     async with World(answer("a")) as world:
         assert (await ask(world, store=True)).store is False
-        with pytest.raises(BadRequestError, match="keeps no responses"):
+        with pytest.raises(BadRequestError, match="stores no responses"):
             await ask(world, previous_response_id="resp_1")
         with pytest.raises(NotFoundError):
             await world.client.responses.retrieve("resp_1")
@@ -766,11 +766,11 @@ async def test_references_to_items_that_are_kept_are_read_as_the_items(tmp_path:
         unknown = {"type": "item_reference", "id": "rs_1"}
         await ask(world, input=[said, unknown])
         assert b"rs_1" not in TOKENIZER.decode_bytes(world.engine.jobs[-1].tokens)
-        with pytest.raises(BadRequestError, match="no item 'msg_1' is kept here") as refused:
+        with pytest.raises(BadRequestError, match="no item 'msg_1' is stored for this key") as refused:
             await ask(world, input=[said, {**unknown, "id": "msg_1"}])
         assert refused.value.param == "input[1].id"
         await world.client.responses.delete(first.id)
-        with pytest.raises(BadRequestError, match="is kept here"):
+        with pytest.raises(BadRequestError, match="is stored for this key"):
             await ask(world, input=[said, *references])
     assert len({job.tokens for job in jobs}) == 1
     assert counted.input_tokens == len(jobs[0].tokens)
