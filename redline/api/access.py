@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
 
 
 def header(headers: Headers, name: bytes) -> bytes:
-    """The first value of a header, whose name is in lower case as in ASGI; empty if it is missing."""
+    """The first value of a header; empty if it is missing. name: in lower case, as in ASGI."""
     return next((value for key, value in headers if key == name), b"")
 
 

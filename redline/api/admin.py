@@ -36,7 +36,7 @@ def _nobody(name: str, *_: Role) -> NoReturn:
 
 
 class Desk(Protocol):
-    """The operations behind the admin routes."""
+    """The operations that the admin routes call."""
 
     drain_s: float  # seconds for running requests to complete at shutdown
 

@@ -1,5 +1,4 @@
-"""CORS for web pages of origins that the operator lists: the browser is told that they may send requests and read
-responses.
+"""CORS for web pages of origins that the operator lists: browsers may send their requests and read responses.
 
 Pages of desktop and mobile apps and of extensions have origins with their own schemes, such as `tauri://localhost`.
 

@@ -80,7 +80,7 @@ class EventStream(Protocol):
         ...
 
     def fail(self, error: Exception) -> bytes:
-        """The end of a stream whose response cannot be completed."""
+        """The last event of a stream that failed."""
         ...
 
 
@@ -88,11 +88,11 @@ class EventStream(Protocol):
 class Dialect(Generic[A]):
     """The format of a generating route.
 
-    - `read`: parses a body. Raises RequestError, naming the field. It may run in a thread. - `stream`: the writer of a
-    streamed response. `answer`: the body of a whole one, which may be built in a thread. - `error`: converts an
-    exception to a response; the second argument is the request's id. - `recall`: fetches what a request refers to, if
-    the dialect has such references. - `keep`: stores a whole response, the last argument being its body, before it is
-    sent; returns the body to send.
+    - `read`: parses a body. Raises RequestError, naming the field. It may run in a thread.
+    - `stream`: the writer of a streamed response. `answer`: the body of a whole one, which may be built in a thread.
+    - `error`: converts an exception to a response; the second argument is the request's id.
+    - `recall`: fetches what a request refers to, if the dialect has such references.
+    - `keep`: stores a whole response, the last argument being its body, before it is sent; returns the body to send.
     """
 
     read: Callable[[bytes, Limits, Defaults], A]

@@ -48,7 +48,7 @@ def check_head(version: str, method: bytes, target: bytes, headers: list[tuple[b
 
 
 def _path_of(target: bytes, headers: list[tuple[bytes, bytes]], hosts: list[bytes]) -> bytes:
-    """The path and query of an absolute URI, whose host must be the Host header's. Raises Refusal."""
+    """The path and query of an absolute URI, which must have the Host header's host. Raises Refusal."""
     found = _ABSOLUTE.fullmatch(target)
     if found is None or not found[2] or not _HOST.fullmatch(found[2]):
         raise Refusal(400, "the request target is neither a path nor an http URI", "invalid_target")

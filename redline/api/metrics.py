@@ -261,7 +261,7 @@ class Metrics:
         self._request_most.observe(max_tokens)
 
     def answered_whole(self, longest: int) -> None:
-        """Count a request whose jobs have all ended. longest: tokens of its longest answer."""
+        """Count a request after its last job has ended. longest: tokens of its longest answer."""
         self._request_longest.observe(longest)
 
     def job_ended(self, prompt: int, generated: int) -> None:
@@ -284,7 +284,7 @@ class Metrics:
         self._step_times.measured(own, ready)
 
     def moved(self) -> None:
-        """Count a job whose worker went down and that was requeued."""
+        """Count a requeued job of a worker that went down."""
         self._moved.inc()
 
     def joined(self, worker: str) -> None:

@@ -158,7 +158,7 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _WholeNumbers(msgspec.Struct):
-    """A nested object whose numeric fields are integers."""
+    """A nested object with integers in its numeric fields."""
 
     def __post_init__(self) -> None:
         """Convert 6.0 and the like to int. Raises ValueError for other floats: msgspec adds the place."""
@@ -482,7 +482,7 @@ _COMPLAINT_CHARS = 400  # msgspec repeats an invalid value, however long it is
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """Decode JSON as `shape`. Raises RequestError, whose `param` is the place, such as `messages[2].role`."""
+    """Decode JSON as `shape`. Raises RequestError; its `param` is the place, such as `messages[2].role`."""
     return decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
 
 

@@ -19,14 +19,17 @@ class ErrorShape(NamedTuple):
 class Operation(NamedTuple):
     """One route, as described by `/openapi.json`.
 
-    - `group`: its heading on the page. `notes`: rules between fields that the schema cannot express. - `body`: the
-    msgspec struct that its parser decodes, None without a body. `example`: a valid body, or a value of the path's
-    parameter. - `raw`: for each field that is decoded as `msgspec.Raw` first, the type or JSON schema as which it is
-    decoded later; `Struct.field` names a nested field. - `bounds`: keywords that narrow a field further. `refused`:
-    known but unsupported fields, each with the values that pass. - `answer`: the schema of a 200 response. `text`: its
-    media type, if not JSON. `event`: the schema of the data of a stream's events, None if it never streams. `framing`:
-    the format of an event. - `errors`: their format. `unready`: a different body of a 503. `missing`: the description
-    of a 404 of a route without a body. `query`: query parameters, all optional.
+    - `group`: its heading on the page. `notes`: rules between fields that the schema cannot express.
+    - `body`: the msgspec struct that its parser decodes, None without a body. `example`: a valid body, or a value of
+      the path's parameter.
+    - `raw`: for each field that is decoded as `msgspec.Raw` first, the type or JSON schema as which it is decoded
+      later; `Struct.field` names a nested field.
+    - `bounds`: keywords that narrow a field further. `refused`: known but unsupported fields, each with the values that
+      pass.
+    - `answer`: the schema of a 200 response. `text`: its media type, if not JSON. `event`: the schema of the data of a
+      stream's events, None if it never streams. `framing`: the format of an event.
+    - `errors`: their format. `unready`: a different body of a 503. `missing`: the description of a 404 of a route
+      without a body. `query`: query parameters, all optional.
     """
 
     method: str

@@ -20,7 +20,7 @@ class Others:
         self._uses[use.replica] = use
 
     def keep(self, names: Collection[str]) -> list[str]:
-        """Drop replicas whose names are not in `names`, since they have ended. Returns their names."""
+        """Drop replicas that are not in `names`, since they have ended. Returns the names of the dropped ones."""
         gone = [name for name in self._uses if name not in names]
         for name in gone:
             del self._uses[name]

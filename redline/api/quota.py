@@ -69,7 +69,7 @@ class Account:
         self.limit(limits)
 
     def limit(self, limits: KeyLimits) -> None:
-        """Replace the limits. A bucket whose limit has not changed keeps its level."""
+        """Replace the limits. A bucket keeps its level if its limit has not changed."""
         before = self._buckets
         self.limits = limits
         self._buckets = {}

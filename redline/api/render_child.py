@@ -111,7 +111,7 @@ _PAIRS = (("$$", "$$", True), ("\\[", "\\]", True), ("\\(", "\\)", False), ("$",
 def _inline_math(state: StateInline, silent: bool) -> bool:
     r"""$a$, $$a$$, \(a\) and \[a\]. A single dollar counts only without a space inside it and without a digit after
     it, so that prices stay text."""
-    absent: dict[tuple[str, str, int], int] = state.env.setdefault("absent", {})  # from where no closing mark follows
+    absent: dict[tuple[str, str, int], int] = state.env.setdefault("absent", {})  # no closing mark follows any more
     for opening, closing, block in _PAIRS:
         if not state.src.startswith(opening, state.pos):
             continue

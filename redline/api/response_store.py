@@ -60,7 +60,7 @@ class StoreLimits(Record, frozen=True):
     bytes: int = 1024 * MIB  # of all responses with their conversations
     row_bytes: int = 16 * MIB  # of one response; larger ones are not stored
     age_s: float = 30 * 86_400.0
-    wait_s: float = 10.0  # seconds for writing a response, after which its client is told that it is not stored
+    wait_s: float = 10.0  # seconds for writing a response, after which it is reported as not stored
 
 
 class ResponseStore:

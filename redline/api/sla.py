@@ -6,7 +6,7 @@ request meets the TTFT target, the ITL target, both or neither. As everywhere, a
     first token   from the request's arrival
     pace          (last token - first token) / (tokens - 1): one long gap is not visible among many tokens
 
-A request that ends with an error misses both. A request whose client disconnects is judged by the tokens so far; if
+A request that ends with an error misses both. If its client disconnects, a request is judged by the tokens so far; if
 there were none and it was not late yet, it is not counted.
 """
 

@@ -30,7 +30,7 @@ class Spans:
     """Watches requests, and creates spans for those that do work."""
 
     def __init__(self, processor: "Processor") -> None:
-        """processor: a SpanProcessor, whose `on_end` must not block. Needs the extra `otel`."""
+        """processor: a SpanProcessor with a non-blocking `on_end`. Needs the extra `otel`."""
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
