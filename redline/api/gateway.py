@@ -230,8 +230,7 @@ class Gateway:
             self.others.tell(link)
 
     async def follow(self, link: Link, inbox: AsyncInbox) -> None:
-        """Read a worker's messages until cancelled. The worker counts as down once reading ends, for whatever
-        reason."""
+        """Read a worker's messages until cancelled. The worker counts as down once reading ends, for any reason."""
         try:
             while link.lost is None:
                 self.take(link, await inbox.get())
@@ -382,8 +381,8 @@ class Gateway:
             self.metrics.time_per_output_token.observe(pace_s)
 
     def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
-        """Mark a worker as down; idempotent. Its jobs continue on other workers, or raise WorkerLost if none can take
-        them.
+        """Mark a worker as down; idempotent. Its jobs are requeued to other workers, or fail with WorkerLost if none
+        can take them.
 
         asked: the worker was told to stop, so its jobs are not the cause.
         """
@@ -508,8 +507,8 @@ class Gateway:
         self._strand(lane)
 
     def pause(self, lane: "_Lane") -> bool:
-        """Take a job whose client does not read from its worker, which frees its slot and pages until `go_on`. Returns
-        False if the job has ended, has no token yet, or could not be resumed."""
+        """Pause a job whose client does not read: abort it on its worker, which frees its slot and pages until
+        `go_on`. Returns False if the job has ended, has no token yet, or could not be resumed."""
         if lane.link is None or not lane.tokens or not self._resume_s or lane.job.id not in self._lanes:
             return False
         lane.link.outbox.put(Abort(job=lane.job.id))
@@ -956,7 +955,7 @@ def _size(conversation: Conversation) -> int:
 
 
 def _too_late(timeout_s: float) -> str:
-    return f"the deadline has passed: the answer was not complete {timeout_s:g} s after the request came"
+    return f"the deadline has passed: the answer was not complete {timeout_s:g} s after the request arrived"
 
 
 def _salt(caller: Caller, salt: str) -> str:
@@ -1044,7 +1043,7 @@ class _Lane:
     ) -> None:
         self.generation = generation
         self.choice = choice
-        self.id = job.id  # the id at the first send
+        self.id = job.id  # id of the first send
         self.job = job
         self.decoder = decoder
         self.began = began

@@ -333,7 +333,7 @@ async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str, clo
         clock.advance(0.2)
         ended = await asked
         assert ended.status_code == (200 if stream else 504)
-        assert "the deadline has passed: the answer was not complete 7.5 s after the request came" in ended.text
+        assert "the deadline has passed: the answer was not complete 7.5 s after the request arrived" in ended.text
         assert "deadline_exceeded" in ended.text
         assert "[DONE]" not in ended.text
         assert {job.id for job in world.engine.jobs} == world.engine.aborted
