@@ -1,5 +1,6 @@
-"""Access control: with keys, requests need one; without keys, everyone who reaches the port is served, except foreign
-web pages.
+"""Access control: API keys, and without keys protection against requests of foreign web pages.
+
+Without keys, everyone who reaches the port is served, except foreign web pages.
 
 A browser lets every page that it shows send requests to this machine. The page cannot read the responses, but its
 requests are computed; and with DNS rebinding, where the page's own name resolves to this machine, it can read them too.

@@ -1,5 +1,4 @@
-"""Checks whether a client's grammar can be used: a separate process compiles it before its job is admitted
-(`api/trials.py`).
+"""Checks client grammars before their jobs are admitted: a separate process compiles them (`api/trials.py`).
 
 Results of these trial compilations are cached, so that a schema that comes with every request is compiled only once
 here.

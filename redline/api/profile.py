@@ -1,5 +1,4 @@
-"""Records a trace of the next seconds as a file for Perfetto: requests and event loop of the API, steps and kernels of
-workers.
+"""Records a trace for Perfetto: requests and event loop of the API, steps and kernels of the workers.
 
 API and workers use the host's one monotonic clock, so their lanes are aligned. The amount of data is bounded, and the
 file reports what was dropped (`otherData`).

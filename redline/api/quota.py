@@ -18,7 +18,7 @@ from redline.api.errors import Refusal
 from redline.api.passage import Passage
 from redline.wire.replicas import OfKey
 
-BUSY_RETRY_S = 1.0  # for limits that depend on when another request ends, which is not known
+BUSY_RETRY_S = 1.0  # seconds, at the concurrency limit: it is unknown when a running request will end
 
 
 class LimitReached(Refusal):

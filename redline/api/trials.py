@@ -1,5 +1,4 @@
-"""Trial-compiles grammars in processes that can be killed, so that a client's expensive grammar delays only its own
-key's trials.
+"""Trial-compiles grammars in killable processes, so that an expensive grammar delays only its own key's trials.
 
 Keys are served round-robin. There are two processes: one takes any grammar, the other only small ones, so that large
 ones never occupy both. A key with a timed-out trial comes after all others for a while. If a client disconnects, its
