@@ -1,4 +1,4 @@
-"""Access control: API keys, and without keys protection against requests of foreign web pages.
+"""Access control by API key, or without keys by the origin of a request.
 
 Without keys, everyone who reaches the port is served, except foreign web pages.
 

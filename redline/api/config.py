@@ -86,7 +86,7 @@ class Defaults(Record, frozen=True):
 class ApiConfig(Record, frozen=True):
     """Configuration of the API server. Without `keys_file` everyone who can reach the port is served."""
 
-    served_model_names: tuple[str, ...]  # responses carry the first; requests may use any
+    served_model_names: tuple[str, ...]  # the first is the default; requests may use any
     keys_file: str | None = None  # format: see `redline.api.keys`
     per_key: KeyLimits = KeyLimits()  # default limits of key names
     sla: dict[str, Sla] = msgspec.field(

@@ -283,9 +283,9 @@ def _refuse(request: _Responses) -> None:
 
 def _refuse_in_prompt(request: _Prompt) -> None:
     if request.truncation not in (None, "disabled"):
-        raise RequestError("only truncation disabled is supported", "truncation")
+        raise RequestError("only disabled is supported", "truncation")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise RequestError("only verbosity medium is supported", "text.verbosity")
+        raise RequestError("only medium is supported", "text.verbosity")
     for field in ("conversation", "prompt"):
         if not is_absent(getattr(request, field)):
             raise RequestError(f"{field} is not supported", field)

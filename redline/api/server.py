@@ -46,9 +46,7 @@ from redline.api.pour import DIRECT
 from redline.api.tls import Tls, server_context
 from redline.errors import Overloaded, RedlineError
 
-UNSENT_BYTES = (
-    32 << 10
-)  # that the kernel buffers per connection before it reports it as not writable (TCP_NOTSENT_LOWAT)
+UNSENT_BYTES = 32 << 10  # TCP_NOTSENT_LOWAT: bytes that the kernel buffers unsent per connection
 LINGER_S = 1.0  # seconds for a rejected client to read the response
 PROBE_S = 5.0  # seconds between two checks whether a half-closed client has disconnected
 ALIVE_S = 15  # seconds between two TCP keepalive probes, which also work while no response is being sent
@@ -129,7 +127,7 @@ class Connection(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def feed(self, data: bytes) -> None:
-        """Parse received data (`turns.Reader`); reject invalid HTTP (400), and heads or trailers that are too large (431)."""
+        """Parse received data (`turns.Reader`); reject invalid HTTP (400), and too large heads or trailers (431)."""
         if self.parser is None or self._refused or self.transport.is_closing():
             return
         if self._idle and not data.strip(b"\r\n"):  # empty lines before a request are ignored (RFC 9112, 2.2)
