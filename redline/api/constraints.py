@@ -1,6 +1,6 @@
 """Parses constraints on the answer: OpenAI's response_format, and vLLM's structured_outputs.
 
-Both are JSON objects whose size and depth have been checked before.
+Both are JSON objects; their size and depth have been checked before.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Detects which half-closed clients have disconnected.
 
-The end of a client's data (FIN) does not tell whether it has disconnected: a client may half-close and wait for the
+The end of a client's data (FIN) does not show whether it has disconnected: a client may half-close and wait for the
 whole response (`shutdown(SHUT_WR)`; `nc -N`). If the client is gone, its system answers the next data with a reset. The
 kernel reports that as a hang-up even on a connection that is no longer read, which event loops do not watch; so such
 connections are watched here.

@@ -169,7 +169,7 @@ class Gateway:
 
     @property
     def ready(self) -> Ready | None:
-        """What the engine accepts (context length, fingerprint); None while no worker can serve."""
+        """Properties of the engine (context length, fingerprint); None while no worker can serve."""
         return self.links.ready
 
     @property
@@ -384,7 +384,7 @@ class Gateway:
         """Mark a worker as down; idempotent. Its jobs are requeued to other workers, or fail with WorkerLost if none
         can take them.
 
-        asked: the worker was told to stop, so its jobs are not the cause.
+        asked: the worker was stopped on purpose, so its jobs are not the cause.
         """
         if link.lost is None:
             jobs = self.answers_of(link)
@@ -591,7 +591,7 @@ class Gateway:
             timer.cancel()
 
     def _fail(self, lane: "_Lane") -> None:
-        """Fail a job whose worker is down and that no worker continues, with all other jobs of its request."""
+        """Fail a job that no worker can continue, with all other jobs of its request."""
         self._unstrand(lane)
         lane.generation.fail(WorkerLost("the worker that ran this request went down"))
         for other in lane.generation.lanes:

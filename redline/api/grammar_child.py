@@ -111,7 +111,7 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
 
 
 def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
-    """The enforceable form of a schema, as JSON, and what was removed; any object if it cannot be parsed."""
+    """The enforceable form of a schema, as JSON, and the removed parts; any object if it cannot be parsed."""
     try:
         written = Written(schema, closed=closed)
         return dumped(written.schema), written.complaint

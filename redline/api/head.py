@@ -28,7 +28,7 @@ def check_head(version: str, method: bytes, target: bytes, headers: list[tuple[b
 
     Raises Refusal: 505 for a version other than 1.1 or 1.0; 400 for a Host that is missing (HTTP/1.1), repeated or
     malformed, for a target that is not a path, is a URI of another host, or is `*` without OPTIONS, and for a body
-    whose length is ambiguous; 501 for a transfer coding other than chunked.
+    of ambiguous length; 501 for a transfer coding other than chunked.
     """
     if version not in ("1.1", "1.0"):
         raise Refusal(505, f"HTTP/{version} is not supported; use HTTP/1.1", "http_version")

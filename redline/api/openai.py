@@ -4,7 +4,7 @@ Validation is by type annotation: msgspec decodes and bounds every field, and it
 are ignored, as clients send many (user, metadata, store, ...). Known fields that are not supported, and that would
 change the answer if ignored, are rejected by name.
 
-msgspec holds the GIL while it decodes, so all streams stall meanwhile. Text costs a millisecond per MiB, but 8 MiB of
+msgspec holds the GIL while it decodes, so all streams stall. Text costs a millisecond per MiB, but 8 MiB of
 `[],` take 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any JSON, or a collection with a bound, are `Raw`
 at first, which creates no objects, and are decoded once their length is known to be bounded.
 """

@@ -1,6 +1,6 @@
 """Writes streams in the event loop iteration in which their tokens arrive, without waking a task for each.
 
-A task that wakes, passes through the layers between it and the socket, and sleeps again costs as much as all other work
+A task that wakes, passes through the layers between it and the socket, and sleeps again costs the same as all other work
 on a token. So while an answer only continues, one callback per iteration writes all streams that have new tokens.
 """
 

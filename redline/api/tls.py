@@ -233,7 +233,7 @@ class Tls(asyncio.Transport, asyncio.Protocol):
             self._go_on()
 
     def _notify(self) -> None:
-        """Send TLS's close_notify, so that the client can tell a complete response from a truncated one."""
+        """Send TLS's close_notify, so that the client can distinguish a complete response from a truncated one."""
         with suppress(ssl.SSLError):  # without waiting for the client's close_notify
             self._tls.unwrap()
         self._send()
