@@ -302,7 +302,7 @@ class Connection(HttpToolsProtocol):
             self._probe_due = None
 
     def silence(self) -> None:
-        """Notify the app, if it is responding, that its client has disconnected; its later output is dropped."""
+        """Notify a responding app that its client has disconnected; the app's later output is dropped."""
         if self._is_answering():
             self.cycle.disconnected = True
             self.cycle.waiting_for_100_continue = False  # else the app would have 100 Continue written after the end
