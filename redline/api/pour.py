@@ -1,7 +1,8 @@
 """Writes streams in the event loop iteration in which their tokens arrive, without waking a task for each.
 
-A task that wakes, passes through the layers between it and the socket, and sleeps again costs the same as all
-other work on a token. So while an answer only continues, one callback per iteration writes all streams that have new tokens.
+A task that wakes, passes through the layers between it and the socket, and sleeps again costs the same as all other
+work on a token. So while an answer only continues, one callback per iteration writes all streams that have new
+tokens.
 """
 
 import asyncio
