@@ -425,7 +425,7 @@ def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], t
     silent = [open_socket(server) for _ in range(400)]
     for _ in range(3):
         assert urlopen(f"{server.url}/health", timeout=LIMIT_S).status == 200
-    wait_for(lambda: "as many as there may be" in server.said, server)
+    wait_for(lambda: "open connections is reached" in server.said, server)
     for client in silent:
         client.close()
     os.killpg(server.process.pid, signal.SIGTERM)
@@ -705,7 +705,7 @@ def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Cal
     server = start(tiny).until_ready()
     asked = {"model": "tiny", "prompt": "the functions of", "max_tokens": 50_000, "stream": True}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
-    places = re.compile(r"moves after (\d+) tokens: the worker has ended with code -9")
+    places = re.compile(r"is requeued after (\d+) tokens: the worker has ended with code -9")
     for number, how in enumerate(({"temperature": 0}, {"temperature": 1.0, "seed": 5})):
         moved, least = list[int](), 100
         with server.client as client, client.completions.create(**asked, **how) as stream:
@@ -749,7 +749,7 @@ def test_without_time_to_resume_a_worker_that_is_killed_ends_the_server_with_cod
             list(stream)
     assert server.ends() == 1
     assert "the worker has ended with code -9; stopping" in server.said
-    assert "worker is lost with 1 jobs: the worker has ended with code -9" in server.said, "who waits is told at once"
+    assert "worker is down with 1 jobs: the worker has ended with code -9" in server.said, "who waits is told at once"
     assert "Traceback" not in server.said
 
 
