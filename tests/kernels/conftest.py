@@ -6,7 +6,8 @@ import torch
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel does not write stays NaN, or a large number."""
+    """Fill uninitialised outputs with NaN, or with a large number, so that a test sees elements a kernel did not write.
+    """
     empty = torch.empty
 
     def poisoned(*args: Any, **given: Any) -> torch.Tensor:

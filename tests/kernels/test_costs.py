@@ -1,4 +1,6 @@
-"""What an op must cost is what its reference multiplies, counted by torch, and what it reads and writes."""
+"""The cost of an op is the number of products of its reference, counted by torch, and the bytes that it reads and
+writes.
+"""
 
 import copy
 import itertools
@@ -20,9 +22,10 @@ from redline.ops.op import Case, Op
 
 OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)))
 
-# Stored in tiles, whose padding is multiplied too; all of it is Kimi-Nano's and these tests', as Kimi's sizes fit.
+# Weights stored in tiles, whose padding is multiplied too. Kimi's sizes have no padding; those of Kimi-Nano and of
+# these tests do.
 TILED = {"project_a", "project_q", "project_out", "gates", "head", "head_8"}
-# Their references look at every key of a chunk, or at empty parts, and go through many ops that a kernel does as one.
+# Ops whose references read every key of a chunk, or empty parts, and use many torch ops for what a kernel does in one.
 WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb"}
 
 
@@ -43,7 +46,7 @@ def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any, Any]):
         assert cost.bytes > 0, case.name
 
 
-# Ops that read all they are given and write all that they return, once.
+# Ops that read all of their inputs once and write all of their outputs once.
 WHOLE = {
     "linear",
     "add_norm",
@@ -60,13 +63,13 @@ WHOLE = {
 
 
 def small(op: Op[Any, Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:
-    """Cases with their inputs."""
+    """The op's small cases with their inputs."""
     g = torch.Generator().manual_seed(1)
     return [(case, case.make(g)) for case in op.cases() if case.small]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """All in it, weights' own ones too."""
+    """All tensors in `value`, including those inside weights."""
     if isinstance(value, tuple):
         return [tensor for part in value for tensor in tensors(part)]
     if is_dataclass(value):
@@ -75,7 +78,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def size(*values: Any) -> int:
-    """Bytes, each tensor's once."""
+    """Bytes of all tensors, each counted once."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors(values)}.values())
 
 
@@ -103,7 +106,7 @@ def test_experts_move_tokens_in_and_out_and_the_weights_that_were_chosen():
 
 
 def test_a_steps_beginning_moves_its_plan_and_inputs_and_four_words_of_a_row():
-    """A slot's length and limit, and the length and the number of positions that its result begins with."""
+    """These are a slot's length and limit, and the length and number of positions at the start of its result."""
     for case, args in small(step_rows.op):
         plan = args[0]
         made = step_rows.op.reference(args)

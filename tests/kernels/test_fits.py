@@ -1,4 +1,4 @@
-"""A kernel that says it does not fit is never called, and nothing fails: so what it has to fit is said here."""
+"""A kernel whose `fits` returns false is never called, without any error; these tests list the cases that must fit."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How rates of reading and of multiplying are measured."""
+"""How read bandwidth and multiplication rates are measured."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def test_a_format_that_the_chip_has_no_instructions_for_is_tried_on_small_matric
 ) -> None:
     before = torch.get_num_threads()
     for bf16, whole, best in ((0.02, [0.1], 0.1), (0.001, [0.1, 0.05], 0.05)):
-        left = iter([0.001, bf16, *whole])  # float32 small, bf16 small, and whole ones
+        left = iter([0.001, bf16, *whole])  # float32 small, bf16 small, and then the full-size measurements
         monkeypatch.setattr(rates, "_seconds", lambda *_, left=left: next(left))
         assert rates.product_rate(torch.device("cpu"), 1, side=64) == 2 * 64**3 / best
         assert next(left, None) is None
@@ -35,7 +35,7 @@ def test_a_way_that_takes_ten_times_as_long_is_run_twice(seconds: float, best: f
 
 
 def test_one_slow_run_does_not_make_rounds_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, took = 0.0, iter([1.0, 0.03])  # warming up, and a run that others were in the way of
+    now, took = 0.0, iter([1.0, 0.03])  # the warm-up, and a run disturbed by other processes
     calls: list[float] = []
 
     def work() -> torch.Tensor:

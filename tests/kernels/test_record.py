@@ -1,4 +1,4 @@
-"""A struct of a C++ source, read by Python: which declarations are understood, and which values a field takes."""
+"""A struct of a C++ source, read by Python: which declarations are understood, and which values a field accepts."""
 
 import ctypes
 import subprocess

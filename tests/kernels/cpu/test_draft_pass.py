@@ -1,4 +1,4 @@
-"""The drafter's passes in one call: the bits of the ops, whoever stands beside a row."""
+"""The drafter's passes in one call give the bits of the separate ops, independent of the other rows of the batch."""
 
 import copy
 import subprocess
@@ -21,7 +21,7 @@ WANTED = (3, 1, 6, 2, 4)
 
 
 def crowd():
-    """Five slots, one of them over a page's end, each with its own number of drafts."""
+    """Five slots with different numbers of drafts; the rows of one of them cross a page boundary."""
     case = next(case for case in draft_chain.op.cases() if "each its own number" in case.name)
     feature, layer, pages, rows, wanted, plane = case.make(torch.Generator().manual_seed(1))
     assert tuple(wanted) == WANTED
@@ -58,14 +58,14 @@ def places(rows: Sequence[int], table: Tensor) -> Tensor:
 
 
 def test_a_slot_that_wants_fewer_drafts_leaves_what_is_behind_them():
-    """Its pages may end there."""
+    """The slot's pages may end after its last row."""
     feature, layer, pages, rows, plane = crowd()
     before = plane.clone()
     draft_chain(feature, layer, pages, rows, WANTED, plane)
     for slot, (query, wanted) in enumerate(zip(rows.queries, WANTED, strict=True)):
         last = (
             rows.positions[query] + wanted
-        )  # place of its last row: that of its own token, and one for each draft fed
+        )  # position of its last row: one row for its own token and one for each draft fed
         behind = places([last + 1, last + 2], pages.tables[slot])
         assert torch.equal(rows_of(plane).flatten(0, 1)[behind], rows_of(before).flatten(0, 1)[behind])
         written = places([last], pages.tables[slot])
@@ -92,7 +92,7 @@ def test_the_compiler_lays_a_struct_out_as_python_reads_it(name: str, tmp_path: 
 
 
 def test_a_drafter_of_kimis_kind_takes_the_kernels():
-    """And its angles have the same bits whether they are looked up or worked out for a row."""
+    """Its rotary angles have the same bits when they are looked up as when they are computed for a row."""
     served = tiny_drafter().served
     assert served.chains
     pages = served.pages(torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Without kernels there is one line that says why, and the reference path gives the same answers."""
+"""Without kernels one log line gives the reason, and the reference path returns the same results."""
 
 import ctypes
 import os
@@ -28,19 +28,19 @@ SLOWER = "the CPU runs the reference path, about a hundred times slower"
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no reason yet; the real kernels are loaded before."""
+    """An empty kernel cache and no recorded reason; the real kernels are loaded before the cache is replaced."""
     assert native.library() is not None, native.why_not()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(native, "_reason", None)
 
 
 def look_for_library() -> bool:
-    """`library` without its memory of the first call."""
+    """Call `library` with its memoised result cleared."""
     return native.library.__wrapped__() is not None
 
 
 def compiler(tmp_path: Path, body: str) -> str:
-    """A C++ compiler, as far as a build can tell."""
+    """An executable that the build takes for a C++ compiler."""
     path = tmp_path / "compiler"
     path.write_text(f"#!/bin/sh\n{body}\n")
     path.chmod(0o755)
@@ -104,7 +104,7 @@ def test_a_compiler_that_makes_no_library(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_where_no_cache_can_be_written_the_kernels_are_built_among_temporary_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """A home that is missing counts as one that cannot be written."""
+    """A missing home directory is treated like one that is not writable."""
 
     def homeless(_: type[Path]) -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -148,7 +148,7 @@ def test_a_library_that_is_none_is_built_anew(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each compiles once the other does too."""
+    """Each fake compiler finishes only after the other one has started."""
     started = tmp_path / "started"
     started.mkdir()
     body = f"""
@@ -221,7 +221,7 @@ def test_a_library_whose_records_lie_otherwise_is_not_built(
 
 
 def test_a_caller_in_cpp_gives_every_field():
-    """A field that is left out is zero, which the language allows."""
+    """C++ would allow a field to be left out and set it to zero; no caller may do so."""
     for source in sorted(native.HERE.glob("blocks/*.cpp")):
         checks = ["-std=c++17", "-fsyntax-only", "-Wno-psabi", "-Wextra", "-Werror=missing-field-initializers"]
         command = [str(native.find_compiler()), *checks, f"-I{native.HERE}", str(source)]
@@ -261,7 +261,7 @@ def test_a_call_gives_every_field_and_what_it_gives_is_looked_at():
 
 @pytest.mark.parametrize("name", ["linear", "moe", "mla_decode", "transformer", "step_inputs"])
 def test_a_call_and_a_record_have_the_same_bytes(monkeypatch: pytest.MonkeyPatch, name: str):
-    """Fields in their order are packed; in another order a record is made."""
+    """Fields given in the declared order are packed directly; in another order a record is built."""
     kind, seen = native.taken_by(name), list[bytes]()
 
     def kernel(call: Any) -> None:
@@ -340,7 +340,7 @@ def test_two_models_run_at_once_in_one_process():
 def test_an_instruction_set_that_is_named_is_what_the_kernels_are_compiled_for(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """And its library has a name of its own."""
+    """The library built for it has a file name of its own."""
     monkeypatch.setattr(native, "_cpu_flags", lambda: native.INSTRUCTION_SETS[name].needs)
     monkeypatch.delenv("REDLINE_CPU_ISA", raising=False)
     arguments = tmp_path / "arguments"
@@ -386,9 +386,9 @@ def test_an_instruction_set_that_is_unknown_or_not_there_is_refused(
 
 
 def test_the_named_instruction_set_bounds_torch_too():
-    """In a process of its own: torch reads it when it first computes."""
+    """Run in a separate process, because torch reads the setting at its first operation."""
     program = "import redline.kernels.cpu.native, torch; print(torch.backends.cpu.get_cpu_capability())"
     clean = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
     command, environment = [sys.executable, "-c", program], {**clean, "REDLINE_CPU_ISA": "avx2"}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    assert said.strip() in ("AVX2", "DEFAULT")  # the second where the processor has no AVX2
+    assert said.strip() in ("AVX2", "DEFAULT")  # DEFAULT on a processor without AVX2

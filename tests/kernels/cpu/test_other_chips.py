@@ -1,9 +1,9 @@
-"""The CPU kernels as other chips get them: law 1 with AVX2; in `make test-all` with AVX-512 but no bf16 pairs, and with
-neither, too.
+"""The CPU kernels as compiled for other chips: law 1 with AVX2; in `make test-all` also with AVX-512 without bf16
+pairs, and with neither.
 
-Each is built from nothing, so the compiler is asked for the least of its work (-O0): the ways that a source takes by
-chip are the same, and what -O3 makes of them is held by law 1 on the chip that is here.
-With as many threads as there are cores, where the other tests have one each.
+Each library is built from scratch with -O0 to save compile time: the code paths selected by chip are the same, and law
+1 on the present chip covers what -O3 makes of them. The tests run with as many threads as there are cores, while the
+other tests use one thread.
 """
 
 import platform
@@ -30,7 +30,7 @@ sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", sys.argv
 
 
 def chips() -> list[str]:
-    """Those whose instructions this machine has; none but x86 has such names."""
+    """The instruction sets of this list that the machine supports; only x86 machines have any."""
     if platform.machine() != "x86_64":
         return []
     info = Path("/proc/cpuinfo").read_text()

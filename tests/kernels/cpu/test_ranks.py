@@ -1,4 +1,4 @@
-"""The CPU's group: sums in the order of ranks, and what becomes of it when a rank does not come."""
+"""The CPU's tensor parallel group: all-reduce in rank order, and the behaviour when a rank does not arrive."""
 
 import resource
 import signal
@@ -21,7 +21,9 @@ ONES = torch.ones(2, 4)
 
 
 class Sliced(SharedMemoryGroup):
-    """`slices` counts those of its waits, by call; `in_slice` is called in each, with its number in the call."""
+    """A group that counts the slices of each wait in `slices`, by call, and runs `in_slice` with the call's number in
+    each.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -40,7 +42,7 @@ def opened(file: Path, ranks: int, seconds: float = LIMIT_S) -> list[Sliced]:
 
 
 def together(groups: list[Sliced], work: Callable[[Sliced], Tensor]) -> list[Tensor]:
-    """What each rank gives, as threads."""
+    """The results of all ranks, run as threads."""
     results: dict[int, Tensor] = {}
 
     def rank(group: Sliced) -> None:
@@ -57,7 +59,7 @@ def together(groups: list[Sliced], work: Callable[[Sliced], Tensor]) -> list[Ten
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_sums_are_added_in_the_order_of_ranks_whatever_their_size(ranks: int, tmp_path: Path):
     groups = opened(tmp_path / "meet", ranks)
-    for shape in ((1, 7), (3, 320), (90, 4096)):  # the last in two pieces
+    for shape in ((1, 7), (3, 320), (90, 4096)):  # the last shape is sent in two pieces
         parts = [torch.randn(*shape, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
         want = parts[0].clone()
         for part in parts[1:]:
@@ -69,7 +71,7 @@ def test_sums_are_added_in_the_order_of_ranks_whatever_their_size(ranks: int, tm
 
 
 def test_a_rank_waits_for_another_that_is_slow(tmp_path: Path):
-    """Longer than one slice of the wait: the words that it sends again are the same."""
+    """The wait is longer than one slice; the words that are sent again are the same."""
 
     groups = opened(tmp_path / "meet", 2)
 
@@ -91,7 +93,7 @@ def test_the_file_has_no_name_once_all_have_met(tmp_path: Path):
     groups = opened(file, 3)
     assert file.stat().st_mode & 0o777 == 0o600
     together(groups, lambda group: group.add(ONES))
-    assert not file.exists(), "a worker that is killed would leave it in memory"
+    assert not file.exists(), "a killed worker would leave the file in shared memory"
     assert torch.equal(together(groups, lambda group: group.add(ONES))[2], ONES * 3)
 
 
@@ -101,9 +103,9 @@ def test_a_rank_that_does_not_come_is_named_and_its_group_has_ended(tmp_path: Pa
     zero.allow(0.3)
     with pytest.raises(RankLost, match=r"rank 1 has kept rank 0 waiting for 0\.3 s in sum 2"):
         zero.add(ONES)
-    with pytest.raises(RankLost, match="in sum 2"):  # it would be taken for the third of rank 1
+    with pytest.raises(RankLost, match="in sum 2"):  # it would be taken for the third sum of rank 1
         zero.add(ONES * 7)
-    assert torch.equal(one.add(ONES), ONES * 2), "the words that it did send"
+    assert torch.equal(one.add(ONES), ONES * 2), "the words that rank 1 did send"
     one.allow(0.3)
     with pytest.raises(RankLost, match="rank 0 has kept rank 1 waiting"):
         one.add(ONES)
@@ -115,12 +117,12 @@ def test_who_waits_learns_soon_that_a_rank_has_ended(tmp_path: Path):
     zero.in_slice = lambda number: zero.lose(reason) if number == 2 else None
     with pytest.raises(RankLost, match="rank 1 is lost in step 5"):
         zero.add(ONES)
-    assert zero.slices == {1: 2}, "it waits no further slice"
+    assert zero.slices == {1: 2}, "the rank waited for another slice"
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C is an exception, whatever a command that ran in this process before has made of it."""
+    """Make SIGINT raise KeyboardInterrupt, even if an earlier command in this process changed its handler."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -138,14 +140,14 @@ def test_a_call_that_is_interrupted_ends_the_group(tmp_path: Path):
 
 
 def test_ranks_that_were_all_stopped_for_long_are_not_late(tmp_path: Path):
-    """A wait of 1.5 s has 15 slices, however long each has taken by the clock. Rank 1 comes in the last."""
+    """A wait of 1.5 s has 15 slices, independent of the wall time of each. Rank 1 arrives in the last slice."""
     zero, one = opened(tmp_path / "meet", 2, seconds=1.5)
     clock = FakeClock()
 
     def stopped(number: int) -> None:
         clock.advance(1000)
         if number == 15:
-            assert torch.equal(one.add(ONES), ONES * 2), "the words that rank 0 has sent"
+            assert torch.equal(one.add(ONES), ONES * 2), "the words that rank 0 sent"
 
     zero.in_slice = stopped
     with clock.installed():
@@ -155,7 +157,7 @@ def test_ranks_that_were_all_stopped_for_long_are_not_late(tmp_path: Path):
 
 @pytest.fixture
 def little_room() -> Iterator[None]:
-    """No file of this process may have more than a megabyte."""
+    """Limit the size of files written by this process to one megabyte."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     yield

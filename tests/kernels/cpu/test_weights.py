@@ -1,4 +1,4 @@
-"""Weights in panels are the weights that were given, bit for bit, for every shape."""
+"""Weights stored in panels equal the given weights bit for bit, for every shape."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LEADS = st.sampled_from([(), (1,), (3,), (2, 2)])
 
 
 def any_bf16(seed: int, *shape: int) -> Tensor:
-    """Every bit pattern, NaNs and infinities included."""
+    """Weights of every bit pattern, including NaNs and infinities."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int16).view(torch.bfloat16)
 
@@ -28,7 +28,9 @@ def any_int4(seed: int, e: int, n: int, k: int) -> Int4:
 
 
 def any_nvfp4(seed: int, e: int, n: int, k: int, stacked: int = 1) -> Nvfp4:
-    """Every code and every block scale, NaN included; the scale of each of the `stacked` matrices is its own."""
+    """Weights of every code and every block scale, including NaN; each of the `stacked` matrices has a global scale of
+    its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     codes, scales = (
         torch.randint(0, 256, (e, n, size), generator=generator, dtype=torch.uint8) for size in (k // 2, k // 16)

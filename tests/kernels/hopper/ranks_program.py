@@ -1,9 +1,11 @@
-"""The ranks of `test_cuda_ranks.py`, each a process: launches kernels of several ranks, and proves what they give.
+"""The ranks of `test_cuda_ranks.py`, one process each: launches kernels that several ranks take part in, and checks
+their results.
 
 usage: ranks_program.py FILE RANKS ROUNDS      FILE holds the inboxes of all ranks. Prints a line for each rank.
-       ranks_program.py FILE RANKS absent      The last rank never comes: whom the others name, a line for each.
+       ranks_program.py FILE RANKS absent      The last rank never arrives: prints the rank that each of the others
+names, a line for each.
 
-The ranks are forked, so that what they import is imported once.
+The ranks are forked, so that modules are imported once.
 """
 
 import contextlib
@@ -33,9 +35,9 @@ from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Rooms, new_control
 
 HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
-COLUMNS, ROWS = 60, 5  # of a gather
-QUERY_RANK, KV = 40, 24  # outputs of `project_a`
-HEADS, RANK, ROPE = 2, 256, 64  # heads of a rank
+COLUMNS, ROWS = 60, 5  # columns and rows of an all-gather
+QUERY_RANK, KV = 40, 24  # output widths of `project_a`
+HEADS, RANK, ROPE = 2, 256, 64  # heads of one rank; widths of latent and rotary parts
 ROOMS = Rooms(
     sums=HIDDEN * MOST_TOKENS,
     gathered=ROWS * COLUMNS,
@@ -46,7 +48,7 @@ ROOMS = Rooms(
 
 
 def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
-    """A rank's links over inboxes in a file that all ranks map."""
+    """One rank's links over inboxes in a file that all ranks map."""
     words = ranks * ROOMS.words
     inboxes = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
     at = tuple(inboxes.data_ptr() + 4 * words * other for other in range(ranks))
@@ -56,7 +58,7 @@ def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
     return links
 
 
-_mapped: list[Tensor] = []  # for as long as the process runs
+_mapped: list[Tensor] = []  # kept referenced for the life of the process
 
 
 def near(got: Tensor, want: Tensor) -> None:
@@ -70,7 +72,7 @@ def generator(round_: int, rank: int) -> torch.Generator:
 
 
 def projected(round_: int, tokens: int, links: Links) -> tuple[Tensor, ...]:
-    """`project_a`, whose inputs the ranks share; -> what every rank has of all outputs."""
+    """Run `project_a` with its input columns split over the ranks; -> the outputs as every rank sees them."""
     g = generator(round_, 99)
     inputs = 128 * links.ranks * (1 + round_ % 2)
     weight = Tiled.prepare((torch.randn(QUERY_RANK + KV, inputs, generator=g) * inputs**-0.5).bfloat16())
@@ -85,7 +87,7 @@ def projected(round_: int, tokens: int, links: Links) -> tuple[Tensor, ...]:
 
 
 def attention(round_: int, tokens: int, links: Links) -> Tensor:
-    """`project_out` of this rank's inputs; -> the residual of all ranks' sums."""
+    """Run `project_out` on this rank's inputs; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
 
@@ -105,7 +107,7 @@ def attention(round_: int, tokens: int, links: Links) -> Tensor:
 
 
 def experts(round_: int, tokens: int, links: Links) -> Tensor:
-    """`experts_down` of this rank's width of every expert; -> the residual of all ranks' sums."""
+    """Run `experts_down` on this rank's part of every expert's width; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
     pairs = some_pairs(shared, tokens, EXPERTS, CHOSEN)
@@ -130,7 +132,7 @@ def experts(round_: int, tokens: int, links: Links) -> Tensor:
 
 
 def sums(round_: int, tokens: int, links: Links) -> Tensor:
-    """`sum_ranks`, with minus zeros among the sums; -> the residual of all ranks' sums."""
+    """Run `sum_ranks` on inputs that contain minus zeros; -> the residual after the all-reduce."""
     shared = generator(round_, 99)
     residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
 
@@ -157,7 +159,7 @@ def gathered(round_: int, links: Links) -> None:
 
 
 def queries(round_: int, tokens: int, links: Links) -> None:
-    """`gather_queries`, with zeros of both signs in all places of a pair."""
+    """Run `gather_queries` on pairs that hold zeros of both signs in every place."""
 
     def part(rank: int) -> Tensor:
         g = generator(round_, rank)
@@ -169,7 +171,7 @@ def queries(round_: int, tokens: int, links: Links) -> None:
 
 
 def latents(round_: int, tokens: int, splits: int, links: Links) -> None:
-    """`share_latents` of parts of which some splits, or all, hold nothing; those have NaN for latents."""
+    """Run `share_latents` on parts in which some or all splits are empty; empty splits have NaN latents."""
 
     def part(rank: int) -> tuple[Tensor, Tensor]:
         g = generator(round_, rank)
@@ -192,7 +194,7 @@ def latents(round_: int, tokens: int, splits: int, links: Links) -> None:
 
 @contextlib.contextmanager
 def in_step(file: Path, rank: int, ranks: int) -> Iterator[None]:
-    """In here the emulated clock goes on while all ranks that have not ended look at it (`emulate.cpp`)."""
+    """Within this context the emulated clock advances while all ranks that have not ended poll it (`emulate.cpp`)."""
     looks = file.with_name("looks")
     os.environ["REDLINE_EMULATED_LOOKS"] = f"{looks}:{rank}:{ranks}"
     try:
@@ -204,7 +206,7 @@ def in_step(file: Path, rank: int, ranks: int) -> Iterator[None]:
 
 
 def of_rank(file: Path, rank: int, ranks: int, rounds: int) -> str:
-    """What the rank has come to: a sum over the bits of its results, and who has kept it waiting for too long, or 0."""
+    """A rank's output line: a sum over the bits of its results, and the rank that kept it waiting too long, or 0."""
     pace = random.Random(rank)
     links = links_of(file, rank, ranks, seconds=60)
     hashes: list[int] = []
@@ -218,21 +220,24 @@ def of_rank(file: Path, rank: int, ranks: int, rounds: int) -> str:
             if round_ % 2:  # contexts are divided: two exchanges before the sums
                 queries(3 * round_, few, links)
                 latents(3 * round_, few, (3, 19, 8, 9)[round_ // 2 % 4], links)
-            # Of twelve tokens the experts' sums go in two shots; attention's in two or in one, a launch of their own.
+            # With twelve tokens the experts' all-reduce takes two shots; attention's takes two, or one as a launch of
+            # its own.
             first = sums if tokens > few or round_ % 3 == 2 else attention
             once = links if tokens == few or round_ % 8 > 3 else replace(links, shots=2)
             then = links if tokens == few else replace(links, shots=2)
             for got in (first(3 * round_, tokens, once), experts(3 * round_ + 1, tokens, then)):
                 hashes.append(hash(got.numpy().tobytes()))
-            for again in range(round_ % 3):  # two directly one after the other
+            for again in range(round_ % 3):  # two launches back to back
                 gathered(3 * round_ + again, links)
     return f"{sum(value % 2**40 for value in hashes)} {int(links.control[1])}"
 
 
 def without_the_last(file: Path, rank: int, ranks: int) -> str:
-    """Whom a rank names that waits for parts, and for sums of an owner that waits itself; and whether all is NaN."""
+    """The rank named by one that waits for parts, the rank named by one that waits for sums of an owner that waits
+    itself, and whether all results are NaN.
+    """
     links = replace(links_of(file, rank, ranks, seconds=0.05), shots=2)
-    x = torch.randn(ranks, HIDDEN)  # a token for each owner
+    x = torch.randn(ranks, HIDDEN)  # one token per owner
     with in_step(file, rank, ranks - 1), emulation():
         got, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
     return f"{int(links.control[1]) - 1} {bool(got.isnan().all())}"

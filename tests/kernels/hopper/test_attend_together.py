@@ -1,5 +1,6 @@
-"""Attention whose blocks take the heads of several queries of one slot: against the reference, thread by thread, and
-when it is chosen."""
+"""Attention blocks that take the heads of several queries of one slot: compared with the reference thread by thread,
+and when the planner of splits chooses them.
+"""
 
 import json
 from pathlib import Path
@@ -38,11 +39,11 @@ def emulated(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 
 def check(args: AttendArgs) -> tuple[Tensor, Tensor]:
-    """That the kernel gives the reference's latents wherever that has any, and nothing where it has none."""
+    """Check that the kernel's latents equal the reference's where the reference has any, and are absent elsewhere."""
     (out, lse), (want, want_lse) = emulated(args), attend.op.reference(args)
     holds = want_lse > -torch.inf
     assert torch.equal(holds, lse > -torch.inf)
-    assert not (holds[..., 1:] & ~holds[..., :-1]).any(), "a split behind one that holds nothing holds something"
+    assert not (holds[..., 1:] & ~holds[..., :-1]).any(), "a split after an empty one is not empty"
     torch.testing.assert_close(lse[holds], want_lse[holds], atol=1e-4, rtol=1e-5)
     error = (out[holds].float() - want[holds].float()).abs().max() / want[holds].float().abs().max()
     assert error < 1e-2
@@ -51,7 +52,7 @@ def check(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(params=[set(), {16, 32, 64}], ids=["warps", "warpgroups"])
 def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of any size by warps, then by warpgroups."""
+    """Run with blocks of any size by warps, then by warpgroups."""
     monkeypatch.setattr(attention, "WARPGROUP_ROWS", request.param)
 
 
@@ -63,14 +64,16 @@ def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def test_each_query_sees_its_own_context(
     monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, together: int, dtype: torch.dtype
 ):
-    """Of lengths on both sides of a page's end, which is a split's too; heads fill blocks, parts of them or several."""
+    """Lengths on both sides of a page boundary, which is also a split boundary; the heads fill several blocks, one, or
+    part of one.
+    """
     by_plan(monkeypatch, rows, 2, together)
     check(random_context(fresh_generator(), (129,), heads, RANK, dtype, together))
 
 
 @pytest.mark.usefixtures("either_kernel")
 def test_rows_of_several_lengths_and_splits_of_several_pages(monkeypatch: pytest.MonkeyPatch):
-    """The last of three splits is one token that the last query alone sees; of a context of one page it is nothing."""
+    """The last of three splits is one token that only the last query sees; for a context of one page it is empty."""
     by_plan(monkeypatch, 16, 3, 3)
     check(random_context(fresh_generator(), (257, 60), 5, RANK, verify=3))
 
@@ -82,7 +85,7 @@ def test_latents_as_wide_as_kimis(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("either_kernel")
 def test_places_that_a_row_does_not_use_repeat_its_first(monkeypatch: pytest.MonkeyPatch):
-    """As `step_rows` fills them. They get its bits."""
+    """`step_rows` fills them so. They get the same bits as the first."""
     by_plan(monkeypatch, 16, 2, 3)
     args = random_context(fresh_generator(), (66, 129), 4, RANK, verify=3)
     lengths_Q = args.lengths_Q.view(-1, 3).clone()
@@ -97,7 +100,7 @@ def test_places_that_a_row_does_not_use_repeat_its_first(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("either_kernel")
 def test_a_query_without_context_gets_zeros_beside_one_that_has(monkeypatch: pytest.MonkeyPatch):
-    """Of no length, and of one that is all rows which hold nothing."""
+    """Both a query of length 0 and one whose rows are all empty."""
     by_plan(monkeypatch, 16, 2, 3)
     args = random_context(fresh_generator(), (3, 70), 4, RANK, verify=3, skip=1)
     lengths_Q = torch.tensor([1, 2, 3, 0, 69, 70], dtype=torch.int32)
@@ -114,14 +117,14 @@ def test_a_query_without_context_gets_zeros_beside_one_that_has(monkeypatch: pyt
 @pytest.mark.usefixtures("either_kernel")
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_each_rank_reads_its_part(monkeypatch: pytest.MonkeyPatch, rank: int):
-    """Of three. The last query's token may be all that a part has."""
+    """With three ranks. The last query's token may be all of a rank's part."""
     by_plan(monkeypatch, 16, 1, 3)
     check(random_context(fresh_generator(), (65, 257), 5, RANK, verify=3)._replace(rank=rank, ranks=3))
 
 
 @pytest.mark.usefixtures("either_kernel")
 def test_the_bits_of_a_query_are_its_own(monkeypatch: pytest.MonkeyPatch):
-    """Its neighbours' queries do not matter, nor do latents that it does not see, nor other rows."""
+    """They do not depend on neighbouring queries, on latents that the query does not see, or on other rows."""
     by_plan(monkeypatch, 16, 2, 3)
     args = random_context(fresh_generator(), (66, 129), 4, RANK, verify=3)
     out, lse = emulated(args)
@@ -139,7 +142,7 @@ def test_the_bits_of_a_query_are_its_own(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("either_kernel")
 def test_a_token_that_is_broken_breaks_none_before_it(monkeypatch: pytest.MonkeyPatch):
-    """The row's second token has NaN for a latent, on the page in which the first one's context ends."""
+    """The row's second token has a NaN latent, on the page in which the first token's context ends."""
     by_plan(monkeypatch, 16, 2, 3)
     args = random_context(fresh_generator(), (60,), 4, RANK, verify=3)
     out, lse = emulated(args)
@@ -154,7 +157,7 @@ def test_a_token_that_is_broken_breaks_none_before_it(monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("either_kernel")
 def test_together_gives_what_apart_gives_where_splits_fall_alike(monkeypatch: pytest.MonkeyPatch):
-    """In one split the sums are made in the same order, whichever queries a block has."""
+    """Within one split the order of summation is the same for every grouping of queries into blocks."""
     args = random_context(fresh_generator(), (130, 66), 4, RANK, verify=3)
     by_plan(monkeypatch, 16, 1, 1)
     apart, apart_lse = emulated(args)
@@ -189,14 +192,14 @@ def test_together_is_chosen_where_it_takes_fewer_blocks_and_less_time(
 def test_ranks_of_few_heads_verify_drafts_together_and_whole_models_apart():
     assert plan(3, 16, 32768, 3) == Plan(64, 128, 3)
     assert predicted(3, 16, 32768, 3) < 0.75 * predicted(3, 16, 32768)
-    assert plan(3, 16, 10240, 3).together == 1, "so few heads take as long to combine the splits as is saved"
+    assert plan(3, 16, 10240, 3).together == 1, "with few heads, combining the splits costs what grouping saves"
     assert plan(3, 32, 10240, 3).together == 3
     assert plan(3, 64, 10240, 3) == plan(3, 64, 10240)
-    assert plan(3, 16, 1024, 3).together == 1, "pages are few, and blocks of 16 rows read them side by side"
+    assert plan(3, 16, 1024, 3).together == 1, "few pages, read by blocks of 16 rows in parallel"
 
 
 def test_what_is_chosen_was_measured_to_be_the_quicker():
-    """To 5 %, on an NVIDIA H100 (`attend-rows-h100.json`)."""
+    """Within 5 %, on an NVIDIA H100 (`attend-rows-h100.json`)."""
     cases = json.loads((RESULTS / "attend-rows-h100.json").read_text())["cases"]
     took = {(c["heads"], c["tokens"], c["context"], c["way"]): c["attend_unabsorb_us"] for c in cases}
     asked = {key[:3] for key in took if key[3] == "together"}

@@ -32,7 +32,7 @@ def emulated(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> Any:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """The largest, relative to the largest value."""
+    """The largest error, relative to the largest value."""
     assert got.shape == want.shape
     assert not got.isnan().any()
     return ((got.float() - want.float()).abs().max() / want.float().abs().max()).item()
@@ -48,7 +48,7 @@ def check_attend(args: tuple[Any, ...]) -> None:
 
 @pytest.fixture(params=[set(), {16, 32, 64}], ids=["warps", "warpgroups"])
 def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of any size by warps, then by warpgroups."""
+    """Run with blocks of any size by warps, then by warpgroups."""
     monkeypatch.setattr(attention, "WARPGROUP_ROWS", request.param)
 
 
@@ -114,7 +114,7 @@ def test_a_first_row_that_holds_nothing_is_not_read(dtype: torch.dtype):
 @pytest.mark.usefixtures("either_kernel")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_parts_that_ranks_read_are_the_context(ranks: int):
-    """Whatever a part holds of it, nothing too: contexts of a page are the first rank's alone."""
+    """Also if a rank's part is empty: a context of one page belongs to the first rank alone."""
     args = random_context(generator(), (3, 64, 65, 450), 4, skip=1)
     parts = [args._replace(rank=rank, ranks=ranks) for rank in range(ranks)]
     for part in parts:
@@ -128,7 +128,7 @@ def test_the_parts_that_ranks_read_are_the_context(ranks: int):
 
 @pytest.mark.usefixtures("either_kernel")
 def test_every_e4m3_is_widened_exactly():
-    """One row, so that the answer is the row."""
+    """One row, so that the result is that row."""
     q, tokens, slots, lengths, tables, plane, scale, longest, skip, *_ = random_context(generator(), (1,), 4, dtype=FP8)
     codes = torch.arange(256, dtype=torch.uint8)
     row = codes[codes & 127 != 127].repeat(3)[:512].view(FP8)
@@ -138,7 +138,7 @@ def test_every_e4m3_is_widened_exactly():
 
 
 def test_a_query_without_context_gets_zeros():
-    """As in a captured graph, which has more places than rows."""
+    """As in a captured CUDA graph with more places than rows."""
     args = list(random_context(generator(), (5, 100), 4))
     args[3] = torch.tensor([0, 100], dtype=torch.int32)
     out, lse = emulated(attend, tuple(args))
@@ -151,7 +151,7 @@ def test_a_query_without_context_gets_zeros():
 
 @pytest.mark.usefixtures("either_kernel")
 def test_company_does_not_matter_to_a_query(monkeypatch: pytest.MonkeyPatch):
-    """Given the number of splits, bits are a query's own; so are those of `absorb` and `unabsorb`."""
+    """For a given number of splits, the bits depend on the query alone; so do those of `absorb` and `unabsorb`."""
     monkeypatch.setattr(attention, "plan", lambda *_: Plan(16, 2))
     g = generator()
     q, tokens, slots, lengths, *rest = random_context(g, (150, 64, 9), 4, verify=3)._replace(positions=1)
@@ -195,7 +195,7 @@ def test_blocks_fill_the_chip_and_no_split_is_shorter_than_a_page(queries: int, 
     if queries * pages >= 16 * SMS:
         assert tiles * splits >= (
             100 if heads >= 64 else 60
-        )  # of 16 rows, 60 already load as fast as the L2 cache gives
+        )  # with 16 rows, 60 blocks already reach the bandwidth of the L2 cache
 
 
 def test_a_long_context_takes_the_whole_chip_and_a_short_one_small_blocks():
@@ -215,7 +215,7 @@ MEASURED = {
 
 @pytest.mark.parametrize("shape", MEASURED)
 def test_the_plans_model_is_what_was_measured(shape: tuple[int, int]):
-    """Each within a fifth; the way that it finds quickest within a tenth of the quickest."""
+    """Each time is within a fifth; the plan that the model ranks first is within a tenth of the fastest."""
     (queries, length), ways = shape, MEASURED[shape]
     modelled = {way: attention.microseconds(way, queries, 64, -(-length // 64)) for way in ways}
     for way, measured in ways.items():

@@ -1,4 +1,4 @@
-"""The dense kernels of a decode step are their references: on the CPU, thread by thread."""
+"""The dense kernels of a decode step equal their references: on the CPU, thread by thread."""
 
 import copy
 from typing import Any
@@ -29,8 +29,8 @@ CASES = [
     for case in kernel.op.cases()
     if case.small
 ]
-PLANE = 9  # project_q's argument that it writes
-SQUARES = {"embed": 2, "project_a": 1, "project_out": 2}  # which output
+PLANE = 9  # index of project_q's argument that it writes
+SQUARES = {"embed": 2, "project_a": 1, "project_out": 2}  # index of the output
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 7e-2, torch.float32: 1e-4}
 
 
@@ -50,7 +50,7 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def run(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """What the kernel returns, and the plane that it wrote."""
+    """The kernel's outputs, and the plane that it wrote."""
     with emulation():
         assert kernel.fits(kernel.op.args(*args))
         got = tensors(kernel.run(kernel.op.args(*args)))
@@ -63,7 +63,8 @@ def check(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> None:
     want += [theirs[PLANE]] if kernel is project_q else []
     place, tokens = SQUARES.get(kernel.op.name), args[0].shape[0]
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        if i == place and tokens > dense.MOST_TOKENS:  # Triton's programs are others than dense.cu's blocks
+        # the Triton programs have other sizes than the blocks of dense.cu
+        if i == place and tokens > dense.MOST_TOKENS:
             assert a.shape[1] == b.shape[1]
             a, b = a.sum(0)[:tokens], b.sum(0)[:tokens]
         assert a.shape == b.shape
@@ -120,11 +121,12 @@ def test_wide_products_that_take_several_batches_keep_to_the_reference(monkeypat
     check(head_8, (x, Tiled8.prepare(torch.randn(16 * 6, 7168, generator=g))))
 
 
-PER_TOKEN = {"embed": (0,), "project_q": (0, 4, 6, 7, 8), "project_out": (0, 2)}  # arguments; else the first
+# indices of the per-token arguments; default: the first
+PER_TOKEN = {"embed": (0,), "project_q": (0, 4, 6, 7, 8), "project_out": (0, 2)}
 
 
 def of_tokens(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...], tokens: int) -> list[torch.Tensor]:
-    """What the first tokens get, in a call without the others."""
+    """The outputs for the first tokens, from a call without the other tokens."""
     cut = PER_TOKEN.get(kernel.op.name, (0,))
     args = tuple(arg[:tokens].contiguous() if i in cut else copy.deepcopy(arg) for i, arg in enumerate(args))
     got = run(kernel, args)
@@ -143,7 +145,7 @@ def test_a_token_has_the_same_bits_in_any_company(kernel: Kernel[Any, Any, Any])
     whole = of_tokens(kernel, args, dense.MOST_TOKENS)
     for tokens in (1, 3):
         for alone, all_of_them in zip(of_tokens(kernel, args, tokens), whole, strict=True):
-            if all_of_them.shape[-1] == dense.MOST_TOKENS:  # squares, 1 / rms: a token is a column
+            if all_of_them.shape[-1] == dense.MOST_TOKENS:  # squares and 1 / rms: a token is a column
                 assert torch.equal(alone[..., :tokens], all_of_them[..., :tokens])
             else:
                 assert torch.equal(alone, all_of_them[:tokens])
@@ -172,7 +174,7 @@ def test_tiles_give_back_the_weight(n: int, k: int):
     assert tiled.shape == (2, n, k)
     assert tiled.data.shape == (2, -(-n // 16), -(-k // 128) * 4, 16, 32)
     assert torch.equal(tiled.dense(), weight)
-    one = Tiled.prepare(weight[1].T.contiguous().T)  # strided as a loader may have it
+    one = Tiled.prepare(weight[1].T.contiguous().T)  # strided, as a loader may pass it
     assert torch.equal(one.data, tiled.data[1])
     padding = tiled.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
     assert padding[:, n:].count_nonzero() == padding[..., k:].count_nonzero() == 0

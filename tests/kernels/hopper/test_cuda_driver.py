@@ -1,4 +1,4 @@
-"""Where the CUDA kernels do not run, one line says why, and the references do."""
+"""If the CUDA kernels cannot run, one log line gives the reason, and the references run."""
 
 import errno
 import importlib.util
@@ -20,7 +20,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A machine whose GPU is what a test says."""
+    """A machine with a GPU whose properties the test sets."""
     kept = driver.why_not
     kept.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -79,7 +79,7 @@ def test_a_checkpoint_that_the_kernels_do_not_read_takes_the_references(
 
 
 def test_attributes_have_the_numbers_of_cudas_header():
-    """Triton, which the tests need anyway, brings it along."""
+    """Compared with the header that comes with Triton, which the tests need anyway."""
     triton = importlib.util.find_spec("triton")
     header = Path(str(triton and triton.origin)).parent / "backends/nvidia/include/cuda.h"
     for name, number in (
@@ -96,7 +96,7 @@ def test_attributes_have_the_numbers_of_cudas_header():
 def test_machine_code_is_made_where_it_cannot_be_kept(
     chip: pytest.MonkeyPatch, tmp_path: Path, cache: str, temporary: str, made: int
 ):
-    """It is kept in the user's cache, else in a temporary folder."""
+    """It is kept in the user's cache, or else in a temporary folder."""
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     chip.setenv("XDG_CACHE_HOME", str(tmp_path / cache))

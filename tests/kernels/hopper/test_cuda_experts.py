@@ -100,7 +100,7 @@ def test_the_second_half_pair_by_pair_is_its_reference(case: Case) -> None:
 
 
 def test_what_lies_behind_gamma_is_no_outputs() -> None:
-    """Outputs fill no whole slabs, and x is zero from there on, which a NaN would not let it be."""
+    """The outputs do not fill whole slabs; x is zero past their end, which a NaN in gamma would change."""
     case = next(
         case for case in experts_down.op.cases() if case.small and case.make(fresh_generator())[6].shape[0] % 64
     )
@@ -127,7 +127,7 @@ def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int, kind: Ki
     up = Records.prepare("up", random_experts(g, kind, "up", 5, 2 * width, hidden))
     h, want = emulated(experts_up, x, rstd, up, pairs), experts_up.op.reference(experts_up.op.args(x, rstd, up, pairs))
     near(decode_h(h, width, kind), decode_h(want, width, kind), 8e-3 if kind == "BF16" else 3e-3)
-    assert torch.equal(h, emulated(experts_up, x, rstd, up, pairs)), "the order of threads shows"
+    assert torch.equal(h, emulated(experts_up, x, rstd, up, pairs)), "the result depends on the order of threads"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,7 +187,7 @@ def test_the_choice_of_gates_serves_the_experts() -> None:
     left = choice.notes.clone()
     _, h, rstd, pairs = emulated(gates, x, *rest, choice)
     left[READY] = 1
-    assert torch.equal(choice.notes, left), "all else is as it was found"
+    assert torch.equal(choice.notes, left), "all other elements are unchanged"
     up = Records.prepare("up", random_int4(g, 16, 256, 320))
     down = Records.prepare("down", random_int4(g, 16, 320, 128))
     routed = emulated(experts_up, x, rstd, up, pairs)

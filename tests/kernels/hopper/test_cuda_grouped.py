@@ -1,4 +1,4 @@
-"""Products of many tokens with the experts that they chose: the kernels' own source, thread by thread."""
+"""Products of many tokens with the experts that they chose: the kernels' own source, emulated thread by thread."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from redline.ops.op import Case
 from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
-HIDDEN, WIDTH = 320, 128  # Kimi-Nano's: these tests share one program
+HIDDEN, WIDTH = 320, 128  # Kimi-Nano's sizes, so that these tests share one program
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A CUDA kernel's arguments: one struct in its source. A record of another layout or with other fields is refused."""
+"""A CUDA kernel's arguments are one struct in its source. A record with another layout or other fields is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ EMBED = launch_record("decode/embed.cu", "EmbedLaunch")
 
 
 def given(**others: Any) -> dict[str, Any]:
-    """One token of 128 columns, whose table row is ones."""
+    """Arguments for one token of 128 columns, whose table row is all ones."""
     floats = {name: torch.ones(1, 128) for name in ("gamma", "residual")}
     bf16 = {name: torch.ones(1, 128).to(torch.bfloat16) for name in ("table", "x")}
     return {**floats, **bf16, "ids": torch.zeros(1).long(), "squares": torch.zeros(1, 8), "tokens": 1, **others}
@@ -50,7 +50,7 @@ def test_a_kernel_runs_with_the_record_that_its_source_declares():
 def test_a_record_of_another_layout_is_refused_where_a_kernel_is_loaded(
     tmp_path: Path, declared: str, instead: str, said: str
 ):
-    """As if the source had changed behind a record that was read before."""
+    """As if the source had changed after a record was read from it."""
     text = (HERE / "decode" / "embed.cu").read_text()
     assert declared in text
     (tmp_path / "embed.cu").write_text(text.replace(declared, instead))
@@ -94,7 +94,7 @@ def test_a_tensor_of_the_cpu_is_refused_unless_it_is_emulated():
 def test_the_layout_is_asserted_behind_the_source_and_is_part_of_the_cubins_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: tuple[int, int], by_another_name: bool
 ):
-    """Of NVRTC before 13.4 by its front end's own word, because it has no __builtin_offsetof."""
+    """For NVRTC before 13.4, which lacks __builtin_offsetof, the assertion uses an expression of its front end."""
     compiled: list[bytes] = []
 
     def compile_source(text: bytes, *_: object) -> bytes:
@@ -115,7 +115,7 @@ def test_the_layout_is_asserted_behind_the_source_and_is_part_of_the_cubins_name
 
 
 def test_every_cuda_source_declares_structs_with_names_of_their_own():
-    """One name for one struct: a record and a message tell which kernel they are of."""
+    """Names of structs are unique, so that a record or an error message identifies its kernel."""
     names = [
         line.split()[1]
         for path in sorted(HERE.glob("*/*.cu*"))

@@ -1,4 +1,4 @@
-"""Kernels of several ranks: on the CPU, thread by thread, in a process for each rank, each at its own pace."""
+"""Kernels of several ranks: on the CPU, thread by thread, one process per rank, each at its own pace."""
 
 import os
 import sys
@@ -18,14 +18,14 @@ HERE = Path(__file__).parent
 
 
 def inboxes(folder: Path, ranks: int) -> Path:
-    """A file of inboxes in which nobody has sent anything."""
+    """A file of inboxes to which no rank has sent anything."""
     words = ranks * ranks * ranks_program.ROOMS.words
     (folder / "inboxes").write_bytes(UNSENT.to_bytes(4, "little") * words)
     return folder / "inboxes"
 
 
 def say(file: Path, ranks: int, what: str) -> list[str]:
-    """What the ranks of the program print, a line for each."""
+    """The output of the program's ranks, one line each."""
     command = [sys.executable, "-m", "tests.kernels.hopper.ranks_program", str(file), str(ranks), what]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = forked.run(command, env=environment, capture_output=True, text=True, timeout=2 * LIMIT_S)
@@ -38,10 +38,10 @@ def test_every_rank_has_the_sum_of_all_in_the_same_bits(ranks: int, rounds: int,
     file = inboxes(tmp_path, ranks)
     said = say(file, ranks, str(rounds))
     assert len(said) == ranks
-    assert len(set(said)) == 1, "the ranks have other bits"
-    assert said[0].split()[1] == "0", "somebody gave up waiting"
+    assert len(set(said)) == 1, "the ranks' bits differ"
+    assert said[0].split()[1] == "0", "a rank gave up waiting"
     left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
-    assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is unsent again"
+    assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is not reset to unsent"
 
 
 def test_who_never_comes_is_named_and_not_who_waits_for_it_with_a_sum(tmp_path: Path) -> None:
@@ -49,13 +49,13 @@ def test_who_never_comes_is_named_and_not_who_waits_for_it_with_a_sum(tmp_path: 
 
 
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
-    """Its words are NaN, and the launch behind does not wait once more."""
+    """The results are NaN, and the next launch does not wait again."""
     links = ranks_program.links_of(inboxes(tmp_path, 2), 0, 2, seconds=0.03)
     x = torch.randn(1, ranks_program.HIDDEN)
     with emulation():
         first, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
-        assert links.control[1] == 2, "one more than the rank that did not come"
-        links.control[0] = 10**15  # a launch that waited would do so beyond the test's own time
+        assert links.control[1] == 2, "the missing rank plus one"
+        links.control[0] = 10**15  # a launch that waited again would exceed the test's time limit
         second, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
     assert first.isnan().all()
     assert second.isnan().all()

@@ -1,4 +1,6 @@
-"""What stands around a decode step's model: its inputs, the likeliest tokens, what holds. Run on the CPU, by thread."""
+"""The kernels around the model in a decode step: its inputs, greedy tokens, draft acceptance. Run on the CPU, by
+thread.
+"""
 
 import copy
 import dataclasses
@@ -71,14 +73,14 @@ def same(got: Any, want: Any) -> None:
 
 
 def check(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> None:
-    """What it returns, and whatever it was given."""
+    """Compare the kernel's outputs, and all of its arguments, with the reference's."""
     theirs = copy.deepcopy(args)
     got, want = emulated(kernel, *args), kernel.op.reference(kernel.op.args(*theirs))
     same(got, want)
     same([x for x in args if not isinstance(x, int)], [x for x in theirs if not isinstance(x, int)])
 
 
-# ------------------------------------------------------------------------------------------------ the likeliest token
+# ------------------------------------------------------------------------------------------------ the greedy token
 
 
 @pytest.mark.parametrize("case", list(best.op.cases()), ids=lambda case: case.name)
@@ -152,7 +154,7 @@ def test_steps_that_follow_one_another_leave_what_the_references_leave(rates: tu
 
 
 def test_a_copy_of_a_row_sees_the_news_of_that_row():
-    """Its slot's length, limit and page come in the same plan, and whatever block it is in."""
+    """The slot's length, limit and page come from the same plan, and do not depend on the block of the copy."""
     pages, rows = 4, 64
     slots = SlotTensors(
         tokens=torch.arange(3 * 300).view(3, 300),
@@ -175,7 +177,7 @@ def test_a_copy_of_a_row_sees_the_news_of_that_row():
 
 
 def test_the_device_finds_what_the_host_finds():
-    """Texts in which few places are candidates, so that the host compares all of them too."""
+    """Texts in which few positions are candidates, so that the host compares all of them too."""
     g = generator()
     found = 0
     for alphabet, length in [(300, 900), (40, 200), (2, 12), (1, 40), (60, 30)]:

@@ -1,4 +1,4 @@
-"""When ranks read a part of every context each, held to what that saved on two GPUs."""
+"""When each rank reads a part of every context (divided contexts), compared with the time that it saved on two GPUs."""
 
 import json
 from dataclasses import replace
@@ -10,13 +10,13 @@ from redline.kernels.hopper.decode.share_latents import divides, gain
 from redline.kernels.hopper.ranks import Links, Rooms
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "divided-contexts-h200.json"
-HEADS, RANK = 32, 512  # Kimi's, of one of two ranks
+HEADS, RANK = 32, 512  # Kimi's sizes for one of two ranks
 NOTHING = torch.zeros(2, dtype=torch.int32)
 LINKS = Links(0, 2, (0, 0), NOTHING, NOTHING, Rooms(sums=4, gathered=4, queries=4, latents=4, projected=4))
 
 
 def test_it_is_decided_as_it_was_measured():
-    """But where less than 2 us a layer are to be had."""
+    """Except for cases in which less than 2 us a layer can be gained or lost."""
     cases = json.loads(RESULT.read_text())["cases"]
     assert len(cases) == 41
     gains = [(case["saved_us"], gain(case["rows"], HEADS, 2, case["context"] + 1)) for case in cases]
@@ -35,5 +35,5 @@ def test_short_contexts_are_whole_and_long_ones_divided():
 
 def test_what_the_exchange_does_not_take_is_whole():
     assert not divides(None, 8, HEADS, RANK, 131072), "one rank"
-    assert not divides(LINKS, 65, HEADS, RANK, 131072), "more queries than a room has"
-    assert not divides(LINKS, 8, HEADS, 128, 131072), "latents of less than a slice"
+    assert not divides(LINKS, 65, HEADS, RANK, 131072), "more queries than the receive buffer holds"
+    assert not divides(LINKS, 8, HEADS, 128, 131072), "latents narrower than a slice"

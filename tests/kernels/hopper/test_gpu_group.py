@@ -1,4 +1,6 @@
-"""What a group of GPUs opens it closes, and whoever waits in it wakes. Where a GPU would be, there are books."""
+"""A group of GPUs closes everything that it opened, and wakes every waiting thread. The GPUs are replaced by records of
+calls.
+"""
 
 import ctypes
 import threading
@@ -27,7 +29,8 @@ ONES = torch.ones(2, 4)
 
 
 class Chips:
-    """The driver and NCCL of all ranks: what is held, and who has it open."""
+    """Stands in for the driver and NCCL of all ranks: records which memory is allocated, and which ranks have it open.
+    """
 
     CudaError = driver.CudaError
 
@@ -38,7 +41,7 @@ class Chips:
         self.joined = 0
         self.refused: set[bytes] = set()
         self.aborted = threading.Event()
-        self.in_nccl: Callable[[], object] = lambda: None  # what happens as a rank begins to wait there
+        self.in_nccl: Callable[[], object] = lambda: None  # called when a rank begins to wait in NCCL
         self.group = SimpleNamespace(WORLD=SimpleNamespace(abort=self.aborted.set))
         self._lock = threading.Lock()
 
@@ -79,9 +82,9 @@ class Chips:
             self.joined -= 1
 
     def all_reduce(self, *_: Tensor, async_op: bool) -> None:
-        """A rank that does not come: NCCL waits for it."""
+        """Behaves as NCCL does with a missing rank: waits until the communicator is aborted."""
         self.in_nccl()
-        assert self.aborted.wait(LIMIT_S), "nobody has broken it off"
+        assert self.aborted.wait(LIMIT_S), "NCCL was not aborted"
         raise RuntimeError("NCCL communicator was aborted")
 
     reduce_scatter_tensor = reduce_scatter_single = all_reduce
@@ -140,7 +143,7 @@ def test_a_rank_that_waits_in_nccl_wakes_and_says_who_is_lost(call: str, chips: 
 
 
 class Begun(SimpleNamespace):
-    """A call of NCCL's that was begun and is broken off before its end is waited for."""
+    """An NCCL call that was started; it is aborted before its end is awaited."""
 
     def wait(self) -> None:
         raise RuntimeError("NCCL communicator was aborted")
@@ -162,7 +165,7 @@ def test_a_call_that_was_begun_before_a_rank_was_lost_says_so_at_its_end(
 def test_rows_are_added_up_and_gathered_by_torchs_own_calls(
     chips: Chips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Of one rank, over another backend than NCCL: what is given and what is made are not the other way round."""
+    """One rank, over another backend than NCCL: inputs and outputs must not be swapped."""
     monkeypatch.setattr(group, "dist", dist)
     begin = dist.init_process_group
 
@@ -183,7 +186,7 @@ def test_rows_are_added_up_and_gathered_by_torchs_own_calls(
 
 
 def test_what_follows_a_lost_rank_is_told_so_though_no_kernel_has_waited(chips: Chips, tmp_path: Path):
-    """A sum of NCCL's that is broken off leaves numbers, and no mark on what they are worth."""
+    """An aborted NCCL all-reduce leaves finite numbers and no mark that they are wrong."""
     zero, one = opened(tmp_path / "meet", 2)
     zero.check()
     zero.lose("rank 1 is lost")
@@ -193,7 +196,7 @@ def test_what_follows_a_lost_rank_is_told_so_though_no_kernel_has_waited(chips: 
     with pytest.raises(RankLost, match="rank 1 is lost"):
         zero.add(ONES)
     zero.allow(120.0)
-    assert int(zero.links.control[0]) == 0, "a kernel that is launched now would wait"
+    assert int(zero.links.control[0]) == 0, "a kernel launched now would wait"
     one.check()
 
 
@@ -204,7 +207,7 @@ def test_memory_is_freed_once_no_rank_has_it_open(chips: Chips, tmp_path: Path, 
     assert chips.open.total() == 6
 
     def close(rank: int) -> None:
-        until(lambda: chips.open.total() <= 6 - 2 * rank)  # those before it have let go, and wait
+        until(lambda: chips.open.total() <= 6 - 2 * rank)  # the ranks before this one have closed theirs, and wait
         groups[rank].close()
 
     at_once([lambda rank=rank: close(rank) for rank in range(3)])
@@ -216,17 +219,17 @@ def test_a_group_that_has_lost_a_rank_waits_for_nobody_at_its_end(
     chips: Chips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     zero, _ = opened(tmp_path / "meet", 2)
-    zero.links.control[1] = 1 + 1  # as a kernel writes it that has waited in vain
+    zero.links.control[1] = 1 + 1  # as written by a kernel whose wait timed out
     with pytest.raises(RankLost, match="rank 1 has kept rank 0 waiting for 120 s"):
         zero.check()
-    monkeypatch.setattr(zero, "_store", None)  # in which it would tell them, and wait
+    monkeypatch.setattr(zero, "_store", None)  # the store, through which it would notify the others and wait
     zero.close()
     assert len(chips.held) == 1
-    assert chips.aborted.is_set(), "a prompt's sum behind that kernel waits as well"
+    assert chips.aborted.is_set(), "a prompt's all-reduce after that kernel would wait as well"
 
 
 def test_a_group_that_cannot_be_opened_gives_back_what_it_has(chips: Chips, tmp_path: Path):
-    """Of three GPUs the third lets nobody read its memory."""
+    """The third of three GPUs does not allow access to its memory."""
     file = tmp_path / "meet"
     others = [FileStore(str(file), 3) for _ in range(2)]
     for rank, store in enumerate(others, 1):

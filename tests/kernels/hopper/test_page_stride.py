@@ -1,4 +1,4 @@
-"""Pages that lie apart: one layer of a pool whose pages hold several layers gives the bits of a plane alone."""
+"""Pages with a stride: one layer of a pool whose pages hold several layers gives the bits of a separate plane."""
 
 from typing import Any
 
@@ -26,7 +26,8 @@ needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="emul
 
 
 def in_a_pool(plane: Tensor) -> tuple[Tensor, Tensor]:
-    """-> the same numbers as a layer of a pool [pages, layers, 64, width], and the pool, full of NaN elsewhere."""
+    """-> the same numbers as one layer of a pool [pages, layers, 64, width], and the pool, filled with NaN elsewhere.
+    """
     pages, tokens, width = plane.shape
     pool = torch.full((pages, LAYERS, tokens, width), torch.nan).to(plane.dtype)
     pool[:, LAYER] = plane
@@ -73,7 +74,7 @@ WRITES = [
 @pytest.mark.parametrize("how", ["run", "reference"])
 @pytest.mark.parametrize(("kernel", "case"), WRITES)
 def test_a_row_is_written_into_its_page(kernel: Kernel[Any, Any, Any], case: Any, how: str):
-    """By dense.cu, by Triton, and by the references."""
+    """Written by dense.cu, by Triton, and by the references."""
     args = case.make(fresh_generator())
     plane, pool = in_a_pool(args.plane)
     before = args.plane.clone()
@@ -89,7 +90,7 @@ def test_a_row_is_written_into_its_page(kernel: Kernel[Any, Any, Any], case: Any
 
 
 def test_a_prompts_chunks_read_their_pages():
-    """The beginning of one prompt, and the end of another."""
+    """The chunks are the beginning of one prompt and the end of another."""
     g = fresh_generator()
     w = random_weights(g, *NANO)
     tables = torch.randperm(6, generator=g).to(torch.int32).view(2, 3)

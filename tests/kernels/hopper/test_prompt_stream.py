@@ -1,4 +1,4 @@
-"""Ranks that divide a prompt's rows have, of each row, what one that has all rows would have."""
+"""Ranks that divide a prompt's rows compute for each row what one rank with all rows would."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +29,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """Of two sublayers, whose partial sums are products with this rank's weight: what each read, the last residual."""
+    """Run two sublayers whose partial sums are products with this rank's weight; -> the input of each, and the last
+    residual.
+    """
     tokens, weights = residual_TD.shape[0], weights_RDD[group.rank]
     stream = PromptStream.begin(tokens, lambda rows: residual_TD[rows].clone(), group)
     read: list[Tensor] = []
@@ -48,7 +50,7 @@ def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, grou
 
 
 def meant(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor) -> tuple[Tensor, ...]:
-    """What `two_sublayers` computes, of all rows and ranks at once."""
+    """What `two_sublayers` computes, for all rows and ranks at once."""
     read: list[Tensor] = []
     for gamma in gammas:
         read.append(rms_norm(residual_TD, gamma, EPS))
@@ -66,7 +68,7 @@ def test_of_any_number_of_rows_each_is_added_up_and_normed_once(ranks: int, toke
     meeting = Meeting(ranks)
     got = meeting.run(lambda group: two_sublayers(residual_TD, weights_RDD, gammas, group))
     for other in got[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(got[0], other, strict=True)), "ranks have other bits"
+        assert all(torch.equal(a, b) for a, b in zip(got[0], other, strict=True)), "the ranks' bits differ"
     for a, b in zip(got[0], want, strict=True):
         assert a.shape == b.shape
         assert (a.float() - b.float()).norm() < 1e-2 * b.float().norm()
@@ -76,7 +78,7 @@ def test_of_any_number_of_rows_each_is_added_up_and_normed_once(ranks: int, toke
 
 
 def test_a_part_is_begun_before_the_one_in_front_is_waited_for():
-    """While ranks add up and gather the first part they compute the second."""
+    """The ranks compute the second part while the first one is all-reduced and gathered."""
 
     def work(group: Group) -> None:
         stream = PromptStream.begin(32, lambda rows: torch.ones(rows.stop - rows.start, HIDDEN), group)

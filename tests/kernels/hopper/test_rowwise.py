@@ -1,4 +1,4 @@
-"""The row ops by Triton, against their references: in its interpreter where there is no GPU."""
+"""The Triton row ops against their references: in Triton's interpreter if there is no GPU."""
 
 import copy
 from typing import Any
@@ -41,7 +41,7 @@ def test_triton_is_the_reference(kernel: Kernel[Any, Any, Any], case: Case):
             assert torch.equal(a, b)
             continue
         a, b = a.double(), b.double()
-        assert torch.equal(a.isnan(), b.isnan())  # rows of pages that nothing may read
+        assert torch.equal(a.isnan(), b.isnan())  # rows of pages that must not be read
         assert (a - b).nan_to_num().norm() <= 5e-3 * b.nan_to_num().norm()
 
 
@@ -58,4 +58,4 @@ def test_fp8_rows_are_the_references_but_where_rounding_parts_them():
     )
     assert int((a - b).abs().max()) <= 1
     assert int((a != b).sum()) <= a.numel() // 100
-    assert int((b & 127 == 126).sum()) > 0, "nothing saturates"
+    assert int((b & 127 == 126).sum()) > 0, "no value saturates"

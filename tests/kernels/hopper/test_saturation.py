@@ -1,4 +1,4 @@
-"""What e4m3 cannot hold becomes its largest number, of either sign, in every part of a page's row."""
+"""Values beyond the range of e4m3 become its largest number, of either sign, in every part of a page's row."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.project_q import project_q
 
-KV, GAMMA, ROWS, PLANE = 4, 5, 8, 9  # arguments of project_q
+KV, GAMMA, ROWS, PLANE = 4, 5, 8, 9  # indices of project_q's arguments
 LARGEST = 448.0
 
 
@@ -27,5 +27,5 @@ def test_a_pages_row_saturates(tokens: int):
     evens, odds = (torch.arange(rank + place, wanted.shape[1], 2) for place in (0, 1))
     for part in (torch.arange(rank), evens, odds):
         for largest in (LARGEST, -LARGEST):
-            assert ((wanted == largest)[:, part].sum(1) > 2).all(), "each token has some"
+            assert ((wanted == largest)[:, part].sum(1) > 2).all(), "each token needs saturated values"
             assert torch.equal((ours == largest)[:, part], (wanted == largest)[:, part])

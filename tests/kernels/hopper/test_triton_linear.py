@@ -1,4 +1,4 @@
-"""The Triton product, in the interpreter where there is no GPU."""
+"""The Triton product, in the interpreter if there is no GPU."""
 
 import pytest
 import torch

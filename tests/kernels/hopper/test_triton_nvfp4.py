@@ -1,4 +1,4 @@
-"""Rounding to NVFP4 by Triton, in the interpreter where there is no GPU, against the operations of torch."""
+"""Rounding to NVFP4 by Triton, in the interpreter if there is no GPU, compared with torch operations."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def g() -> torch.Generator:
 
 
 def drawn(g: torch.Generator, rows: int, columns: int) -> Tensor:
-    """Blocks of sizes that differ by 2^16, some of zeros, some with values midway between two codes."""
+    """Blocks whose magnitudes differ by up to 2^16, some all zero, some with values midway between two codes."""
     weight = torch.randn(rows, columns // 16, 16, generator=g)
     weight *= torch.exp2(torch.randint(-16, 1, weight.shape[:2], generator=g).float())[..., None]
     weight[0, 0] = 0
@@ -32,10 +32,10 @@ def drawn(g: torch.Generator, rows: int, columns: int) -> Tensor:
 def test_every_block_has_the_least_error_of_the_scales_that_are_tried(
     dtype: torch.dtype, offsets: tuple[int, ...], g: torch.Generator
 ):
-    weight = drawn(g, ROWS, 464).to(dtype)  # 29 blocks a row: the last program's are not all there
+    weight = drawn(g, ROWS, 464).to(dtype)  # 29 blocks a row, so the last program has fewer blocks than its size
     scale = (max_scale if offsets == MAX_SCALING else exact_scale)(float(weight.abs().max()))
     codes, scales, sums = round_nvfp4(weight, scale, offsets)
-    codes, scales, weight = codes.cpu(), scales.cpu(), weight.cpu()  # torch divides otherwise on a GPU
+    codes, scales, weight = codes.cpu(), scales.cpu(), weight.cpu()  # torch's division on a GPU rounds differently
     part = Part(scales.numel(), weight.device)
     part.take(weight.reshape(-1, 16), scale, None)
     byte, squared, plain = part.search(offsets)
@@ -44,7 +44,7 @@ def test_every_block_has_the_least_error_of_the_scales_that_are_tried(
     value = (weight.float() / scale).reshape(-1, 16).abs()
     given = Nvfp4(codes, scales.view(torch.float8_e4m3fn), torch.ones(1)).dequantize().abs()
     error = (given.view(-1, 16) - value).square().sum(1)
-    # Of two scales whose errors differ by less than a sum's rounding either is right; most are the same.
+    # If the errors of two scales differ by less than a sum's rounding, either is right; most are equal.
     torch.testing.assert_close(error, squared, rtol=1e-4, atol=0)
     assert (scales.flatten().int() == byte)[value.amax(1) > 2**-9].float().mean() > 0.98
     expected = torch.stack([squared.sum(), value.square().sum(), plain.sum(), farthest]).double()
