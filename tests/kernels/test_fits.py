@@ -1,4 +1,4 @@
-"""A kernel whose `fits` returns false is never called, without any error; these tests list the cases that must fit."""
+"""A kernel is not called, without any error, if its `fits` returns false; these tests list the cases that must fit."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""What fits into memory, to the last page; what does not is one line with its arithmetic, and advice that works."""
+"""Which configurations fit into memory, to the last page; one that does not fit raises a one-line error with its
+arithmetic, and advice that works.
+"""
 
 import re
 from dataclasses import replace
@@ -59,7 +61,7 @@ def test_a_share_of_what_is_left_goes_to_pages_and_more_where_a_job_needs_it():
 
 def test_where_nothing_is_said_pages_take_no_more_than_4_gib_of_a_large_machine():
     assert 4 * 2**30 - PAGE < fit(SIZES, PLENTY).kv_bytes <= 4 * 2**30
-    assert fit(SIZES, PLENTY, 5 << 30).kv_bytes > 4 * 2**30, "but more where it is asked for"
+    assert fit(SIZES, PLENTY, 5 << 30).kv_bytes > 4 * 2**30, "more than the default if it is configured"
 
 
 def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
@@ -70,10 +72,10 @@ def test_pages_have_most_of_a_gpu_that_a_worker_has_for_itself():
     left = gpu.left(free, alone.max_model_len)
     assert alone.kv_bytes == pytest.approx(0.9 * left, rel=0.001)
     assert alone.max_model_len == KIMI.max_position_embeddings > shared.max_model_len
-    assert fit(gpu, free, 10 << 30, alone=True) == fit(gpu, free, 10 << 30), "what is said counts"
+    assert fit(gpu, free, 10 << 30, alone=True) == fit(gpu, free, 10 << 30), "the configured size must be used"
     for device in ("cpu", "cuda"):
         other = replace(gpu, device=device, gpu_kernels=False)
-        assert fit(other, 10**12, alone=True) == fit(other, 10**12), "a CPU's memory is for others too"
+        assert fit(other, 10**12, alone=True) == fit(other, 10**12), "a CPU's memory is shared with other processes"
 
 
 def test_steps_are_as_large_as_leaves_room_for_pages():
@@ -89,7 +91,7 @@ def test_steps_are_as_large_as_leaves_room_for_pages():
 def test_a_small_model_does_not_fill_a_gpu_with_pages():
     nano = replace(Sizes(shape("kimi-nano")), device="cuda", gpu_kernels=True)
     assert fit(nano, 141 * 10**9, alone=True).pages == 32_768
-    assert fit(nano, 141 * 10**9, 40 << 30, alone=True).pages > 32_768, "but more where it is asked for"
+    assert fit(nano, 141 * 10**9, 40 << 30, alone=True).pages > 32_768, "more than the default if it is configured"
 
 
 def test_what_is_not_pages_counts_too():
@@ -104,7 +106,7 @@ def test_each_part_follows_what_it_is_made_of():
     base = Sizes(KIMI)
     short = base.needs(1000)
     assert short.recorded == short.drafter == 0
-    assert base.needs(100_000).scratch > short.scratch  # a prompt's context is unfolded
+    assert base.needs(100_000).scratch > short.scratch  # the latents of a prompt's context are expanded
     assert base.needs(100_000).slots > short.slots + 65 * 8 * 99_000
     assert replace(base, step_tokens=2048).needs(1000).scratch > short.scratch
     assert replace(base, positions=4).needs(1000).scratch > short.scratch
@@ -139,7 +141,7 @@ def test_each_part_follows_what_it_is_made_of():
 
 @pytest.mark.parametrize(("positions", "count"), [(1, 21), (4, 84), (8, 168)])
 def test_all_shapes_are_counted_and_explained_to_the_sum(positions: int, count: int):
-    """Those that are recorded before the first job, and those that wait for idle times."""
+    """Both the shapes captured before the first job, and those captured later in idle times."""
     gpu = Sizes(KIMI, device="cuda", gpu_kernels=True, positions=positions)
     recorded = gpu.recorded_steps(100_000)
     assert [*recorded.shapes] == shapes(64, positions, 100_032)
@@ -192,7 +194,7 @@ FLAGS = {"--kv-memory": lambda text: size(text, "kv-memory"), "--max-model-len":
 
 
 def advised(message: str) -> list[dict[str, int]]:
-    """The flags that a refusal tells to give, each of its alternatives by itself."""
+    """The flags that an error message advises, one dictionary for each alternative."""
     assert "\n" not in message
     found = re.findall(r"(?:give|or) ((?:--[a-z-]+ \S+(?<![,.]) ?)+)", message.replace(",", " ,"))
     alternatives = [dict(re.findall(r"(--[a-z-]+) (\S+)", one)) for one in found]
@@ -230,7 +232,7 @@ def test_what_fits_fits_and_following_the_advice_fits(
     length: float | None,
     digits: int,
 ):
-    """Memory from nothing to much, pages from none to more than there is, every length."""
+    """Memory from none to plenty, pages from none to more than fit, every length."""
     device = "cuda" if gpu else "cpu"
     sizes = Sizes(config, dtype, positions=positions, device=device, gpu_kernels=gpu)
     beside = sizes.page_bytes * 10**digits

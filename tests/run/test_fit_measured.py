@@ -1,4 +1,6 @@
-"""What `fit` counts beside the pages is held against what an engine takes: anonymous memory of a process of its own."""
+"""The memory that `fit` counts besides the pages, compared with the anonymous memory of an engine in a process of its
+own.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""How far a device is with a step's layers, as another thread sees it."""
+"""How many layers of a step a device has finished, as seen by another thread."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from redline.run.runner import Launched
 
 
 class Device:
-    """A stream that has passed so many of the marks on it."""
+    """A stream that has passed a given number of the marks recorded on it."""
 
     def __init__(self) -> None:
         self.marked = self.passed = 0
@@ -39,7 +39,7 @@ def test_marks_are_over_once_the_device_has_passed_the_last_that_will_be_made() 
     device.passed = 2
     assert (marks.passed(), marks.over) == (2, False)
     device.passed = 3
-    assert (marks.passed(), marks.over) == (5, False), "there may be further ones"
+    assert (marks.passed(), marks.over) == (5, False), "more marks may follow"
     marks.end()
     assert marks.over
 
@@ -67,7 +67,7 @@ def test_whoever_watches_is_told_of_layers_until_all_are_computed() -> None:
 
     launched(marks).watch(meanwhile)
     assert seen == [0, 1, 1, 2, 2, 3]
-    launched(None).watch(lambda _: pytest.fail("nobody asked for marks"))
+    launched(None).watch(lambda _: pytest.fail("no marks were requested"))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("CUDA error: an illegal memory access was encountered"), RankLost("1")])
@@ -76,4 +76,4 @@ def test_what_goes_wrong_while_it_is_watched_is_left_to_the_wait(error: Exceptio
     marks = LayerMarks(device.mark)
     marks.launched(1)
     device.error = error
-    launched(marks).watch(lambda _: pytest.fail("it is not known how far it is"))
+    launched(marks).watch(lambda _: pytest.fail("the progress of this step is unknown"))

@@ -1,4 +1,4 @@
-"""Every option of Sampling against a plain float64 implementation of the distribution that it asks for."""
+"""Every option of Sampling, compared with a plain float64 implementation of the distribution that it requests."""
 
 import math
 from collections import Counter
@@ -42,7 +42,7 @@ def asked(**options: Any) -> Sampling:
 
 
 def distribution(logits: Tensor, sampling: Sampling, prompt: list[int], generated: list[int]) -> np.ndarray:
-    """Probability of each token, straight from the definitions."""
+    """Probability of each token, from the definitions."""
     values = [float(x) for x in logits]
     for token, bias in sampling.logit_bias:
         values[token] += bias
@@ -96,7 +96,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def drawn(sampling: Sampling, u: float, prompt: list[int], generated: list[int]) -> int:
-    """`sample` with a chosen u in place of the random one."""
+    """`sample` with a given u instead of the random one."""
     logits = adjusted(LOGITS, sampling, torch.tensor(prompt), torch.tensor(generated))
     if is_greedy(sampling):
         return int(logits.argmax())
@@ -110,7 +110,7 @@ def test_the_unit_interval_is_shared_out_as_the_options_ask(options: dict[str, A
     ends = expected.cumsum()
     for token in np.flatnonzero(
         expected > 1e-4
-    ):  # probabilities are float32: narrower shares may be off by their width
+    ):  # probabilities are float32: intervals narrower than that may be off by their width
         begin, end = ends[token] - expected[token], ends[token]
         for part in (0.001, 0.5, 0.999):
             assert drawn(sampling, begin + part * (end - begin), PROMPT, GENERATED) == token
@@ -158,7 +158,9 @@ def test_a_low_temperature_overflows_nothing():
 @pytest.mark.parametrize("factor", [1e-40, 1e40])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_penalty_that_overflows_gives_no_token(factor: float, temperature: float):
-    """1e-40 makes an infinite logit of a positive one, 1e40 of a negative one: the latter bans it, as it should."""
+    """A factor of 1e-40 makes a positive logit infinite, 1e40 a negative one; the latter is rightly a
+    ban of the token.
+    """
     logits, seen = torch.tensor([1.0, -2.0, 3.0, 0.0]), torch.tensor([0, 1])
     sampling = asked(repetition_penalty=factor, temperature=temperature)
     token = sample_token(logits, sampling, seen, seen[:0], 7)
@@ -218,7 +220,7 @@ def test_the_shortlist_changes_nothing(options: dict[str, Any], monkeypatch: pyt
 def test_what_is_kept_is_what_the_meaning_keeps_and_company_does_not_matter(
     seed: int, rows: int, vocabulary: int, spread: float, top_k: int, top_p: float, min_p: float, piece: int
 ):
-    """A few of the likeliest tokens, or the whole vocabulary in order: the same bits."""
+    """The filter looks at a few of the most likely tokens, or at the whole vocabulary in order: the same bits."""
     logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
     probability = logits.mul(8).round().div(8).softmax(-1)  # with ties
     sampling = asked(top_k=top_k, top_p=top_p, min_p=min_p)
@@ -243,7 +245,7 @@ def test_a_row_of_no_numbers_is_kept_as_it_is():
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_what_is_drawn_is_picked_from_what_is_kept(options: dict[str, Any]):
-    """`kept` is how block verification sees the distribution that `sample_each` draws from."""
+    """`kept` is the distribution that block verification uses; `sample_each` must draw from the same one."""
     sampling = asked(**options)
     logits = adjusted(LOGITS, sampling, torch.tensor(PROMPT), torch.tensor(GENERATED))
     (share,) = kept((logits / sampling.temperature).softmax(-1)[None], sampling)
@@ -262,7 +264,8 @@ def test_top_p_beyond_the_shortlist_keeps_its_mass():
 
 
 def test_tokens_that_are_very_unlikely_keep_their_share():
-    logits = torch.full((200_001,), math.log(1e-9))  # a fifth of a thousandth of the mass together
+    # together, these tokens have a fifth of a thousandth of the probability
+    logits = torch.full((200_001,), math.log(1e-9))
     logits[0] = 0.0
     share = 2e-4 / (1 + 2e-4)
     assert draw(logits, asked(), 1 - share * 1.01) == 0
@@ -283,7 +286,7 @@ def test_any_u_draws_a_token_that_is_possible(u: float, values: list[float], top
     assert 0 <= token < len(values)
     probability = logits.softmax(-1)
     assert float(probability[token]) > 0
-    if top_k:  # of probabilities: logits that differ may be equally likely in float32
+    if top_k:  # ties of probabilities: logits that differ may be equally likely in float32
         assert int((probability > probability[token]).sum()) < top_k
     assert float((logits[token] - logits.max()).exp()) >= min_p * 0.999
 

@@ -1,4 +1,4 @@
-"""What a step gives for each of its rows."""
+"""The results of a step, for each of its rows."""
 
 import functools
 import threading
@@ -27,7 +27,7 @@ def test_penalties_count_what_was_generated_and_not_the_prompt():
     for token, given in zip(answer.tokens, answer.logprobs, strict=True):
         score = {other: logprob - (seen[other] and 1.0 + 1.5 * seen[other]) for other, logprob in given.top}
         best = max(score, key=score.__getitem__)
-        assert score[best] > given.top[-1][1], "the best token may lie beyond the 20"
+        assert score[best] > given.top[-1][1], "the best token may not be among the 20"
         assert token == best
         seen[token] += 1
 
@@ -57,7 +57,7 @@ def test_a_prompt_with_an_id_that_is_no_token_ends_its_own_job_only(wrong: int):
     engine = open_engine(model)
     try:
         answers = run(engine, [good[0], bad, good[1]])
-        again = run(engine, [bad], [job("later", PROMPT[:50])])  # its slot serves others
+        again = run(engine, [bad], [job("later", PROMPT[:50])])  # its slot now serves other jobs
     finally:
         engine.runner.close()
     assert answers["bad"].finish == "error"
@@ -70,7 +70,7 @@ def test_a_prompt_with_an_id_that_is_no_token_ends_its_own_job_only(wrong: int):
 def test_a_slot_whose_job_could_not_begin_is_not_run_by_the_step_that_is_launched_already(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """What the slot has of the job before it names pages that belong to the cache, or to others, by now."""
+    """The slot's state from its previous job names pages that now belong to the cache or to other jobs."""
     engine = open_engine(tiny_model())
     runner = engine.runner
     beginning = Slots.add_pages
@@ -100,7 +100,7 @@ def test_a_slot_whose_job_could_not_begin_is_not_run_by_the_step_that_is_launche
         else:
             assert queued[0].wait().rows[0].error == "the job could not begin: no room for a table"
         assert queued[1].wait().rows[0].error is not None
-        assert torch.equal(runner.kv.planes.view(torch.int16), kept), "the job before it had these pages"
+        assert torch.equal(runner.kv.planes.view(torch.int16), kept), "the slot's previous job had these pages"
     finally:
         runner.close()
 
@@ -138,7 +138,7 @@ def test_one_job_that_cannot_begin_leaves_the_others_of_its_step_alone(monkeypat
 def test_a_penalty_that_overflows_every_logit_is_its_own_jobs_error_and_no_token(
     wild: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """It would be token V, which the next step looks up behind the embedding's end."""
+    """Otherwise token V would be sampled, and the next step would read past the end of the embedding."""
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=captured))
     jobs = [
         job("bad", PROMPT, max_tokens=20, logprobs=None, repetition_penalty=1e-40, **wild),
@@ -157,7 +157,7 @@ def test_a_penalty_that_overflows_every_logit_is_its_own_jobs_error_and_no_token
 
 
 def test_rows_launched_before_the_error_was_read_touch_no_page():
-    """A prompt of several chunks: its second is launched while the first is found wrong."""
+    """A prompt of several chunks: its second chunk is launched before the error of the first is read."""
     model = tiny_model()
     good = job("good", PROMPT[:50], max_tokens=30)
     engine = open_engine(model, step_tokens=64)
@@ -237,7 +237,7 @@ def test_the_planner_is_ahead_of_a_runner_that_runs_steps_meanwhile_and_of_no_ot
 
 
 def step(runner: Runner, row: Row) -> RowResult:
-    """The row, as the first of a new job."""
+    """Run the row, as the first of a new job."""
     asked = Sampling(max_tokens=4, logprobs=0)
     begin = Begin(slot=0, tokens=PROMPT[:20], prompt=20, pages=(), sampling=asked, limit=64)
     return runner.run(Step(number=1, begins=(begin,), rows=(row,))).rows[0]

@@ -1,4 +1,4 @@
-"""What the model is given of running jobs."""
+"""The inputs of the model for the running jobs."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row
 from tests.tiny_model import VOCABULARY, prompt, tiny_model
 
-LENGTHS = [70, 128, 1, 191]  # of the slots' prompts
+LENGTHS = [70, 128, 1, 191]  # lengths of the slots' prompts
 
 
 def filled_slots() -> Slots:
-    """All prompts are computed: the next row of each slot decodes."""
+    """Slots with all prompts computed: the next row of each slot decodes."""
     slots = Slots(len(LENGTHS), 1024, VOCABULARY, torch.device("cpu"))
     for slot, length in enumerate(LENGTHS):
         pages = tuple(PageId(97 * slot + 31 * page) for page in range(length // PAGE_TOKENS + 2))
@@ -36,7 +36,7 @@ def decode(slots: Slots, which: list[int], drafts: int = 0) -> list[Span]:
 
 
 def test_a_decode_steps_inputs_are_the_same_from_kept_memory_and_from_new(monkeypatch: pytest.MonkeyPatch):
-    """Bit for bit, step after step, and the angles those that the model gives."""
+    """Equal bit for bit, step after step, and the angles equal those of the model."""
     model, slots = tiny_model(), filled_slots()
     for position in range(60):
         which = [3, 0, 2] if position % 3 else [1, 2, 3]
@@ -77,7 +77,7 @@ def test_a_row_verifies_no_more_drafts_than_leave_room_for_a_token_and_none_runs
     limit: int, start: int, count: int
 ):
     slots = filled_slots()
-    slots.at[0].limit = limit  # 71 tokens are there
+    slots.at[0].limit = limit  # 71 tokens are in the slot
     slots.at[0].proposal = redline.run.slots.Proposal([11, 12, 13])
     (span,) = decode(slots, [0], drafts=2)
     assert (span.start, span.count, len(span.drafts.tokens)) == (start, count, max(count - 1, 0))
@@ -104,7 +104,9 @@ def test_a_drafter_is_a_row_behind_where_its_job_began_with_pages_that_were_ther
 def test_behind_a_prompt_that_was_computed_elsewhere_a_row_is_missing_where_it_ends_at_a_pages_border(
     computed: int, pages: int
 ):
-    """Whether the page of its first token is there already or not. Else the row has come with the last page."""
+    """This holds if the page of the first token is already allocated, too. Otherwise the row was transferred with the
+    last page.
+    """
     slots = filled_slots()
     slots.begin(
         Begin(

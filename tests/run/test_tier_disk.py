@@ -1,4 +1,4 @@
-"""The disk tier's files: how many descriptors they take, and what becomes of full disks and of what others remove."""
+"""The disk tier's files: how many file descriptors they use, full disks, and files that other processes remove."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from redline.run.tiers.disk import DiskPages, Held, Place
 from redline.wire.job import PageHash
 
 PAGE_BYTES = 1000
-A_FILE = 4 * PAGE_BYTES + 300  # with room for four pages
+A_FILE = 4 * PAGE_BYTES + 300  # room for four pages
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def opened(folder: Path, most_bytes: int = 1 << 20) -> Generator[DiskPages]:
-    """The pages of a folder, loaded. Their books are proved at the end."""
+    """The pages of a folder, loaded. Their accounting is checked at the end."""
     disk = DiskPages(folder, "theirs", PAGE_BYTES, most_bytes, lambda folder, lock, _: hold(folder, lock))
     try:
         list(disk.load())
@@ -62,18 +62,18 @@ def on_disk(folder: Path) -> int:
 
 
 def descriptors(folder: Path) -> int:
-    """How many this process has of the folder's files of pages."""
+    """The number of this process's open descriptors of page files in the folder."""
     open_files = list[str]()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             open_files.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         except OSError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
     return sum(path.startswith(str(folder)) and path.endswith(".pages") for path in open_files)
 
 
 class FullDisk:
-    """Takes the place of `os.pwritev`: a file system on which `room` bytes of files of pages fit."""
+    """Replaces `os.pwritev`: a file system with room for `room` bytes of page files."""
 
     def __init__(self, folder: Path, room: int) -> None:
         self._folder, self._room, self._pwritev = folder, room, os.pwritev
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_opened_is_skipped_and_counts_until_it_is_removed(
     monkeypatch.setattr(module.os, "open", fails)
     with opened(tmp_path, most_bytes=10 * A_FILE) as disk:
         assert [number for number in range(40) if not is_there(disk, number)] == [12, 13, 14, 15]
-        assert disk.bytes == on_disk(tmp_path), "the file is still there, so it counts"
+        assert disk.bytes == on_disk(tmp_path), "a file that still exists must be counted"
         write(disk, 100)
         assert not broken.exists()
         assert on_disk(tmp_path) == disk.bytes <= 10 * A_FILE
@@ -137,7 +137,7 @@ def test_a_full_file_system_removes_the_least_recently_used_file(
         disk.use({1}, 2**62)
         monkeypatch.setattr(module.os, "pwritev", FullDisk(tmp_path, 3 * A_FILE))
         write(disk, 12, 13, 14, 15, 16)
-        assert removed == [name(number) for number in range(4, 12)], "file 1 was used since"
+        assert removed == [name(number) for number in range(4, 12)], "file 1 was used more recently"
         assert [number for number in range(17) if is_there(disk, number)] == [0, 1, 2, 3, 12, 13, 14, 15, 16]
     assert caplog.text.count("the file system is full") == 1
 
@@ -150,7 +150,7 @@ def test_a_full_file_system_with_nothing_to_remove_takes_no_page(
         monkeypatch.setattr(module.os, "pwritev", FullDisk(tmp_path, on_disk(tmp_path)))
         with pytest.raises(OSError, match="No space left"):
             write(disk, 1)
-        assert is_there(disk, 0), "the file that is being written stays"
+        assert is_there(disk, 0), "the file being written must stay"
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +214,7 @@ def test_a_folder_that_another_process_has_by_now_is_not_written_to(
             disk.use({1, 2}, 2**62)
             with pytest.raises(ConfigError, match="another process"):
                 write(disk, 7)
-            assert set(removed) == {name(number) for number in range(1, 6)}, "0 was spoilt"
+            assert set(removed) == {name(number) for number in range(1, 6)}, "page 0 was corrupted"
             assert (len(disk), disk.bytes) == (0, 0)
             with pytest.raises(ConfigError, match="another process"):
                 write(disk, 8)
@@ -222,7 +222,7 @@ def test_a_folder_that_another_process_has_by_now_is_not_written_to(
             assert all(is_there(other, number) for number in range(100, 110))
             assert on_disk(folder) == other.bytes
         write(disk, *range(200, 280))
-        assert on_disk(folder) == disk.bytes <= most_bytes, "what the other has written counts"
+        assert on_disk(folder) == disk.bytes <= most_bytes, "files written by the other process must be counted"
         assert is_there(disk, 279)
 
 
@@ -252,7 +252,7 @@ def test_files_of_a_folder_that_was_moved_stay_as_they_are(tmp_path: Path) -> No
 
 
 def test_only_a_start_waits_for_a_process_that_has_the_folder(tmp_path: Path) -> None:
-    """A later wait would keep readings from memory waiting too."""
+    """A later wait would also block reads from host memory."""
     folder, waits = tmp_path / "tier", list[float]()
 
     def recorded(folder: Path, lock: Path, wait_s: float) -> Held:
@@ -312,7 +312,7 @@ def test_pages_of_files_that_were_removed_are_forgotten_together(tmp_path: Path)
         removed = list[PageHash]()
         disk.removed = removed.extend
         write(disk, *range(10))
-        for path in tmp_path.glob("*[13].pages"):  # the last is being written
+        for path in tmp_path.glob("*[13].pages"):  # the last file is being written
             path.unlink()
         with pytest.raises(FileNotFoundError):
             is_there(disk, 1)

@@ -1,4 +1,4 @@
-"""Pages that leave and come many at a time, as on a GPU, by a CPU's memory: they are those that go one by one."""
+"""Pages that are copied in batches, as on a GPU, here in a CPU's memory: the result equals copying them one by one."""
 
 import contextlib
 import threading
@@ -23,7 +23,7 @@ PAGES, WAIT_S = 24, 60.0
 
 
 def pool(width: int = 16, *, drafter: bool = False) -> KvPool:
-    """Pages of random bytes."""
+    """A pool of pages with random bytes."""
     sizes = SimpleNamespace(num_hidden_layers=3, kv_width=width)
     model: Any = SimpleNamespace(config=sizes, device=torch.device("cpu"), dtype=torch.bfloat16)
     draft: Any = SimpleNamespace(config=SimpleNamespace(kv_width=12, hidden_size=20)) if drafter else None
@@ -74,7 +74,7 @@ def test_what_was_saved_together_comes_back_and_has_the_seal_of_its_bytes() -> N
     try:
         were = kv.planes[:, :10].clone()
         assert store.save(saved(*range(10))) == 10
-        assert store.save(saved(*range(10))) == 0, "they are kept already"
+        assert store.save(saved(*range(10))) == 0, "these pages are stored already"
         kv.planes[:, :10] = 0
         assert store.settle(WAIT_S)
         for page in range(10):
@@ -108,7 +108,7 @@ def test_a_reading_ends_before_the_page_whose_bytes_are_wrong(wrong: int) -> Non
 
 
 def test_pages_of_a_disk_come_together_where_memory_has_room_for_few(tmp_path: Path) -> None:
-    """More of them than lie beside memory at once, so that places are used again while others are under way."""
+    """There are more pages than fit into host memory at once, so slots are reused while other copies are in flight."""
     kv = pool()
     pages = WholePages(kv, 3)
     disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder, lock, _: hold(folder, lock, WAIT_S))
@@ -131,7 +131,9 @@ def test_pages_of_a_disk_come_together_where_memory_has_room_for_few(tmp_path: P
 
 
 class Ending:
-    """The end of a copy, which the store's thread does not see until it is told, and who asks for room waits for."""
+    """The completion event of a copy: the store's thread sees it only when the test sets it, and allocations wait for
+    it.
+    """
 
     def __init__(self) -> None:
         self.told, self.waited = threading.Event(), 0
@@ -154,7 +156,7 @@ def test_a_page_that_is_still_coming_gives_up_its_place_once_it_is_there(monkeyp
         assert entry is not None
         assert entry.stays
         store.save(saved(2))
-        assert ending.waited == 2, "both are waited for, and may be given up then"
+        assert ending.waited == 2, "the store waits for both copies, and may then evict their pages"
         assert store.find([name(0)]) == []
         assert [len(store.find([name(page)])) for page in (1, 2)] == [1, 1]
         assert store.counts["host", "lost"] == 0
@@ -176,7 +178,7 @@ def test_a_reading_does_not_wait_for_pages_that_are_still_coming(monkeypatch: py
             patched.setattr(store._copies, "mark", lambda: cast(torch.cuda.Event, ending))
             store.save(saved(3, 4))
         assert len(read(store, [0, 1, 2], [10, 11, 12]).kept) == 3
-        assert not store.settle(0.0), "they are not sealed yet"
+        assert not store.settle(0.0), "the pages are not sealed yet"
         ending.told.set()
         assert store.settle(WAIT_S)
         entry = store._host.find(name(4))
@@ -212,7 +214,7 @@ def test_a_page_that_is_not_sealed_yet_is_verified_as_others_are(monkeypatch: py
 def test_a_page_that_is_saved_anew_behind_a_reading_of_the_disk_stays_until_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory has room for one page, and another one is saved while the first is copied from there."""
+    """Memory has room for one page, and another page is saved while the first is copied from there."""
     kv = pool()
     pages = WholePages(kv)
     disk = DiskPages(tmp_path, "theirs", pages.size, 1 << 24, lambda folder, lock, _: hold(folder, lock, WAIT_S))
@@ -225,7 +227,7 @@ def test_a_page_that_is_saved_anew_behind_a_reading_of_the_disk_stays_until_it_i
         reading = store.hold([name(0)])
         assert reading is not None
         assert [one.tier for one in reading.found] == ["disk"]
-        store.save(saved(0))  # exact now, so it is kept in memory again
+        store.save(saved(0))  # exact now, so it is stored in memory again
         assert store.settle(WAIT_S)
         bring = store._copies.bring
 
@@ -242,13 +244,13 @@ def test_a_page_that_is_saved_anew_behind_a_reading_of_the_disk_stays_until_it_i
         assert store.settle(WAIT_S)
         store.check()
         store.save(saved(3))
-        assert len(store.find([name(3)])) == 1, "its slot can be given up once it is read"
+        assert len(store.find([name(3)])) == 1, "its slot can be reused once it is read"
     finally:
         store.close()
 
 
 class Stream:
-    """A stream that only says what it waits for."""
+    """A stream that only records the events it waits for."""
 
     def __init__(self) -> None:
         self.waits = list[Any]()
@@ -273,22 +275,20 @@ def test_what_is_brought_waits_for_what_leaves_its_own_places_and_steps_for_all(
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: steps)
     monkeypatch.setattr(under_way, "_in", brings)
     under_way.save([Leaving(PageId(page), host_PB[page], 0) for page in range(5)])
-    assert len(ends) == 3, "two pages go together"
-    assert steps.waits == [ends[2]], "which comes behind the others"
+    assert len(ends) == 3, "two pages are copied per batch"
+    assert steps.waits == [ends[2]], "the last event follows the others"
     under_way.bring([PageId(2), PageId(9)], list(host_PB[:2]), [0, 0])
     assert brings.waits == [ends[1]]
     under_way.bring([PageId(3), PageId(4)], list(host_PB[:2]), [0, 0])
     assert brings.waits[1:] == [ends[1], ends[2]]
     under_way.bring([PageId(2), PageId(3)], list(host_PB[:2]), [0, 0])
-    assert len(brings.waits) == 3, "it has waited for them"
+    assert len(brings.waits) == 3, "the stream has waited for these events already"
     parcel, saves = Ending(), Stream()
     monkeypatch.setattr(under_way, "_out", saves)
     pages._kv.placed = cast(torch.cuda.Event, parcel)
     under_way.bring([PageId(7)], [host_PB[0]], [0])
     under_way.save([Leaving(PageId(8), host_PB[1], 0)])
-    assert brings.waits[3:] == saves.waits == [parcel], (
-        "a parcel may still be on its way into pages that were given away"
-    )
+    assert brings.waits[3:] == saves.waits == [parcel], "a KV transfer may still be writing into pages that were freed"
     parcel.told.set()
     under_way.bring([PageId(7)], [host_PB[0]], [0])
     assert len(brings.waits) == 4
@@ -302,10 +302,10 @@ def test_memory_is_made_while_no_step_runs(monkeypatch: pytest.MonkeyPatch) -> N
     try:
         store.busy = True
         with store._lock:
-            slots.ahead = 0  # as where a GPU reads it, and nothing is left that steps would have to wait for
+            slots.ahead = 0  # as for a copy read by a GPU: no slab remains for which steps would have to wait
         store.save(saved(0))
         assert store.settle(WAIT_S)
-        assert slots._made == 2, "what was needed"
+        assert slots._made == 2, "only the needed slabs are allocated"
         store.busy = False
         assert store.settle(WAIT_S)
         assert slots._made == slots.total == 8

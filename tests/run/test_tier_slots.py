@@ -1,11 +1,11 @@
-"""Memory for pages below the cache: slots of slabs that are made when they are needed, or before."""
+"""Host memory of the KV offload tier: slots in slabs that are allocated on demand, or in advance."""
 
 import pytest
 import torch
 
 from redline.run.tiers.memory import SLAB_BYTES, Slots
 
-HALF = SLAB_BYTES // 2  # of a slab, in one slot
+HALF = SLAB_BYTES // 2  # bytes of a slot, half a slab
 
 
 def slots(total: int, ahead: int | None = None) -> Slots:
@@ -29,12 +29,12 @@ def test_some_is_made_ahead_of_who_takes_it() -> None:
         made.add(made.slab())
     made.check(set())
     assert made.free == 5
-    assert made.short(busy=False), "all of it is made where no step waits for it"
+    assert made.short(busy=False), "everything is allocated if no step waits for it"
     held = {slot for slot in (made.take(), made.take()) if slot is not None}
     made.check(held)
-    assert made.short(busy=True), "two of four are free, three are wanted"
+    assert made.short(busy=True), "two of four are free, three are required"
     made.add(made.slab())
-    assert not made.short(busy=False), "all that may be is made"
+    assert not made.short(busy=False), "everything permitted is allocated"
     assert made.slab() is None
 
 

@@ -100,7 +100,7 @@ def test_places_that_a_row_does_not_use_repeat_its_first(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("either_kernel")
 def test_a_query_without_context_gets_zeros_beside_one_that_has(monkeypatch: pytest.MonkeyPatch):
-    """Both a query of length 0 and one whose rows are all empty."""
+    """Both a query of length 0 and a query with only empty rows."""
     by_plan(monkeypatch, 16, 2, 3)
     args = random_context(fresh_generator(), (3, 70), 4, RANK, verify=3, skip=1)
     lengths_Q = torch.tensor([1, 2, 3, 0, 69, 70], dtype=torch.int32)

@@ -41,7 +41,9 @@ def test_every_rank_has_the_sum_of_all_in_the_same_bits(ranks: int, rounds: int,
     assert len(set(said)) == 1, "the ranks' bits differ"
     assert said[0].split()[1] == "0", "a rank gave up waiting"
     left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
-    assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is not reset to unsent"
+    assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), (
+        "a word that was read is not reset to unsent"
+    )
 
 
 def test_who_never_comes_is_named_and_not_who_waits_for_it_with_a_sum(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ ONES = torch.ones(2, 4)
 
 
 class Chips:
-    """Stands in for the driver and NCCL of all ranks: records which memory is allocated, and which ranks have it open.
+    """Stands in for the driver and NCCL of all ranks: records which memory is allocated and which
+    ranks have it open.
     """
 
     CudaError = driver.CudaError

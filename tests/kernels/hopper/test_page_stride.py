@@ -26,8 +26,7 @@ needs_compiler = pytest.mark.skipif(native.find_compiler() is None, reason="emul
 
 
 def in_a_pool(plane: Tensor) -> tuple[Tensor, Tensor]:
-    """-> the same numbers as one layer of a pool [pages, layers, 64, width], and the pool, filled with NaN elsewhere.
-    """
+    """-> the same numbers as one layer of a pool [pages, layers, 64, width], and the pool, with NaN elsewhere."""
     pages, tokens, width = plane.shape
     pool = torch.full((pages, LAYERS, tokens, width), torch.nan).to(plane.dtype)
     pool[:, LAYER] = plane

@@ -19,7 +19,7 @@ def g() -> torch.Generator:
 
 
 def drawn(g: torch.Generator, rows: int, columns: int) -> Tensor:
-    """Blocks whose magnitudes differ by up to 2^16, some all zero, some with values midway between two codes."""
+    """Blocks with magnitudes that differ by up to 2^16, some all zero, some with values midway between two codes."""
     weight = torch.randn(rows, columns // 16, 16, generator=g)
     weight *= torch.exp2(torch.randint(-16, 1, weight.shape[:2], generator=g).float())[..., None]
     weight[0, 0] = 0

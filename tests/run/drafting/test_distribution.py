@@ -1,9 +1,9 @@
-"""What comes of a row is distributed as without drafts: with every kind of draft, with and without a grammar, and with
-every option that changes a distribution.
+"""Tokens sampled with speculative decoding are distributed as without drafts: for every kind of draft, with and without
+a grammar, and with every option that changes a distribution.
 
 The runner, its slots, its matchers and its drafting are the real ones. The model and the drafter are tables: a token's
 logits depend on the token before it. So the exact probability of every answer follows from the same numbers that the
-runner draws from, whatever instructions the processor has.
+runner draws from, on any processor.
 """
 
 import functools
@@ -33,17 +33,17 @@ from tests.tiny_model import tiny_model
 
 TOKENS = b"a", b"b", b"c", b"d", b"e", b"<end>"
 A, B, C, D, E, END = range(6)
-V, K = len(TOKENS), 2  # vocabulary, drafts of a row
+V, K = len(TOKENS), 2  # size of the vocabulary, drafts of a row
 SLOTS = 64
-LENGTH = 3  # tokens of an answer that are looked at
+LENGTH = 3  # tokens of an answer that are counted
 
-# What begins the idle grammar is likely, and drafted more often than that. Of what the active grammar allows, the model
-# prefers B and the drafter A.
+# The token that begins the idle grammar is likely in the model, and more likely in the drafter. Among the tokens that
+# the active grammar allows, the model prefers B and the drafter A.
 _random = torch.Generator().manual_seed(2)
 MODEL_CV = torch.tensor([0.0, 0.7, 0.0, 0.0, 1.0, -0.7]) + torch.randn(V, V, generator=_random) / 2
 DRAFTER_CV = torch.tensor([0.9, 0.0, 0.0, 0.0, 1.6, -0.7]) + torch.randn(V, V, generator=_random) / 2
 
-# Behind "ab" and any token the prompt has that token's own continuation: a suffix match proposes it.
+# The prompt continues "ab" and any token with that token's own continuation: a suffix match proposes it.
 _continued = {A: (E, C), B: (D, E), C: (E, A), D: (END, A), E: (B, D), END: (A, A)}
 PROMPT = (*itertools.chain(*((A, B, token, *_continued[token]) for token in range(V))), A, B)
 
@@ -64,11 +64,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bias": {"logit_bias": ((A, 1.0), (E, -1.0))},
     "min_tokens": {"min_tokens": 2, "stop_ids": (C,)},
 }
-DRAWS = {"drawn": 384, "certain": 64, "suffix": 64}  # of each kind of draft
+DRAWS = {"drawn": 384, "certain": 64, "suffix": 64}  # draws for each kind of draft
 
 
 class Table:
-    """A model whose logits are a table's. All else is the tiny model's."""
+    """A model that takes its logits from a table. Everything else is the tiny model's."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(vocab_size=V, num_hidden_layers=1, kv_width=1)
@@ -82,7 +82,7 @@ class Table:
 
 
 class Guess:
-    """A drafter whose logits are a table's: its state is the token that it has read last."""
+    """A drafter that takes its logits from a table: its state is the last token that it read."""
 
     config = SimpleNamespace(kv_width=1, hidden_size=1, layer_ids=(0,))
 
@@ -114,7 +114,7 @@ def tokens() -> LLTokenizer:
     def encode(text: bytes) -> list[int]:
         return [
             TOKENS.index(bytes([byte])) for byte in text if bytes([byte]) in TOKENS
-        ]  # it is tried with another text
+        ]  # the option is tested with another text
 
     encode.eos_token_id, encode.bos_token_id, encode.tokens = END, None, list(TOKENS)  # type: ignore[attr-defined]
     encode.special_token_ids = [END]  # type: ignore[attr-defined]
@@ -147,7 +147,7 @@ def stops(options: dict[str, Any]) -> set[int]:
 
 
 def ended(answer: Sequence[int], length: int, options: dict[str, Any]) -> tuple[int, ...]:
-    """The first tokens of an answer, with END in each place behind its end."""
+    """The first tokens of an answer, padded with END after its end."""
     end = next((place for place, token in enumerate(answer) if token in stops(options)), length)
     return tuple((*answer[: end + 1], *[END] * length)[:length])
 
@@ -194,7 +194,7 @@ def counted(made: Runner, kind: str, grammar: str, options: dict[str, Any], leng
 
 
 def allowed(grammar: str, answer: Sequence[int]) -> set[int]:
-    """The tokens that may come behind so much of an answer, told without llguidance."""
+    """The tokens that the grammar allows after the given tokens of an answer, computed without llguidance."""
     every = set(range(V))
     if grammar == "no grammar":
         return every
@@ -215,7 +215,7 @@ def allowed(grammar: str, answer: Sequence[int]) -> set[int]:
 
 @functools.cache
 def expected(grammar: str, option: str, length: int) -> np.ndarray:
-    """The exact probability of each beginning, by the sampler's own definition of what is kept of a distribution."""
+    """The exact probability of each beginning, from the sampler's own definition of the filtered distribution."""
     options = OPTIONS[option]
     sampling = asked(0, "no grammar", options)
     shares = np.zeros([V] * length)
@@ -238,14 +238,15 @@ def expected(grammar: str, option: str, length: int) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray, shares: np.ndarray) -> tuple[float, float]:
-    """The statistic of all tokens but the first, which is drawn behind the prompt without drafts: over the cells that
-    expect 5 or more, the rest together; and what it exceeds once in a thousand times by chance (Wilson and Hilferty's
-    approximation)."""
-    assert not counts[shares == 0].any(), "an answer that is impossible"
+    """The chi-square statistic over all tokens but the first, which is drawn after the prompt without drafts: cells
+    with an expected count of 5 or more, all others pooled; and the value that it exceeds by chance once in a thousand
+    times (Wilson and Hilferty's approximation).
+    """
+    assert not counts[shares == 0].any(), "an answer of probability 0 was drawn"
     counts, wanted = counts.sum(0).flatten(), counts.sum() * shares.sum(0).flatten()
     many = wanted >= 5
     cells, seen = np.append(wanted[many], wanted[~many].sum()), np.append(counts[many], counts[~many].sum())
-    if cells[-1] < 5:  # so few belong to the least of the others
+    if cells[-1] < 5:  # the pool is too small: add it to the smallest of the other cells
         least = cells[:-1].argmin()
         cells[least], seen[least] = cells[least] + cells[-1], seen[least] + seen[-1]
         cells, seen = cells[:-1], seen[:-1]
@@ -266,7 +267,7 @@ def test_answers_are_distributed_as_without_drafts(runners: dict[str, Runner], k
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_answers_with_forced_drafts_are_distributed_as_without(runners: dict[str, Runner], option: str):
-    """One token that is drawn, two that must come and are drafted, and one that is drawn behind them."""
+    """One token is drawn, two forced tokens are drafted, and one is drawn after them."""
     counts = counted(runners["drawn"], "drawn", "forced", OPTIONS[option], 4)
     statistic, limit = chi_square(counts, expected("forced", option, 4))
     assert statistic < limit

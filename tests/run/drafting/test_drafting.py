@@ -1,4 +1,6 @@
-"""Drafts through the real planner and runner: what is drawn, what a broken drafter does, and who goes in the middle."""
+"""Drafts through the real planner and runner: the distribution of drawn tokens, a broken drafter, and jobs that end
+while drafts are in flight.
+"""
 
 import functools
 import tempfile
@@ -38,14 +40,14 @@ from tests.tiny_model import (
     tiny_model,
 )
 
-FEW = 16  # tokens of a vocabulary whose every pair is met often
+FEW = 16  # size of a vocabulary small enough that every pair of tokens occurs often
 DRAWS = 3600
 TEMPERATURE = 0.8
 
 
 @functools.cache
 def few_words() -> tuple[K2, Eagle3]:
-    """A model of few tokens, and a drafter whose distribution is not the model's."""
+    """A model with few tokens, and a drafter with another distribution than the model."""
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(folder, kernel_config(vocab_size=FEW))
         model = load_folder(Path(folder))
@@ -79,7 +81,7 @@ def asked_of(start: tuple[int, ...], *prefixes: tuple[int, ...]) -> list[Tensor]
 
 
 def chi_square_z(counts: Tensor, expected: Tensor) -> float:
-    """Standard deviations by which the statistic lies above its mean; cells below 5 are pooled."""
+    """Standard deviations of the statistic above its mean; cells with an expected count below 5 are pooled."""
     large = expected >= 5
     cells = torch.cat([expected[large], expected[~large].sum()[None]])
     seen = torch.cat([counts[large], counts[~large].sum()[None]])
@@ -89,7 +91,7 @@ def chi_square_z(counts: Tensor, expected: Tensor) -> float:
 
 
 def test_what_an_engine_with_a_drafter_draws_is_distributed_as_the_model_says():
-    """The second and third token of many answers; the model's own probabilities of every pair."""
+    """Counts the second and third token of many answers against the model's own probability of every pair."""
     model, drafter = few_words()
     start = (5, 9, 2)
     (first_V,) = asked_of(start, ())
@@ -129,7 +131,7 @@ BROKEN: dict[str, tuple[dict[str, Any], Callable[[Eagle3], object]]] = {
     "an infinite column of the head": ({}, lambda drafter: drafter.lm_head.weight[:, 0].fill_(torch.inf)),
     "the same, reduced": ({"draft_vocab_size": 96}, lambda drafter: drafter.lm_head.weight[:, 0].fill_(-torch.inf)),
 }
-# What the head has of its own, and no number before it; where that comes from is no matter of the head.
+# Faults of the head itself, and faults in its input; the format of the head does not matter for the others.
 IN_8_BITS = ("everything", "the last norm", "rows of the head", "an infinite column of the head", "the same, reduced")
 
 
@@ -163,12 +165,12 @@ def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer(
     assert all(0 <= token < VOCABULARY for answer in answers.values() for token in answer.tokens)
     assert answers["drawn"].proposed > 0
     assert engine.runner.replays > 10 or not captured
-    for one in asked[: 4 if captured else 2]:  # led, drafts that are drawn are verified block by block
+    for one in asked[: 4 if captured else 2]:  # in eager steps, drawn drafts go through block verification
         assert answers[one.id].tokens == run_alone(tiny_model(), one).tokens, one.id
 
 
 def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch):
-    """Without a drafter nobody would have asked for what follows that token."""
+    """Without a drafter the row after that token would never have been computed."""
     asked = job("asked", prompt(1, 70), max_tokens=20)
     expected = run_alone(tiny_model(), asked)
     model, sound = tiny_model(), tiny_model().predict
@@ -176,7 +178,7 @@ def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(mon
     def broken(*of: Any) -> Predicted:
         out = sound(*of)
         logits = out.logits().clone()
-        logits[1:] = torch.nan  # behind the first draft
+        logits[1:] = torch.nan  # all rows after the first draft
         return predicted(out.hidden(), out.features, logits)
 
     monkeypatch.setattr(model, "predict", broken)
@@ -190,7 +192,7 @@ def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(mon
 
 
 def test_a_job_that_is_aborted_in_the_middle_of_its_drafts_leaves_no_trace():
-    """Its slot and pages serve others, who are answered as if it had never been."""
+    """Its slot and pages go to other jobs, which get the answers that they would get without it."""
     engine = open_engine(tiny_model(), speculation=BOTH, max_running=2, pages=12)
     leaving = job("leaving", prompt(1, 100), max_tokens=300, temperature=1.0)
     stays, comes = job("stays", prompt(2, 90), max_tokens=60), job("comes", prompt(1, 100), max_tokens=60)
@@ -233,7 +235,7 @@ def test_rows_that_the_drafter_follows_and_rows_that_it_has_lost_share_a_step():
     settle = engine.planner.settle
 
     def settled(*args):
-        engine.planner._speculation._worth = Worth()  # taken up again: for jobs that begin from now on
+        engine.planner._speculation._worth = Worth()  # reset, which takes effect for jobs that begin from now on
         return settle(*args)
 
     engine.planner.settle = settled
@@ -247,13 +249,14 @@ def test_rows_that_the_drafter_follows_and_rows_that_it_has_lost_share_a_step():
 
 @pytest.mark.parametrize("shared", [64, 128])
 def test_as_many_drafts_hold_after_a_cache_hit_as_without(shared: int):
-    """Drawn, so that some drafts hold; the page's own last row is the first that the cache must give right. The pages
-    come from a prompt that was only read, and ended with them."""
+    """Drawn at random, so that some drafts are accepted; the last row of the cached page is the first one that the
+    cache must restore. The pages come from a prompt with max_tokens 0, which ended at a page boundary.
+    """
     asked = job("asked", prompt(1, shared) + prompt(4, 50), max_tokens=60, temperature=2.0, seed=11)
     found: list[Answer] = []
     for before in ([], [job("before", prompt(1, shared), max_tokens=0)]):
         engine = open_engine(tiny_model(), speculation=LEARNED)
-        engine.runner.kv.tails.fill_(torch.nan)  # what nobody has written
+        engine.runner.kv.tails.fill_(torch.nan)  # so that a read of an unwritten feature shows
         found.append(answers_of(engine, before, [asked], every=8)["asked"])
     cold, warm = found
     assert (cold.cached_tokens, warm.cached_tokens) == (0, shared)
@@ -271,7 +274,9 @@ def test_as_many_drafts_hold_after_a_cache_hit_as_without(shared: int):
 )
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
 def test_other_peoples_drafters_change_nothing_either(kind: dict[str, Any], kv_dtype: torch.dtype):
-    """Llama's body, and a vocabulary of every fifth token: in chunks, over page ends, drawn and greedy side by side."""
+    """Drafters with Llama's layers and with a reduced vocabulary of every fifth token: prompts in chunks, across page
+    boundaries, drawn and greedy jobs in one batch.
+    """
     torch.manual_seed(1)
     drafter = Eagle3(Eagle3Config.for_target(tiny_model().config, **kind))
     if kind["draft_vocab_size"] is not None:
@@ -290,7 +295,9 @@ def test_other_peoples_drafters_change_nothing_either(kind: dict[str, Any], kv_d
 
 @pytest.mark.parametrize("suffix", [False, True])
 def test_every_kind_of_end_is_the_same(suffix: bool):
-    """At max_tokens 0 and 1, at the longest context, below and at min_tokens: tokens, reason and log probabilities."""
+    """At max_tokens 0 and 1, at the maximum context length, below and at min_tokens: tokens, finish reason and log
+    probabilities.
+    """
     words = (5, 6, 7, 8) * 12
     asked = [
         job("nothing", words[:30], max_tokens=0, prompt_logprobs=2),

@@ -1,4 +1,4 @@
-"""The free drafter: what it finds, what it does not claim, what it costs."""
+"""The suffix drafter: which matches it finds, which it must not propose, and its cost."""
 
 import random
 
@@ -22,7 +22,7 @@ def test_no_match_proposes_nothing():
     assert of().propose(3) == ([], 0)
     assert of(1, 2).propose(3) == ([], 0)
     assert of(*range(500)).propose(3) == ([], 0)
-    assert of(1, 2, 3, 4, 7, 2, 3).propose(3) == ([], 0)  # two tokens are chance
+    assert of(1, 2, 3, 4, 7, 2, 3).propose(3) == ([], 0)  # a match of two tokens is too short
 
 
 def test_no_more_than_asked_for():
@@ -66,7 +66,7 @@ def test_pieces_are_the_same_as_all_at_once(cut: int):
 
 
 def plainly(tokens: list[int], count: int, window: int) -> tuple[list[int], int]:
-    """The definition: every earlier place within the window is compared."""
+    """The definition: compares every earlier position within the window."""
     tokens = tokens[-window:]
     best, longest = 0, SHORTEST - 1
     for place in range(len(tokens) - 1, 0, -1):
@@ -110,7 +110,7 @@ def test_what_has_left_the_window_is_forgotten_and_the_memory_does_not_grow():
 
 def test_a_token_costs_the_same_however_many_stand_before_it():
     def spent(suffix: Suffix) -> int:
-        """For 20 tokens of the worst text: every place is a candidate."""
+        """Comparisons for 20 tokens of the worst text, in which every position is a candidate."""
 
         def work() -> None:
             for _ in range(20):

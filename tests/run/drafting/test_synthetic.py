@@ -1,4 +1,4 @@
-"""Synthetic acceptance: a draw says how many drafts hold, the same on the host and in recorded steps."""
+"""Synthetic acceptance: a random draw sets how many drafts are accepted, equally in eager steps and in CUDA graphs."""
 
 import functools
 from typing import Any
@@ -49,7 +49,7 @@ def test_recorded_rounds_give_the_verdicts_of_those_that_the_host_leads(monkeypa
     led = answers(monkeypatch, synthetic(RATES), captured=False)
     replayed = answers(monkeypatch, synthetic(RATES), captured=True)
     for name in SAMPLINGS:
-        certain = TOKENS - 8  # in the last rounds there is no room for as many drafts where the next is planned ahead
+        certain = TOKENS - 8  # in the last rounds, a round planned ahead has no room for all drafts
         assert replayed[name].tokens[:certain] == led[name].tokens[:certain], name
 
 
@@ -64,7 +64,7 @@ def test_all_drafts_that_a_rate_of_1_names_hold_and_none_of_0(monkeypatch: pytes
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_without_drafts_there_is_nothing_to_draw(monkeypatch: pytest.MonkeyPatch, captured: bool):
-    """Where no draft holds, what is emitted is the target's own, token for token."""
+    """If no draft is accepted, the output is the target model's own, token for token."""
     plain = answers(monkeypatch, LEARNED, captured=captured)
     none_hold = answers(monkeypatch, synthetic(1.0), captured=captured)
     assert plain["greedy"].tokens == none_hold["greedy"].tokens

@@ -1,4 +1,4 @@
-"""Verification is exact: what comes out is distributed as without a drafter, or is the very same answer."""
+"""Verification is exact: its output has the distribution of sampling without a drafter, or is the identical answer."""
 
 import itertools
 import math
@@ -18,14 +18,14 @@ from redline.run.drafting.verify import Verified, draft_token, verify, verify_ch
 from redline.run.sampling.on_host import adjusted, kept, pick, sample_each, sample_token, uniform_of
 from redline.wire.job import Sampling
 
-V, K = 6, 3  # vocabulary, drafts in a row
+V, K = 6, 3  # size of the vocabulary, drafts in a row
 NOTHING = torch.zeros(0, dtype=torch.int64)
 PROMPT = torch.tensor([1, 4])
-# The next token depends on the last two: logits of the model and of its drafter, which is neither good nor useless.
+# The next token depends on the last two: logits of the model and of its drafter, which is of medium quality.
 _random = torch.Generator().manual_seed(5)
 MODEL_CCV = torch.randn(V, V, V, generator=_random) * 1.5
 DRAFTER_CCV = MODEL_CCV + torch.randn(V, V, V, generator=_random)
-DRAFTER_CCV[:, :, 2] = -torch.inf  # a reduced draft vocabulary has no 2
+DRAFTER_CCV[:, :, 2] = -torch.inf  # a reduced draft vocabulary without token 2
 
 Tokens = tuple[int, ...]
 honest_uniform_of = uniform_of
@@ -44,7 +44,7 @@ def model_rows(before: Tokens, drafts: Tokens) -> Tensor:
 
 @cache
 def drafter_rows(before: Tokens, drafts: Tokens, temperature: float) -> Tensor:
-    """[d, V]: what the drafts are drawn from."""
+    """[d, V]: the distributions that the drafts are drawn from."""
     whole = before + drafts
     logits = [DRAFTER_CCV[whole[i - 2], whole[i - 1]] for i in range(len(before), len(whole))]
     return (torch.stack(logits) / temperature).softmax(-1)
@@ -59,12 +59,12 @@ def ladder(before: Tokens, temperature: float) -> list[float]:
 
 @cache
 def plain_ladder(before: Tokens) -> list[float]:
-    """The model's, at temperature 1."""
+    """Cumulative probabilities of the model's next token, at temperature 1."""
     return list(accumulate(model_rows(before, ())[0].softmax(-1, dtype=torch.float64).tolist()))
 
 
 def drafted(before: Tokens, sampling: Sampling, position: int) -> Tokens:
-    """As `draft_token` draws them, in plain Python, since the tests draw very many."""
+    """Draws drafts as `draft_token` does, but in plain Python for speed, since the tests draw very many."""
     drafts: Tokens = ()
     for index in range(K):
         u = uniform_of(sampling.seed, 3 * index, position)
@@ -73,7 +73,7 @@ def drafted(before: Tokens, sampling: Sampling, position: int) -> Tokens:
 
 
 def row(tokens: Tokens, sampling: Sampling, certain: bool = False) -> Verified:
-    """The row that follows the first tokens of an answer."""
+    """Verifies the row that follows the given first tokens of an answer."""
     position = len(PROMPT) + len(tokens)
     before = (tuple(PROMPT.tolist()) + tokens)[-2:]
     drafts = (0, 3, 2) if certain else drafted(before, sampling, position)
@@ -83,7 +83,7 @@ def row(tokens: Tokens, sampling: Sampling, certain: bool = False) -> Verified:
 
 
 def expected(sampling: Sampling, length: int) -> np.ndarray:
-    """The exact probability of every sequence of `length` tokens, [V] * length, by the sampler's own definition."""
+    """The exact probability of every sequence of `length` tokens, [V] * length, from the sampler's own definition."""
     shares = np.zeros([V] * length)
     for tokens in itertools.product(range(V), repeat=length):
         share = 1.0
@@ -99,9 +99,11 @@ def expected(sampling: Sampling, length: int) -> np.ndarray:
 
 
 def deviation(counts: np.ndarray, shares: np.ndarray) -> float:
-    """Chi-square over the cells that expect 5 or more (the rest together), in standard deviations above its mean."""
+    """Chi-square over the cells with an expected count of 5 or more (all others pooled), in standard deviations above
+    its mean.
+    """
     wanted = counts.sum() * shares
-    assert not counts[wanted == 0].any(), "a sequence that is impossible"
+    assert not counts[wanted == 0].any(), "a sequence of probability 0 was drawn"
     many = wanted >= 5
     observed = np.append(counts[many], counts[~many].sum())
     wanted = np.append(wanted[many], max(wanted[~many].sum(), 1e-9))
@@ -128,7 +130,9 @@ def prefixes(length: int) -> Iterator[Tokens]:
 
 
 def chances(step: Callable[[float, float], float]) -> float:
-    """The drafts that a row accepts on average, where `step` gives a prefix's chance from that of the one before."""
+    """The mean number of accepted drafts of a row; `step` computes a prefix's acceptance probability from the previous
+    one's.
+    """
     start, total = tuple(PROMPT.tolist()), 0.0
     for length in range(1, K + 1):
         for drafts in prefixes(length):
@@ -145,7 +149,7 @@ def chances(step: Callable[[float, float], float]) -> float:
 
 @torch.inference_mode()
 def test_many_rows_are_distributed_as_without_a_drafter_and_accept_more_than_one_by_one():
-    """Half as many again as show each of the mistakes below."""
+    """1.5 times the number of draws that reveals each of the mistakes below."""
     draws = 15_000
     counts, accepted = np.zeros([V] * 3), 0
     rest = np.random.default_rng(0).random((draws, 2)).tolist()
@@ -153,7 +157,7 @@ def test_many_rows_are_distributed_as_without_a_drafter_and_accept_more_than_one
         new = row((), asked(seed=seed))
         accepted += new.accepted
         tokens = tuple(new.tokens)
-        for u in rest[seed][: max(0, 3 - len(tokens))]:  # what the row leaves open is drawn plainly
+        for u in rest[seed][: max(0, 3 - len(tokens))]:  # tokens that the row did not yield are drawn without drafts
             tokens += (bisect_right(plain_ladder((1, 4, *tokens)[-2:]), u),)
         counts[tokens[:3]] += 1
     assert deviation(counts, expected(asked(), 3)) < 4
@@ -188,7 +192,9 @@ def unscaled(p_dV: Tensor, q_dV: Tensor, reached: list[float]) -> Tensor:
 
 
 def numbers_by_place(seed: int, stream: int, position: int) -> float:
-    """What a drafter and a verifier draw that know the place of a token, but not the row that it is drafted in."""
+    """Random numbers of a drafter and a verifier that depend on a token's position, but not on the row in which it is
+    drafted.
+    """
     return honest_uniform_of(seed, stream % 3, position + stream // 3)
 
 
@@ -289,7 +295,9 @@ def test_the_answer_is_the_one_without_a_drafter_whatever_was_drafted(options: d
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("first", range(K + 1))
 def test_tokens_end_where_there_is_no_finite_number_to_choose_by(first: int, temperature: float, certain: bool):
-    """From row `first` on: there are none where it is row 0. The draft that goes there is verified as any other."""
+    """Logits are not finite from row `first` on: there is no token if it is row 0. The draft at that row is verified
+    like any other.
+    """
     before = tuple(PROMPT.tolist())
     for seed in range(60):
         sampling = asked(temperature=temperature, seed=seed, presence_penalty=0.1)
@@ -324,7 +332,7 @@ def test_greedy_drafts_hold_up_to_the_first_that_differs():
     assert verify_chosen([4, 7, 7, 1], [4, 8, 7]) == Verified([4, 7], 1)
     assert verify_chosen([4, 7, 7, 1], [5, 7, 7]) == Verified([4], 0)
     assert verify_chosen([4], []) == Verified([4], 0)
-    assert verify_chosen([4, 7], [4, 7]) == Verified([4, 7], 1), "nothing is chosen behind the last"
+    assert verify_chosen([4, 7], [4, 7]) == Verified([4, 7], 1), "no token is chosen after the last row"
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -343,11 +351,14 @@ def test_a_draft_that_its_own_distribution_has_not_is_no_division_by_zero():
     logits = torch.zeros(2, 4)
     new = verify(logits, [3], torch.tensor([[0.5, 0.5, 0.0, 0.0]]), asked(seed=3), NOTHING, NOTHING, 4)
     assert new.accepted == 0
-    assert new.tokens[0] in (2, 3)  # what the drafter has too much of is not owed
+    # tokens to which the drafter gives too much probability are not in the residual distribution
+    assert new.tokens[0] in (2, 3)
 
 
 def test_where_nothing_is_left_of_a_row_its_token_is_drawn_from_the_whole_of_it():
-    """Rejected though p and q are one but for rounding, here by a half, so that it is met often."""
+    """A draft that is rejected although p and q differ only by rounding; here they differ by a half, so that it happens
+    often.
+    """
     q_dV = torch.tensor([[0.5, 0.25, 0.25, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.25, 0.25, 0.5]], dtype=torch.float64)
     p_NV = torch.cat([q_dV / 2, q_dV[1:]])
     given = [module._block(p_NV, (0, 5), q_dV, seed, 7) for seed in range(400)]
@@ -384,7 +395,9 @@ def test_the_logits_stay_as_they_were():
 
 
 def test_one_hot_distributions_give_the_same_as_certain_drafts():
-    """By block verification and by own draws: the mean acceptance is the product of the model's probabilities."""
+    """With block verification and with independent draws: the mean acceptance is the product of the model's
+    probabilities.
+    """
     drafts = (1, 3, 0)
     rows = model_rows((1, 4), drafts)
     q_dV = torch.nn.functional.one_hot(torch.tensor(drafts), V).float()
@@ -397,5 +410,6 @@ def test_one_hot_distributions_give_the_same_as_certain_drafts():
 def test_draw_is_what_a_drafter_uses_too():
     logits = DRAFTER_CCV[0, 1]
     for seed in range(50):
-        token, _ = draft_token(logits, asked(seed=seed, top_p=0.2), 4, 2)  # the drafter is not cut
+        # the drafter's distribution is not top-p filtered
+        token, _ = draft_token(logits, asked(seed=seed, top_p=0.2), 4, 2)
         assert [token] == sample_each(logits[None], [asked()], [uniform_of(seed, 6, 4)])

@@ -1,4 +1,4 @@
-"""A slot's matcher: what may come next, behind drafts too, and what must."""
+"""A slot's grammar matcher: the allowed next tokens, also after drafts, and the forced tokens."""
 
 import functools
 import json
@@ -34,7 +34,7 @@ def matchers() -> Iterator[Matchers]:
 
 @pytest.fixture(autouse=True)
 def masks_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is."""
+    """Masks take no measured time, so a busy machine does not change the tests."""
     monkeypatch.setattr("redline.clock.thread_time", FakeClock())
 
 
@@ -81,9 +81,9 @@ def test_masks_behind_drafts_end_before_the_first_that_is_refused(matchers: Matc
     before = matcher.masks(()).tolist()
     assert texts(matcher, letters("rex")) == [{"r", "re", "g"}, {"e", "o"}, {"d"}]
     assert matcher.allowed(letters("rex")) == 2
-    assert matcher.allowed([*letters("red"), END, 65]) == 3  # what ends the answer is no draft
+    assert matcher.allowed([*letters("red"), END, 65]) == 3  # an end token is not a draft
     assert len(matcher.masks([*letters("red"), END, 65])) == 4
-    assert matcher.masks(()).tolist() == before  # and the matcher stands where it stood
+    assert matcher.masks(()).tolist() == before  # and the matcher's state is unchanged
 
 
 def test_what_must_come_is_one_token_and_known_in_advance(matchers: Matchers):
@@ -91,14 +91,14 @@ def test_what_must_come_is_one_token_and_known_in_advance(matchers: Matchers):
     text = f"start: %json {json.dumps({**schema, 'additionalProperties': False})}"
     matcher = matchers.begin(Grammar(text=text), letters('{"'))
     forced = matcher.forced()
-    assert forced[:2] == ids('functions"')[:2], "in the tokenizer's own tokens, where single letters would do too"
+    assert forced[:2] == ids('functions"')[:2], "the tokenizer's own tokens, although single letters would be valid too"
     assert [allowed(mask) for mask in matcher.masks(forced)[:-1]] == [{token} for token in forced]
     matcher.advance(forced)
     assert len(allowed(matcher.masks(())[0])) > 1
 
 
 def test_what_is_forced_behind_a_row_is_known_while_the_run_goes_on(matchers: Matchers):
-    """However many of the row's drafts hold: it gives so many of the run, and one more."""
+    """For every number of accepted drafts of the row: it yields that many tokens of the forced run, and one more."""
     matcher = matchers.begin(Grammar(text='start: "a" "xyzxyz" /[b-d]/'), letters("a"))
     run = matcher.forced()
     assert len(run) >= 3
@@ -120,7 +120,7 @@ def test_before_it_begins_all_is_free_but_what_is_banned(matchers: Matchers):
     assert [len(allowed(row)) for row in rows[:2]] == [len(everything) - 2] * 2
     assert TOKENIZER.token_bytes(min(allowed(rows[2]))) == b"re"
     assert matcher.allowed([65, END]) == 1
-    assert allowed(matcher.masks(())[0]) == everything - {END, 3}, "drafts do not begin it"
+    assert allowed(matcher.masks(())[0]) == everything - {END, 3}, "drafts must not activate the grammar"
     matcher.advance([65, THOUGHT])
     assert 65 not in allowed(matcher.masks(())[0])
 
@@ -172,9 +172,9 @@ def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers
 
 @pytest.mark.parametrize("asked", ["forced", "advance", "allowed", "masks"])
 def test_whatever_follows_a_grammar_is_counted_once(matchers: Matchers, asked: str):
-    """A first look at what is forced takes 60 ms here, and is part of a mask too."""
+    """The first computation of forced tokens takes 60 ms here, and is counted as part of a mask too."""
     clock, matcher = FakeClock(), matchers.begin(COLOURS, ())
-    matcher.forced()  # compiled
+    matcher.forced()  # the grammar is compiled here
     matcher = matchers.begin(COLOURS, ())
     ahead = Matcher._ahead
 
@@ -232,7 +232,7 @@ def test_texts_of_compiled_grammars_are_bounded_together(matchers: Matchers, mon
         assert matchers._chars == sum(map(len, matchers._compiled)) <= 1000
     assert list(matchers._compiled) == texts[-3:]
     matchers.begin(Grammar(text=f'start: "{"f" * 2000}"'), ())
-    assert len(matchers._compiled) == 1, "the newest is used now"
+    assert len(matchers._compiled) == 1, "only the most recently used grammar is kept"
 
 
 def test_who_asks_whether_a_grammar_is_compiled_has_it_compiled_and_waits_for_nothing():
@@ -251,7 +251,7 @@ def test_who_asks_whether_a_grammar_is_compiled_has_it_compiled_and_waits_for_no
     until(lambda: len(done) == 3)
     assert done == [COLOURS.text, "start: nobody", COLOURS.text]
     assert made.hold(COLOURS.text).done()
-    assert made.hold("start: nobody").done(), "nothing is to be waited for"
+    assert made.hold("start: nobody").done(), "a grammar that fails to compile must not block"
     made.close()
 
 
@@ -273,7 +273,7 @@ def test_masked_logits_keep_their_bits_where_they_may():
 
 
 def bounded(most: int, grammar: Grammar | None = None) -> Grammar:
-    """The grammar, or none, behind at most so many tokens of thinking."""
+    """The grammar, or none, after at most `most` tokens of thinking."""
     thinking = Thinking(most=most, end=THOUGHT, ends=(THOUGHT, 3))
     return msgspec.structs.replace(grammar or Grammar(text=""), thinking=thinking)
 
@@ -332,7 +332,9 @@ def test_a_bound_stands_before_a_grammar_as_well(matchers: Matchers):
 
 
 def test_a_bound_that_is_met_behind_drafts_does_not_end_an_answer_that_goes_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    """Whatever was drafted: where nothing is known behind a draft nothing is allowed there, and the answer goes on."""
+    """Whatever was drafted: at a position after a draft for which the mask is unknown no token is allowed, and the
+    answer continues.
+    """
     monkeypatch.setattr("redline.tune.grammar.STEP_ITEMS", 300)
     matchers = Matchers(functools.partial(grammar_tokens, TOKENIZER), TINY_VOCAB)
     schema = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(200)}}
@@ -345,7 +347,7 @@ def test_a_bound_that_is_met_behind_drafts_does_not_end_an_answer_that_goes_else
         assert 1 < len(rows) <= len(drafts)
         assert (rows[0].tolist(), allowed(rows[-1])) == (first, set())
         assert drafted.error is None
-        assert drafted.allowed(drafts) == 0, "so that it is not met again"
+        assert drafted.allowed(drafts) == 0, "the drafts are dropped, so that the limit is not exceeded again"
         assert [row.tolist() for row in drafted.masks(drafts)] == [first, [0] * matchers.words]
         for matcher in (drafted, plain):
             matcher.advance(letters("nab"))
@@ -353,6 +355,6 @@ def test_a_bound_that_is_met_behind_drafts_does_not_end_an_answer_that_goes_else
         assert drafted.error is None
         reached = matchers.begin(Grammar(text=text), letters('y{"p1":1'))
         assert [allowed(row) for row in reached.masks(letters("1"))] == [set()]
-        assert "300" in str(reached.error), "an answer that comes to it ends"
+        assert "300" in str(reached.error), "an answer that reaches the limit ends with an error"
     finally:
         matchers.close()

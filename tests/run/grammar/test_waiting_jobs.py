@@ -1,4 +1,6 @@
-"""More grammars than are kept: each job that waits for its grammar gets it, and none is compiled twice meanwhile."""
+"""More grammars than the cache keeps: each job that waits for its grammar gets it, and none is compiled twice while
+jobs wait.
+"""
 
 import pytest
 
@@ -10,7 +12,7 @@ from tests.later import Later, compile_later
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Later:
-    """The thread of the `Matchers` that a test makes."""
+    """The thread of the `Matchers` that a test creates, replaced so that the test decides when it runs."""
     [thread] = compile_later(monkeypatch, 1)
     return thread
 
@@ -42,7 +44,7 @@ def test_jobs_that_come_together_all_end_and_each_grammar_is_compiled_once(texts
     assert later.compiled == texts
     world.check_end()
     assert (set(matchers._alive), matchers._chars <= KEPT_CHARS) == (set(matchers._compiled), True)
-    assert len(matchers._compiled) <= KEPT, "jobs that have ended hold nothing"
+    assert len(matchers._compiled) <= KEPT, "ended jobs must release their grammars"
 
 
 def test_jobs_that_wait_long_behind_others_find_their_grammars_compiled(later: Later):

@@ -1,4 +1,4 @@
-"""What tests of recorded steps share."""
+"""Fixtures shared by the tests of CUDA graphs."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Open = Callable[..., EngineCore]
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens engines whose decode steps are replayed."""
+    """Opens engines that run their decode steps as CUDA graphs."""
 
     def opened(**config: Any) -> EngineCore:
         with monkeypatch.context() as patch:

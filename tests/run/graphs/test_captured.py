@@ -1,6 +1,6 @@
-"""Steps that are recorded and replayed give what steps that the host leads give, token for token.
+"""Steps that are captured as CUDA graphs and replayed give the same tokens as eager steps.
 
-On a CPU a recorded piece is a plain call of the same torch operations over the same tensors.
+On a CPU a captured piece is a plain call of the same torch operations over the same tensors.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"logprobs": None, "min_tokens": 12, "stop_ids": (1, 2, 3)},
     {"logprobs": None, "frequency_penalty": 0.4},
     {"temperature": 1.0, "seed": 6, "seeded": True, "repetition_penalty": 1.3, "presence_penalty": 0.2},
-    {"logprobs": None, "logit_bias": ((3, 1.0), (3, 2.0))},  # of one token twice, which the host leads
+    {"logprobs": None, "logit_bias": ((3, 1.0), (3, 2.0))},  # a bias for the same token twice, which runs eagerly
 )
 
 
@@ -88,7 +88,7 @@ def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[st
 
 @functools.cache
 def alone(asked: Job) -> Answer:
-    """Led by the host, without drafts."""
+    """The answer of an eager engine without drafts."""
     return run_alone(tiny_model(), asked)
 
 
@@ -141,7 +141,7 @@ def test_a_step_of_more_than_512_positions_is_not_recorded():
 
 
 def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch: pytest.MonkeyPatch):
-    """As on a machine where an hour goes by between any two looks at the clock."""
+    """As on a machine on which an hour passes between any two reads of the clock."""
     hours = itertools.count(0.0, 3600.0)
     with monkeypatch.context() as patch:
         for clock in ("monotonic", "perf_counter"):
@@ -167,7 +167,7 @@ def test_memory_is_counted_for_all_that_is_recorded(captured: Open):
         while runner.record_more():
             pass
         assert set(runner.recorded.shapes) == set(counted.shapes)
-        largest = runner.recorded.shapes[0]  # all others find their memory in its
+        largest = runner.recorded.shapes[0]  # the first captured shape, whose memory pool all others share
         assert counted.shapes[largest].between == counted.between
     finally:
         runner.close()
@@ -176,7 +176,7 @@ def test_memory_is_counted_for_all_that_is_recorded(captured: Open):
 def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
     captured: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    """And are replayed from then on, unless they cannot be recorded."""
+    """They are replayed from then on, unless their capture fails."""
     record = Recorder.record
 
     def failing(recorder: Recorder, *pieces: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_device_that_breaks_while_it_records_ends_the_worker(captured: Open, m
 
 
 def _named(runner: Runner, *rows: Row, number: int = 1) -> Step:
-    """A step of decode rows, and the shape that the planner would have named."""
+    """A step of decode rows, with the shape that the planner would have named."""
     at = runner.slots.at
     longest = PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in rows)
     shape = RecordedShapes(runner.recorded).choose(len(rows), max(row.count for row in rows), longest)
@@ -273,7 +273,9 @@ def test_a_step_replays_the_shape_that_it_names_or_the_host_leads_it(captured: O
             _begin(runner, tokens, limit=64, slot=slot)
 
         def replayed(slots: int, drafts: int = 0, **changes: Any) -> tuple[Shape | None, list[int]]:
-            """The shape that ran in a step of so many rows, and how many of the answer's tokens it gave to each."""
+            """The shape that was replayed for a step of `slots` rows, and the number of tokens of the answer that each
+            row got.
+            """
             at = [runner.slots.at[slot].length - 30 for slot in range(slots)]
             for slot in range(slots):
                 runner.place(slot, 30 + at[slot], answer[at[slot] : at[slot] + drafts])
@@ -293,15 +295,15 @@ def test_a_step_replays_the_shape_that_it_names_or_the_host_leads_it(captured: O
         assert replayed(3) == (kept[1], [1] * 3)
         assert replayed(1, drafts=1) == (kept[2], [2])
         assert replayed(8, drafts=3) == (kept[2], [4] * 8)
-        assert replayed(2, drafts=7) == (kept[2], [4] * 2), "as many as the shape has positions for"
+        assert replayed(2, drafts=7) == (kept[2], [4] * 2), "one token for each position of the shape"
         assert replayed(1, drafts=1, shape=kept[0]) == (kept[0], [1])
         assert replayed(1, shape=kept[2]) == (kept[2], [1])
         assert replayed(9) == (None, [1] * 9)
         assert replayed(1, shape=None) == (None, [1])
-        assert replayed(3, shape=kept[0]) == (None, [1] * 3), "more rows than it has"
-        assert replayed(1, shape=Shape(1, 1, 1024)) == (None, [1]), "which is not recorded here"
+        assert replayed(3, shape=kept[0]) == (None, [1] * 3), "more rows than the shape has"
+        assert replayed(1, shape=Shape(1, 1, 1024)) == (None, [1]), "this shape was not captured here"
         captures._recorded[Shape(4, 1, 64)] = captures._recorded[kept[0]]
-        assert replayed(1, shape=Shape(4, 1, 64)) == (None, [1]), "shorter than the row's context"
+        assert replayed(1, shape=Shape(4, 1, 64)) == (None, [1]), "the shape's context is shorter than the row's"
     finally:
         runner.close()
 
@@ -324,7 +326,7 @@ def test_a_shape_that_cannot_be_recorded_is_left_to_the_host(captured: Open, mon
 def test_where_ranks_share_the_model_a_shape_that_one_cannot_record_ends_it(
     captured: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    """The others have it, and would replay it without this one: at the start, and later."""
+    """The other ranks have captured the shape and would replay it without this one: at the start, and later."""
 
     class Two(Alone):
         ranks = 2
@@ -392,8 +394,9 @@ def test_rows_beside_rows_that_only_fill_a_shape_up(captured: Open, count: int):
 
 
 def test_answers_that_end_and_begin_among_others_that_the_host_leads(captured: Open):
-    """Replayed steps and others take turns: prompts in chunks, draws, penalties, pre-emption and prefixes from the
-    cache, over few pages."""
+    """Replayed and eager steps alternate: prompts in chunks, draws, penalties, pre-emption and cached prefixes, with
+    few pages.
+    """
     waves = [
         [
             job(f"{wave}.{n}", prompt(seed=n % 3, length=20 + 25 * n), max_tokens=120 + 15 * n, **sampling)
@@ -424,7 +427,7 @@ def test_drafts_change_nothing(captured: Open, speculation: DraftConfig, drafts:
     engine = captured(speculation=msgspec.structs.replace(speculation, tokens=drafts))
     answers = answers_of(engine, jobs)
     assert engine.runner.replays > 20
-    # A random drafter is hardly ever right.
+    # A random drafter is rarely right.
     assert sum(answer.accepted for answer in answers.values()) > 0 or isinstance(speculation, Learned)
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
@@ -442,7 +445,9 @@ OTHER_DRAFTERS: dict[str, tuple[dict[str, Any], int]] = {
 def test_other_drafters_change_nothing_and_draft_the_targets_tokens(
     captured: Open, monkeypatch: pytest.MonkeyPatch, name: str
 ):
-    """In recorded rounds what the device keeps are ids of the target's vocabulary, whatever the drafter calls them."""
+    """In CUDA graph rounds the token ids stored on the device are ids of the target's vocabulary, not
+    of the drafter's.
+    """
     sizes, head_bits = OTHER_DRAFTERS[name]
     torch.manual_seed(4)
     drafter = Eagle3(Eagle3Config.for_target(tiny_model().config, **sizes))
@@ -471,7 +476,7 @@ def test_other_drafters_change_nothing_and_draft_the_targets_tokens(
 
 
 class GpuServedBesideACpu(GpuServed):
-    """Whose features are bf16 as on a GPU, beside a model whose stream is float32."""
+    """A drafter with bf16 features, as on a GPU, for a model with a float32 residual stream."""
 
     def fuse(self, features_NF: torch.Tensor, sources: Sequence[int] | None = None) -> torch.Tensor:
         return super().fuse(features_NF, sources).float()
@@ -486,9 +491,9 @@ class GpuServedBesideACpu(GpuServed):
 def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_drafts(
     captured: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    """Its kernels, thread by thread on the CPU; a part of the vocabulary, its head in 8 bits.
+    """The drafter's GPU kernels, emulated thread by thread on the CPU; a reduced vocabulary, its head in 8 bits.
 
-    Of few programs, since Triton's interpreter takes as long for a small one as for a large one.
+    Few Triton programs are launched, since Triton's interpreter takes as long for a small one as for a large one.
     """
     monkeypatch.setattr(grouped, "_PROGRAMS", 12)
     for products in (linear, streamed):
@@ -538,7 +543,9 @@ def open_tiny_engine(**config: Any) -> EngineCore:
 
 
 def test_drafts_of_the_models_own_answer_all_hold(captured: Open):
-    """What the runner verifies need not come from a drafter: the answer itself, and one token of it replaced."""
+    """The drafts given to the runner are not a drafter's: they are the answer itself, and the answer with one token
+    replaced.
+    """
     tokens = prompt(seed=3, length=30)
     answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
     engine = captured(speculation=Suffix(tokens=5, adaptive=False))
@@ -558,7 +565,7 @@ def test_drafts_of_the_models_own_answer_all_hold(captured: Open):
 
 @pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
 def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypatch: pytest.MonkeyPatch):
-    """What builds a step's inputs and settles it, thread by thread on the CPU."""
+    """The kernels that build a step's inputs and settle it, emulated thread by thread on the CPU."""
     serve = Runner._serve
 
     def emulating(runner: Runner) -> None:
@@ -581,7 +588,7 @@ def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypa
 
 
 def test_a_row_that_draws_without_a_seed_stays_in_the_recorded_round(captured: Open):
-    """Its tokens are drawn as without a drafter, and drafts that equal the draws hold."""
+    """Its tokens are drawn as without a drafter, and drafts equal to the drawn tokens are accepted."""
     asked = job("asked", prompt(seed=1, length=70), max_tokens=40, logprobs=None, temperature=1.0, seed=3)
     engine = captured(speculation=msgspec.structs.replace(LEARNED, tokens=2))
     assert answers_of(engine, [asked])["asked"].tokens == alone(asked).tokens
@@ -631,7 +638,9 @@ def test_a_logit_that_is_not_finite_ends_its_own_job_only(captured: Open, monkey
 def test_a_replayed_row_of_which_nothing_can_be_drawn_ends_its_own_job_only(
     captured: Open, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    """Every logit is finite, but over so low a temperature none is: without a check token V went into the slot."""
+    """Every logit is finite, but divided by a very low temperature none is: without a check, token V was written into
+    the slot.
+    """
     model, whole, steps = tiny_model(), tiny_model().logits, 0
     cold = {"temperature": 2e-5, "seed": 3, **options}
     jobs = [job("0", prompt(seed=0, length=20), max_tokens=20, **GREEDY)]
@@ -683,7 +692,9 @@ def test_rows_drawn_together_are_those_that_are_drawn_alone():
 
 
 def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
-    """Nothing in them waits for a value, and no shape depends on one: tensors without contents are enough."""
+    """They neither read values on the host nor have shapes that depend on values: tensors without contents (meta
+    tensors) suffice.
+    """
     monkeypatch.setattr("redline.kernels.cpu.native.library", lambda: None)
     whole = tiny_model()
 
@@ -732,7 +743,7 @@ def test_a_step_can_be_launched_before_the_one_before_is_read(captured: Open):
 
 
 def test_the_board_is_nobodys_where_no_row_writes(captured: Open):
-    """After a step of 3 rows in a shape of 4, the pages and slots of others are what they were."""
+    """After a step of 3 rows in a shape of 4, the pages and slots of other jobs are unchanged."""
     runner = captured().runner
     try:
         runner.kv.planes.zero_()
@@ -767,8 +778,11 @@ def _decode(runner: Runner, drafts: int) -> tuple[tuple[int, ...], int, int]:
 
 
 def test_no_option_of_sampling_is_lost_on_the_way_to_the_device():
-    """Each is a fact that the plan tells of the slot, or a wish for its logits, or is the host's alone."""
-    # A limit, ends, a prompt's rows, who verifies, who makes masks; and what of the kept log probabilities is told.
+    """Each option is a fact of the slot that the plan sends, a request to adjust its logits, or used
+    by the host alone.
+    """
+    # The length limit, stop tokens, prompt log probabilities, the choice of verification, masks, and how many log
+    # probabilities are reported.
     by_host = {"max_tokens", "stop_ids", "prompt_logprobs", "seeded", "logprobs", "grammar"}
     plain = Sampling(max_tokens=9, temperature=0.5)
     others: dict[str, Any] = {
@@ -792,8 +806,9 @@ def test_no_option_of_sampling_is_lost_on_the_way_to_the_device():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_drafters_rows_stay_in_their_slots_own_pages(captured: Open, monkeypatch: pytest.MonkeyPatch, seed: int):
-    """Few pages, pre-emption, rows that want different numbers of drafts, and drafts that mostly hold. A page table
-    keeps what stood behind its slot's pages, which is others' by now."""
+    """Few pages, pre-emption, rows with different numbers of drafts, and drafts that are mostly accepted. Entries of a
+    page table past the slot's own pages are stale, and name pages that now belong to other slots.
+    """
     pick, known, strays = random.Random(seed), [], []
     engines: list[EngineCore] = []
 
@@ -843,7 +858,7 @@ def test_a_drafters_rows_stay_in_their_slots_own_pages(captured: Open, monkeypat
 
 
 def test_the_positions_of_a_row_are_queries_of_one_slot_side_by_side(captured: Open, monkeypatch: pytest.MonkeyPatch):
-    """Whatever of its positions a row uses, and in rows that nobody needs: attention may take them together."""
+    """Also for the positions that a row does not use, and for padding rows: attention may group their queries."""
     seen: list[Inputs] = []
 
     def forward(self: K2, inputs: Inputs, *rest: Any) -> Any:
@@ -862,11 +877,13 @@ def test_the_positions_of_a_row_are_queries_of_one_slot_side_by_side(captured: O
         assert torch.equal(inputs.tokens_Q, torch.arange(inputs.count, dtype=torch.int32))
     lengths = [inputs.lengths_Q.view(-1, inputs.positions).diff() for inputs in seen if inputs.positions > 1]
     assert any((each == 1).any() for each in lengths)
-    assert any((each < 1).any() for each in lengths), "a place that its row does not use"
+    assert any((each < 1).any() for each in lengths), "no position was left unused by its row"
 
 
 def test_behind_its_last_draft_a_row_writes_nothing(captured: Open):
-    """Slot 0 had two pages and has one now; its place 64 would be the first of what is another job's page."""
+    """Slot 0 had two pages and has one now; its position 64 would be the first of a page that now belongs to another
+    job.
+    """
     runner = captured(speculation=LEARNED).runner
 
     def begin(slot: int, length: int, *pages: int) -> None:
@@ -890,8 +907,10 @@ def test_behind_its_last_draft_a_row_writes_nothing(captured: Open):
 
 
 def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: Open, monkeypatch: pytest.MonkeyPatch):
-    """Slot 0 had a long job, which the device still knows of; its new one has been told to nobody when a launch fails
-    half way. The step behind, launched ahead, must not run where the long job's pages were."""
+    """Slot 0 had a long job, of which the device still has the state; the begin of its new job was not sent to the
+    device, because a launch failed half way. The next step, already launched, must not write into the long job's former
+    pages.
+    """
     runner = captured(max_running=2).runner
 
     def begin(slot: int, tokens: tuple[int, ...], first_page: int, pages: int, **asked: Any) -> None:
@@ -909,7 +928,7 @@ def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: 
     try:
         begin(0, prompt(1, 300), 0, 5)
         runner.launch(_named(runner, Row(slot=0, start=None, count=1))).wait()
-        begin(0, prompt(2, 10), 8, 1, prompt_logprobs=1)  # led: the device is told with the next plan
+        begin(0, prompt(2, 10), 8, 1, prompt_logprobs=1)  # eager: the device gets the begin with the next plan
         begin(1, prompt(3, 10), 9, 1, prompt_logprobs=1, frequency_penalty=0.5)
         planes = runner.kv.planes.clone()
         rows = [Row(slot=slot, start=None, count=1) for slot in range(2)]

@@ -1,4 +1,4 @@
-"""What is recorded on a GPU, and the memory that it takes. Run by hand:
+"""The CUDA graphs that are captured on a GPU, and the memory that they take. Run by hand:
 
 python -m pytest -m gpu tests/run/graphs/test_captured_on_a_gpu.py
 """
@@ -23,7 +23,7 @@ NANO = Path(__file__).parents[3] / "models" / "kimi-nano"
 
 
 def held() -> int:
-    """Bytes of the device that are not free: torch's own, and those of its graphs."""
+    """Bytes of device memory in use: torch's own, and those of its CUDA graphs."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -33,20 +33,21 @@ def held() -> int:
 
 @pytest.mark.parametrize("drafts", [0, 3, 7])
 def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts: int):
-    """Before the first job, and then one by one: later ones find their memory in what the first have taken."""
+    """Captured before the first job, and then one by one: later graphs reuse the memory pool of the first."""
     config = EngineConfig(
         max_model_len=65_536,
         kv_memory=1 << 30,
         device="cuda",
         speculation=Suffix(tokens=drafts, adaptive=False) if drafts else None,
     )
-    engine = EngineCore.load(NANO, config)  # compiles what a recording needs
+    engine = EngineCore.load(NANO, config)  # compiles the kernels that a capture needs
     engine.runner.close()
     model, layout = engine.model, engine.layout
     assert isinstance(layout, Layout)
     del engine
     wanted = shapes(config.max_running, 1 + drafts, layout.max_model_len)
-    sizes = sizes_of(model.config, config, model.device, layout.kv_dtype, free=0)  # no step is run
+    # to get the sizes only; no step is run
+    sizes = sizes_of(model.config, config, model.device, layout.kv_dtype, free=0)
     needs = sizes.needs(layout.max_model_len)
     counted = sizes.recorded_steps(layout.max_model_len)
     before = held()
@@ -72,13 +73,13 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
         )
         launches = sum(counted.shapes[shape].launches for shape in wanted[FIRST_SHAPES:])
         assert taken <= counted.whole
-        assert taken - first <= launches, "what lies between launches has grown"
+        assert taken - first <= launches, "memory other than that of launches has grown"
     finally:
         runner.close()
 
 
 def test_what_nano_takes_on_a_gpu_is_no_more_than_is_counted():
-    """A prompt of 60,000 tokens in chunks, which unfold all that was before them."""
+    """A prompt of 60,000 tokens in chunks, for which the latents of the whole prefix are expanded."""
     from redline.chat.hashing import make_job
     from redline.wire.job import JobId, Sampling
 
@@ -91,7 +92,7 @@ def test_what_nano_takes_on_a_gpu_is_no_more_than_is_counted():
         deltas = engine.generate([job])[job.id]
         assert deltas[-1].error is None
         free, total = torch.cuda.mem_get_info()
-        taken = total - free - before  # torch keeps what it once took
+        taken = total - free - before  # includes memory that torch's allocator keeps
         core = engine.engine
         sizes = sizes_of(core.model.config, config, core.model.device, core.layout.kv_dtype, free=0)
         sizes = replace(sizes, step_tokens=core.step_tokens)
@@ -101,8 +102,9 @@ def test_what_nano_takes_on_a_gpu_is_no_more_than_is_counted():
 
 
 def test_what_requests_ask_for_is_the_same_in_recorded_steps_and_where_the_host_leads():
-    """One prompt with every wish. Where the host leads, products of other sizes may part two tokens that are as likely
-    but for the last bits, and then the rest of the answer: not in most of them."""
+    """One prompt with every sampling option. In eager steps, products of other sizes may swap two tokens with nearly
+    equal logits, and so change the rest of the answer; most answers are equal.
+    """
     from redline.chat.hashing import make_job
     from redline.wire.job import JobId, Sampling
 

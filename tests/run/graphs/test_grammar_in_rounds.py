@@ -1,4 +1,4 @@
-"""Rows whose jobs have a grammar: replayed as led by the host, to the token, and nobody beside them notices."""
+"""Rows with a grammar: CUDA graph rounds give the same tokens as eager steps, and do not change the other rows."""
 
 import functools
 import json
@@ -46,7 +46,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def masks_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is."""
+    """Masks take no measured time, so a busy machine does not change the tests."""
     monkeypatch.setattr("redline.clock.thread_time", FakeClock())
 
 
@@ -122,7 +122,7 @@ PLAIN = [job(f"plain {n}", range(70 + n, 120), max_tokens=60 - n) for n in range
 
 @functools.cache
 def led() -> dict[str, Answer]:
-    """By the host, without drafts."""
+    """The answers of an eager engine without drafts."""
     return answers(opened(), [*JOBS, *PLAIN])
 
 
@@ -178,8 +178,9 @@ UNSEEDED = {"temperature": 1.0}
 def test_what_a_grammar_forces_is_drafted_and_always_holds(
     speculation: DraftConfig | None, captured: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """Greedy, drawn with a seed and without, and behind thoughts: the same answers in fewer steps. Those that are drawn
-    without a seed are the same where no drafter draws drafts."""
+    """Greedy, drawn with and without a seed, and after thinking: the same answers in fewer steps. Answers drawn without
+    a seed are the same if no drafter draws drafts.
+    """
     jobs = [asked("greedy", 3, FIXED), asked("drawn", 4, FIXED, **DRAWN), asked("thinks", 5, FIXED, thinks=True)]
     if captured or not isinstance(speculation, Learned):
         jobs.append(asked("unseeded", 6, FIXED, **UNSEEDED))
@@ -201,7 +202,9 @@ def test_what_a_grammar_forces_is_drafted_and_always_holds(
 
 
 def test_replayed_rounds_go_through_a_forced_run_in_as_few_steps_as_their_shape_has_positions_for():
-    """The step that is in flight when the run begins takes one of its tokens, each further one three drafts and one."""
+    """The step in flight at the beginning of the forced run takes one of its tokens, each later step three drafts and
+    one.
+    """
     run_of = ", ".join(["the ions and the functions"] * 3)
     form = Grammar(text=f'start: /[ab]/ "{run_of}"')
     one = job("run", range(30), max_tokens=60, stop_ids=TOKENIZER.stop_ids, grammar=form)
@@ -220,7 +223,9 @@ def test_replayed_rounds_go_through_a_forced_run_in_as_few_steps_as_their_shape_
 
 @pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
 def test_a_job_that_is_thrown_out_goes_on_in_its_grammar(captured: bool):
-    """Pages for fewer jobs than run: they begin again from their tokens, and the matcher with them."""
+    """With fewer pages than the running jobs need, pre-empted jobs restart from their tokens, and so
+    does the matcher.
+    """
     engine = opened(captured=captured, pages=5)
     assert answers(engine, JOBS) == {one.id: led()[one.id] for one in JOBS}
     assert engine.planner.load().preemptions > 0
@@ -230,7 +235,7 @@ def test_a_job_that_is_thrown_out_goes_on_in_its_grammar(captured: bool):
 def test_an_interrupted_answer_is_followed_a_steps_tokens_at_a_time(
     captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on behind 400 tokens of its answer; no step follows more of them than it computes."""
+    """The answer continues after 400 tokens of it; no step advances the matcher by more tokens than it computes."""
     text = "ab" * 200
     form = Grammar(text=f'start: "{text}" "cd"')
     answer = tuple(TOKENIZER.encode(text)[:-1])
@@ -266,7 +271,7 @@ def test_a_grammar_that_is_lost_ends_its_own_job_alone(captured: bool):
 @pytest.mark.parametrize("speculation", [None, BOTH], ids=["no drafts", "both"])
 @pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
 def test_a_grammar_that_takes_too_long_ends_its_own_job_alone(captured: bool, speculation: DraftConfig | None):
-    """Its row gives what it gives on a rank whose clock finds it fast enough, and an error with it."""
+    """Its row gives the tokens that it gives on a rank on which the mask was fast enough, and the error in addition."""
     engine, slow = opened(speculation, captured=captured), JOBS[0]
     clock, write = FakeClock(), Matcher._write
 
@@ -304,7 +309,7 @@ def test_a_grammar_that_meets_a_bound_ends_its_own_job_alone(captured: bool, mon
 @pytest.mark.parametrize("speculation", [None, BOTH], ids=["no drafts", "both"])
 @pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
 def test_a_call_may_end_before_the_least_that_an_answer_owes(captured: bool, speculation: DraftConfig | None):
-    """As tools in auto mode: an answer has 40 tokens at least, unless a call begins, which may end before."""
+    """As tools in auto mode: an answer has at least 40 tokens, unless a call begins, which may end earlier."""
     call = Grammar(text=f'start: <[{THOUGHT}]> "red"', after=(THOUGHT,))
     owes = {"min_tokens": 40, "max_tokens": 60, "stop_ids": TOKENIZER.stop_ids, "grammar": call}
     never, begins = ((END, 50.0), (THOUGHT, -100.0)), ((THOUGHT, 50.0),)

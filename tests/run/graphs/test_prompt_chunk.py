@@ -1,6 +1,6 @@
-"""Prompts that arrive beside replayed rows: nobody leaves the recorded steps for them, and nobody waits.
+"""Prompts that arrive while decode rows are replayed: the rows stay in CUDA graphs, and no step waits for the prompts.
 
-On a CPU a launched chunk is computed when it is launched; what is held here is what the host asks for, and when.
+On a CPU a launched chunk is computed at its launch; these tests check which results the host asks for, and when.
 """
 
 import functools
@@ -38,7 +38,7 @@ from tests.tiny_model import (
 
 @functools.cache
 def alone(asked: Job) -> Answer:
-    """Led by the host, without drafts."""
+    """The answer of an eager engine without drafts."""
     return run_alone(tiny_model(), asked)
 
 
@@ -67,7 +67,7 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def waves_of(count: int, most: int = 40) -> list[list[Job]]:
-    """Prompts of one token to some hundred, three of which begin alike; answers drawn and greedy."""
+    """Prompts of one token to some hundred, three with a common prefix; answers drawn and greedy."""
     return [
         [
             job(
@@ -81,7 +81,7 @@ def waves_of(count: int, most: int = 40) -> list[list[Job]]:
 
 @pytest.mark.parametrize("speculation", [None, SUFFIX, BOTH, LEARNED], ids=["plain", "suffix", "both", "drafter"])
 def test_no_row_leaves_the_recorded_steps_because_prompts_arrive(captured: Open, speculation: DraftConfig | None):
-    """Prompts in chunks, from nothing and from the cache."""
+    """Prompts in chunks, uncached and with a cached prefix."""
     waves = waves_of(6)
     engine = captured(speculation=speculation, step_tokens=90, pages=256)
     answers, steps = answers_of(engine, *waves, every=9)
@@ -103,7 +103,7 @@ def test_jobs_that_are_pre_empted_read_their_answers_again_beside_others(
     runner, load = engine.runner, engine.planner.load()
     assert load.preemptions > 0
     assert steps["both"] >= 15
-    assert set(runner.led) <= {"a page's first row"}  # where no page was free for the drafter's next row
+    assert set(runner.led) <= {"a page's first row"}  # eager if no page was free for the drafter's next row
     assert runner.replays == steps["decoding"] - runner.led.total()
     assert [asked.id for wave in waves for asked in wave if answers[asked.id].tokens != alone(asked).tokens] == []
 
@@ -123,7 +123,7 @@ def test_a_prompt_that_needs_the_host_takes_no_decode_row_with_it(captured: Open
 
 
 def test_a_prompt_whose_first_token_needs_the_host_is_led(captured: Open):
-    """Only the chunk in which it ends; those before it choose no token."""
+    """Only the last chunk is eager; those before it sample no token."""
     waves = [
         [job("decodes", prompt(seed=1, length=20), max_tokens=60, logprobs=None)],
         [job("scored", prompt(seed=2, length=150), max_tokens=9, logprobs=2)],
@@ -185,13 +185,13 @@ def test_a_prompt_that_cannot_begin_ends_its_own_job_only(captured: Open):
 
 
 class Runs:
-    """A runner of 16 slots with 4 pages each, and steps for it."""
+    """A runner of 16 slots with 4 pages each, and methods that launch steps on it."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
     def read(self, slot: int, tokens: tuple[int, ...], *beside: int, pages: int | None = None, **row: Any) -> Launched:
-        """A job's prompt, beside the next decode row of other slots."""
+        """Launch a job's prompt together with the next decode row of other slots."""
         begin = Begin(
             slot=slot,
             tokens=tokens,
@@ -221,7 +221,7 @@ def _decodes(slot: int) -> Row:
 
 
 def test_steps_are_launched_before_a_prompt_beside_them_is_read(captured: Open, monkeypatch: pytest.MonkeyPatch):
-    """The host marks places on the device, and waits at none of them until somebody asks for a result."""
+    """The host records events on the device, and waits for none of them until a result is asked for."""
     waits = 0
 
     def mark(_: Recorder) -> Callable[[], None]:
@@ -237,7 +237,7 @@ def test_steps_are_launched_before_a_prompt_beside_them_is_read(captured: Open, 
     runs = Runs(captured().runner)
     try:
         steps = [runs.read(0, first), runs.decode(0), runs.read(1, second, 0), runs.decode(0, 1), runs.decode(0, 1)]
-        steps[-1]._future.result()  # the thread has launched it
+        steps[-1]._future.result()  # returns once the thread has launched the step
         assert waits == 0
         results = [step.wait() for step in steps]
         assert waits > 0
@@ -250,7 +250,7 @@ def test_steps_are_launched_before_a_prompt_beside_them_is_read(captured: Open, 
 
 
 def test_a_slot_may_go_to_another_job_before_the_rows_of_the_last_one_are_read(captured: Open):
-    """What comes of those rows later is not taken for the new job's."""
+    """Late results of those rows are not credited to the new job."""
     first, second = prompt(seed=1, length=40), prompt(seed=2, length=90)
     answer = alone(job("a", second, max_tokens=9, logprobs=None)).tokens
     runs = Runs(captured().runner)
@@ -271,7 +271,7 @@ def test_a_slot_may_go_to_another_job_before_the_rows_of_the_last_one_are_read(c
 @pytest.mark.parametrize("length", [2, 30, 63, 64, 65, 127, 150])
 @pytest.mark.parametrize("propose", [0, 1, 3])
 def test_a_drafter_reads_a_prompt_as_where_the_host_leads(captured: Open, length: int, propose: int):
-    """Its rows, the features that pages keep, and the drafts that the first decode row verifies."""
+    """The drafter's rows, the features stored with pages, and the drafts that the first decode row verifies."""
     config = {"speculation": LEARNED}
     engines = [captured(**config), open_engine(tiny_model(), **config)]
     tokens = prompt(seed=4, length=length)
@@ -296,7 +296,7 @@ def test_a_drafter_reads_a_prompt_as_where_the_host_leads(captured: Open, length
             if runner._captured is not None:
                 runner._captured.catch_up()
             slot = runner.slots.at[0]
-            given = msgspec.structs.replace(given, waiting=None)  # where the host leads, it is not told
+            given = msgspec.structs.replace(given, waiting=None)  # in eager steps the field is not set
             found.append((given, slot.length, slot.proposal.tokens, slot.behind))
         finally:
             runner.close()
@@ -307,8 +307,9 @@ def test_a_drafter_reads_a_prompt_as_where_the_host_leads(captured: Open, length
 
 
 def test_a_drafters_row_without_a_page_comes_with_the_slots_next_row(captured: Open):
-    """The prompt ends with its page; the place of the token behind it lies in a page that is not there yet, and what
-    the table names there is somebody else's."""
+    """The prompt ends at a page boundary; the position of the next token belongs to a page that is not allocated yet,
+    and the stale entry of the table names another slot's page.
+    """
     engine = captured(speculation=LEARNED)
     runner, runs = engine.runner, Runs(engine.runner)
     tokens = prompt(seed=4, length=64)

@@ -1,4 +1,4 @@
-"""On a GPU no prompt makes the host wait: torch raises wherever one of its operations would. Run by hand:
+"""On a GPU no prompt makes the host wait: torch raises if one of its operations would synchronise. Run by hand:
 
 python -m pytest -m gpu tests/run/graphs/test_prompt_chunk_on_a_gpu.py
 """
@@ -25,10 +25,10 @@ KINDS = {}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "top_p": 0.9, 
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """Inside, an operation of torch that waits for the device raises, in every thread."""
+    """Within this context, a torch operation that waits for the device raises, in every thread."""
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode does not find every wait
+        warnings.simplefilter("ignore")  # a warning that this mode does not detect every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -41,7 +41,7 @@ def tokens(seed: int, length: int) -> tuple[int, ...]:
 
 
 def waves(seed: int) -> list[list[Job]]:
-    """Eight answers; beside them prompts in one chunk, in several, together, and from the cache."""
+    """Eight answers; while they run, prompts in one chunk, in several, together, and with a cached prefix."""
 
     def one(name: str, of: int, length: int, most: int) -> Job:
         return job(f"{seed}.{name}", tokens(seed + of, length), max_tokens=most, logprobs=None, **KINDS[of % 3])
@@ -67,7 +67,7 @@ def test_prompts_beside_decoding_rows_make_nobody_wait(speculation: DraftConfig 
     engine = EngineCore.load(NANO, config)
     runner = engine.runner
     try:
-        run(engine, *waves(0), every=12)  # compiles what is compiled at its first use
+        run(engine, *waves(0), every=12)  # compiles kernels that are compiled at first use
         chunks = runner.chunks
         with no_waits():
             answers = run(engine, *waves(1000), every=12)

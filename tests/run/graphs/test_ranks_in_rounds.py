@@ -1,4 +1,4 @@
-"""Recorded steps where ranks share the model: the same plans on all, and time for each to record its shapes."""
+"""CUDA graphs with tensor parallel ranks: the same plans on all ranks, and time for each to capture its shapes."""
 
 import functools
 import threading
@@ -22,7 +22,7 @@ from tests.run.graphs.conftest import Open
 from tests.tiny_model import CPU, Answer, job, kernel_config, open_engine, prompt, run, tiny_model
 from tests.waiting import LIMIT_S, until
 
-LENGTHS = 40, 43  # tokens of the prompts
+LENGTHS = 40, 43  # lengths of the prompts, in tokens
 
 
 class Two(Alone):
@@ -33,9 +33,9 @@ class Two(Alone):
 def test_ranks_plan_the_same_though_their_hosts_learn_of_tokens_at_other_times(
     group: Alone, same: bool, captured: Open, monkeypatch: pytest.MonkeyPatch
 ):
-    """What a shape's last rows repeat is chosen by the step's first row, which all ranks are told.
+    """The row that a shape's padding rows repeat is the step's first row, which all ranks know.
 
-    One rank alone repeats the shortest row, and which that is hangs on the results that its host has read.
+    A single rank would repeat the shortest row, which depends on the results that its host has read.
     """
     plans: list[np.ndarray[Any, Any]] = []
     write = CapturedSteps._plan
@@ -57,7 +57,7 @@ def test_ranks_plan_the_same_though_their_hosts_learn_of_tokens_at_other_times(
             plans.clear()
             if late:
                 launched = [runner.launch(step) for step in steps]
-                runner._by_thread(lambda: None).result()  # all are planned before the first one's tokens are read
+                runner._by_thread(lambda: None).result()  # all steps are planned before the first one's tokens are read
                 results = [pending.wait() for pending in launched]
             else:
                 results = [runner.launch(step).wait() for step in steps]
@@ -72,7 +72,7 @@ def test_ranks_plan_the_same_though_their_hosts_learn_of_tokens_at_other_times(
 
 
 def begin() -> Step:
-    """Two jobs read their prompts."""
+    """The step in which two jobs compute their prompts."""
     begins = [
         Begin(
             slot=slot,
@@ -90,7 +90,7 @@ def begin() -> Step:
 
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Rank 1 compiles for longer than a rank may keep another waiting in a step: before its first sums, or behind."""
+    """Rank 1 compiles for longer than the timeout of a wait in a step: before its first all-reduce, or after."""
     step_s = 10.0
     monkeypatch.setattr("redline.run.runner.STEP_S", step_s)
     monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
@@ -106,7 +106,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
         return meet(group, part, whole, width, 0.0001 if compiling else seconds)
 
     def compiles() -> None:
-        """For as many slices of rank 0's wait as 25 s have."""
+        """Lasts for the number of slices of rank 0's wait that make 25 s."""
         nonlocal compiling
         before, compiling = slices, True
         until(lambda: slices > before + 250)
@@ -116,7 +116,7 @@ def test_a_rank_may_take_its_time_to_record_a_shape(when: str, tmp_path: Path, m
         late = slow and pieces[0].__self__._shared.model.group.rank == 1
         if late and when == "before":
             compiles()
-        pieces[0]()  # the forward and its sums, to warm up, as on a GPU
+        pieces[0]()  # the forward with its all-reduces, as a warm-up, as on a GPU
         if late and when == "behind":
             compiles()
         return record(recorder, *pieces)

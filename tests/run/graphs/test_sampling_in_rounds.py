@@ -1,4 +1,4 @@
-"""Whatever a request asks of its tokens, recorded rounds give what steps that the host leads give, to the bit."""
+"""For every sampling option, CUDA graph rounds give the same results as eager steps, to the bit."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ def told(answer: Answer) -> Answer:
 
 @functools.cache
 def alone(asked: Job) -> Answer:
-    """Led by the host, without drafts."""
+    """The answer of an eager engine without drafts."""
     return told(run_alone(tiny_model(), asked))
 
 
@@ -100,7 +100,9 @@ def test_rows_of_every_kind_together(captured: Open, speculation: DraftConfig | 
 
 @pytest.mark.parametrize("asked", [job for job in JOBS if job.id != "least length"], ids=lambda asked: asked.id)
 def test_a_position_sees_the_drafts_before_it(captured: Open, asked: Job):
-    """Drafts of the job's own answer all hold, and their log probabilities are those of tokens one by one."""
+    """Drafts of the job's own answer are all accepted, and their log probabilities equal those of one
+    token at a time.
+    """
     answer = alone(asked)
     runner = captured(speculation=Suffix(tokens=7, adaptive=False)).runner
     try:
@@ -121,7 +123,7 @@ def test_a_position_sees_the_drafts_before_it(captured: Open, asked: Job):
 
 
 def _begin(runner: Runner, asked: Job, slot: int = 0) -> int:
-    """How many tokens the prompt has."""
+    """Compute the prompt; -> its number of tokens."""
     tokens, length = asked.tokens, len(asked.tokens)
     begin = Begin(slot=slot, tokens=tokens, prompt=length, pages=(), sampling=asked.sampling, limit=length + 60)
     pages = tuple(PageId(8 * slot + page) for page in range(-(-(length + 60) // PAGE_TOKENS)))
@@ -143,7 +145,7 @@ def _decode(runner: Runner, row: Row) -> Any:
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "led by the host"])
 def test_a_result_says_who_made_the_drafts(recorded: bool):
-    """The prompt repeats itself, which is a match until the answer goes elsewhere; then there is the drafter."""
+    """The prompt repeats itself, so the suffix matches until the answer differs; then the drafter drafts."""
     asked = job("asked", prompt(seed=2, length=20) * 3, max_tokens=60, logprobs=None, logit_bias=((9, 1.0),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=recorded))
@@ -198,7 +200,7 @@ def _words(*allowed: Sequence[int]) -> Tensor:
 
 @pytest.mark.parametrize("options", [{}, DRAWN, {**DRAWN, "frequency_penalty": 0.5, "top_p": 0.9}], ids=repr)
 def test_masks_that_the_host_writes_between_the_pieces_decide_what_is_chosen(captured: Open, options: dict[str, Any]):
-    """Position i follows i drafts. The row beside has no mask, and no mask of a step before is left over."""
+    """Position i follows i drafts. The other row has no mask, and must not keep a mask of an earlier step."""
     masked, free = (job(name, prompt(seed=3, length=30), max_tokens=60, logprobs=None, **options) for name in "ab")
     answer = alone(masked).tokens
     runner = captured(speculation=Suffix(tokens=3, adaptive=False)).runner
@@ -235,7 +237,7 @@ def test_masks_that_the_host_writes_between_the_pieces_decide_what_is_chosen(cap
         behind, _ = launched({0: only([drafts[0]])})
         every, _ = launched({0: only([drafts[0]], *[range(VOCABULARY)] * 3)})
         assert len(behind) >= 2
-        assert behind == every, "a position without a mask has none of the step before either"
+        assert behind == every, "a position without a mask must not use one of an earlier step"
         rejected, others = launched({})
         assert rejected == answer[1 : 1 + len(rejected)]
         assert others == answer[1:5]
@@ -252,7 +254,7 @@ def _by_thread(runner: Runner, captures: CapturedSteps, step: Step, masks: dict[
 
 @pytest.mark.parametrize("case", [case for case in adjust.op.cases() if case.small], ids=lambda case: case.name)
 def test_logits_are_adjusted_as_the_host_does_it(case: Any):
-    """To the bit, from texts that are counted on the device."""
+    """Equal to the bit, from token counts kept on the device."""
     g = fresh_generator()
     args: AdjustArgs = case.make(g)
     plan, wishes, vocabulary = args.plan_BC, args.wishes, args.logits_TV.shape[1]
@@ -283,7 +285,7 @@ def test_logits_are_adjusted_as_the_host_does_it(case: Any):
         wishes.tokens[slot, STOPS_FROM] = 40 + 32
         wishes.numbers[slot, :3] = torch.tensor([*numbers[:2], sampling.repetition_penalty])
         wishes.numbers[slot, 3:23] = torch.tensor(numbers[2:])
-    for step in range(-(-(30 + rows) // 8)):  # as rounds of eight tokens count them
+    for step in range(-(-(30 + rows) // 8)):  # counted in rounds of eight tokens
         for slot, (_, generated) in enumerate(texts):
             new = generated[8 * step : 8 * step + 8]
             args.results[slot, NEW] = len(new)

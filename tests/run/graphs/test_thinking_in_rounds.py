@@ -1,4 +1,6 @@
-"""Bounds on thinking: replayed as led, with drafts as without, one after another choice, and after a pre-emption."""
+"""Bounds on thinking: the same in CUDA graphs as in eager steps, with and without drafts, for several choices, and
+after a pre-emption.
+"""
 
 import functools
 from typing import Any
@@ -23,13 +25,13 @@ MOST = (0, 1, 7, 40)
 
 
 def bounded(name: str, most: int, **how: Any) -> Job:
-    """Of random weights, which hardly ever end their thinking."""
+    """A job for a model of random weights, which rarely ends its thinking."""
     grammar = Grammar(text="", thinking=Thinking(most=most, end=THOUGHT, ends=(THOUGHT,)))
     return job(name, range(20 + most, 60 + most), **{"max_tokens": 60, "grammar": grammar, **how})
 
 
 def with_form(most: int) -> Job:
-    """A bound before a schema, in an answer that would not end its thinking by itself."""
+    """A bound before a schema, in an answer that would not end its thinking without the bound."""
     form = asked("", 3, {"type": "object", "properties": {"a": {"type": "boolean"}}}, thinks=True).sampling.grammar
     assert form is not None
     grammar = Grammar(
@@ -63,7 +65,7 @@ def test_thinking_ends_where_its_budget_does_and_not_before():
         tokens = by_the_host()[one.id].tokens
         assert tokens.index(THOUGHT) <= most
         if free is not None and THOUGHT not in free[:most]:
-            assert tokens[: most + 1] == (*free[:most], THOUGHT), "what comes before is what would have come"
+            assert tokens[: most + 1] == (*free[:most], THOUGHT), "the tokens before the bound must not change"
     assert any(by_the_host()[one.id].tokens.index(THOUGHT) == 40 for one in JOBS if "40" in one.id)
     assert {one.id: by_the_host()[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
 
@@ -98,6 +100,6 @@ def test_a_row_has_masks_only_where_it_may_reach_its_bound():
     captured.masks = lambda rows, positions: counted.append(len(given := masks(rows, positions))) or given  # type: ignore[method-assign]
     answers(engine, [bounded("far", 50, max_tokens=70)])
     assert len(counted) >= 65
-    assert 1 <= sum(counted) <= 35, "none at first, and none behind the end"
+    assert 1 <= sum(counted) <= 35, "no mask at first, and none after the end"
     assert not any(counted[:20])
     assert not any(counted[60:])
