@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill uninitialised outputs with NaN, or with a large number, so that a test sees elements a kernel did not write."""
+    """Fill uninitialised outputs with NaN, or a large number, to expose elements that a kernel did not write."""
     empty = torch.empty
 
     def poisoned(*args: Any, **given: Any) -> torch.Tensor:

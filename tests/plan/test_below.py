@@ -1,10 +1,10 @@
-"""Pages that the cache forgets and that come back.
+"""Pages that the prefix cache evicts and that come back from an offload tier.
 
-Whatever is kept, lost, late or given up half-way, each answer is the one that its job would get alone, and every page
-comes back.
+Whatever is kept, lost, late or given up half-way, each answer equals the job's answer when it runs alone, and every
+page is returned.
 
-`FakeRunner` verifies each position that a row would read, so a page that is read too early, or under a wrong name, or
-whose drafter's rows are not there, fails the test where it happens.
+`FakeRunner` verifies each position that a row would read, so a page that is read too early, or under a wrong hash, or
+lacks its drafter's rows, fails the test at that point.
 """
 
 import random
@@ -29,15 +29,15 @@ from tests.seeds import fresh_seed
 
 @dataclass
 class Waits:
-    """A job that waits, and what is on its way for it."""
+    """A job that waits, and the fetch in flight for it."""
 
-    turns: int  # until the next thing happens
+    turns: int  # turns until its state changes
     fetch: Fetch | None = None
 
 
 @dataclass
 class FakeBelow:
-    """Keeps the newest pages, and brings them back when it likes; meanwhile it writes garbage where they will be."""
+    """Keeps the newest pages, and returns them at random times; until then it fills their destinations with garbage."""
 
     world: World
     random: random.Random
@@ -100,7 +100,7 @@ class FakeBelow:
             del self.jobs[id]
 
     def end(self, fetch: Fetch) -> None:
-        """So many pages as have come, which may be fewer, are in place."""
+        """Complete a fetch: the pages that arrived, possibly only the first ones, are in place."""
         kept: list[Kept] = []
         for hash, page in zip(fetch.hashes, fetch.pages, strict=True):
             if hash not in self.keeps or self.random.random() < 0.1:
@@ -135,7 +135,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> FakeBelow:
     below = FakeBelow(world, random_)
     world.planner.attach(below)
     roots = [random_tokens(random_, random_.randrange(64, 250)) for _ in range(6)]
-    crowd = random_.choice([1, 1, 2, 3, 9])  # jobs at a time; a crowd leaves no room for pages that come back
+    crowd = random_.choice([1, 1, 2, 3, 9])  # concurrent jobs; with many there is no room for pages that come back
     for _ in range(random_.randrange(200, 600)):
         stories = list(world.stories.values())
         calls = sum(story.finish is None for story in stories) < crowd
@@ -171,17 +171,17 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> FakeBelow:
 def test_random_worlds_with_memory_below(drafts: int, learned: bool) -> None:
     lived = [live(seed, drafts, learned) for seed in range(15)]
     lived += [live(fresh_seed() + number, drafts, learned) for number in range(5)]
-    assert sum(below.fetched for below in lived) > 40, "pages came back"
-    assert sum(below.steps for below in lived) > 1000, "steps are told with their times"
+    assert sum(below.fetched for below in lived) > 40, "too few pages came back"
+    assert sum(below.steps for below in lived) > 1000, "step times must be reported to the tier"
     if learned:
         assert sum(below.world.runner.drafter_rows_from_cache for below in lived) > 1000
 
 
 def one_job_waits(pages: int = 8) -> tuple[World, FakeBelow, tuple[int, ...]]:
-    """A world whose cache has forgotten a prompt of 200 tokens, which is kept below; and that prompt."""
+    """A world in which a prompt of 200 tokens was evicted and is stored in the tier; and that prompt."""
     world = World(pages=pages, max_model_len=1000, step_tokens=512, max_running=4, ahead=0, seconds=lambda _, __: 1e-3)
     below = FakeBelow(world, random.Random(5))
-    below.random.random = lambda: 0.5  # nothing is lost
+    below.random.random = lambda: 0.5  # no page is lost
     world.planner.attach(below)
     asked = random_tokens(random.Random(1), 200)
     world.submit(asked, max_tokens=1)
@@ -225,7 +225,7 @@ def test_a_fetch_waits_for_room_and_then_for_nobody_that_came_later() -> None:
     runs = world.submit(random_tokens(random.Random(4), 64 * 7), max_tokens=60)
     world.turn()
     story = world.submit(asked, max_tokens=1)
-    assert world.planner.fetch(story.job.id, 3) is None, "the one that runs has all pages"
+    assert world.planner.fetch(story.job.id, 3) is None, "the running job holds all pages"
     world.abort(runs)
     world.settle()
     fetch = world.planner.fetch(story.job.id, 3)

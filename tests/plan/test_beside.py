@@ -1,4 +1,4 @@
-"""Steps whose time is bounded: what prompts get beside answers. Expected numbers are worked out by hand."""
+"""Mixed steps with a bounded time: the tokens of prefill next to decode rows. Expected numbers are computed by hand."""
 
 import pytest
 
@@ -63,20 +63,22 @@ def next_chunks(world: World) -> list[int]:
 
 
 def test_a_chunk_beside_answers_takes_what_the_bound_leaves_in_whole_pages():
-    """0.9 x 40 = 36 ms; less 10 and 4 rows they are 22 ms, that is 220 tokens: 3 pages."""
+    """0.9 x 40 = 36 ms; less 10 for the step and 4 for the rows, 22 ms remain, that is 220 tokens: 3 pages."""
     bounded = world(Flat(), 40)
     decoding(bounded, 4)
     bounded.submit(prompt(1000, 9), max_tokens=1)
     assert [next_chunks(bounded) for _ in range(5)] == [[192]] * 5
     assert next_chunks(bounded) == [40]
     assert next_chunks(bounded) == []
-    assert bounded.planner.load().bounded == 5  # the last piece was shorter than it might have been
+    assert bounded.planner.load().bounded == 5  # the last chunk was the rest of the prompt, shorter than the bound
     bounded.finish()
 
 
 def test_deeper_chunks_are_shorter():
-    """0.9 x 60 - 14 = 40 ms: 192 tokens at the beginning take 19.2 + 18.5, 256 take 25.6 + 32.9; behind 192 others 128
-    take 12.8 + 32.8 and 64 take 6.4 + 14.4; behind 1,000 a page takes 72 ms, more than there is, and is given."""
+    """0.9 x 60 - 14 = 40 ms remain: the first 192 tokens take 19.2 + 18.5, 256 would take 25.6 + 32.9; after 192
+    tokens, 128 take 12.8 + 32.8 and 64 take 6.4 + 14.4; after 1,000 tokens a page takes 72 ms, over the bound, and is
+    granted all the same.
+    """
     bounded = world(Linear(), 60)
     decoding(bounded, 4)
     bounded.submit(prompt(2000, 9), max_tokens=1)
@@ -96,7 +98,9 @@ def test_a_step_is_whole_where_nothing_bounds_it_or_nothing_is_known(forecast: L
 
 
 def test_a_step_whose_prompts_cannot_begin_is_not_called_bounded():
-    """Of ten pages two answers have eight or more: a prompt of five has no room until one ends, and no step cuts it."""
+    """Two answers hold at least eight of ten pages: a prompt of five pages cannot begin until one ends, so no step was
+    bounded.
+    """
     full = world(Flat(), 17, pages=10, max_model_len=400)
     decoding(full, 2, 230)
     full.submit(prompt(310, 9), max_tokens=1)
@@ -149,8 +153,9 @@ def test_drafts_have_their_half_before_prompts_are_bounded():
 
 
 def beside_one(first_ms: float | None, second_ms: float | None, **config: float) -> World:
-    """One answer, and prompts of 600 and 650 tokens. 36 ms less 10 and 1 are 25, that is 3 pages. Tokens a millisecond:
-    6.36 of chunks of 192, 7.44 of 320, 7.77 of 384, 8.23 of all 511."""
+    """One answer, and prompts of 600 and 650 tokens. 36 ms less 10 and 1 are 25 ms, that is 3 pages. Prompt tokens per
+    millisecond: 6.36 with chunks of 192, 7.44 with 320, 7.77 with 384, 8.23 with all 511.
+    """
     bounded = world(Flat(), 40, **config)
     decoding(bounded, 1)
     bounded.submit(prompt(600, 9), max_tokens=20, ttft_ms=first_ms)
@@ -162,10 +167,11 @@ def beside_one(first_ms: float | None, second_ms: float | None, **config: float)
     ("first_ms", "second_ms", "expected"),
     [
         (None, None, 192),
-        (100.0, None, 192),  # 600 in 0.9 x 100 are 6.67: one first token is at stake, as many as answers
-        (100.0, 180.0, 384),  # and 1,250 in 0.9 x 180 are 7.72
-        (100.0, 240.0, 192),  # 5.8, which there are
-        (80.0, 180.0, 192),  # 600 in 72 ms are 8.33: it would be late by itself
+        # 600 tokens in 0.9 x 100 ms need 6.67 per ms: one first token is at stake, as many as answers
+        (100.0, None, 192),
+        (100.0, 180.0, 384),  # together 1,250 tokens in 0.9 x 180 ms need 7.72 per ms
+        (100.0, 240.0, 192),  # 5.8 per ms, which chunks of 192 reach
+        (80.0, 180.0, 192),  # 600 tokens in 72 ms need 8.33 per ms: it is late in any case
     ],
 )
 def test_first_tokens_that_would_be_late_get_longer_chunks(
@@ -178,9 +184,9 @@ def test_first_tokens_that_would_be_late_get_longer_chunks(
 
 def test_time_that_steps_took_is_gone():
     bounded = beside_one(130.0, 210.0)
-    bounded.planner._beside.spent_s += 0.03  # as if another step had run meanwhile
+    bounded.planner._beside.spent_s += 0.03  # as if another step had run in between
     assert next_chunks(bounded) == [384]
-    bounded.planner._beside.spent_s += 0.2  # now both are late, and nothing is to be won
+    bounded.planner._beside.spent_s += 0.2  # now both are late in any case, and longer chunks gain nothing
     assert next_chunks(bounded) == [192]
     bounded.finish()
 
@@ -193,7 +199,7 @@ def test_who_waits_for_a_slot_counts_too():
 
 
 def test_a_first_token_that_was_given_is_not_promised_any_more():
-    """Of a job that goes on elsewhere, the prompt is computed again."""
+    """The prompt of a job that was requeued from another worker is computed again, without a TTFT target."""
     bounded = world(Flat(), 40)
     decoding(bounded, 1)
     for number in range(2):

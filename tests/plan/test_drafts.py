@@ -1,4 +1,6 @@
-"""Planning rows that verify drafts: the most that they can come to is planned, and what did not hold is taken back."""
+"""Planning of rows that verify drafts: the most tokens they can yield are planned, and the rejected ones are taken
+back.
+"""
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.fakes import World, hash_page, make_job, page_hashes
 from tests.plan.test_planner import prompt
 
 DEAR = StepCosts(rows=(1, 64), counts=(1, 8), target_ms=((1, 8), (64, 512)), draft_ms=(1, 64))
-"""A position costs as much as a token, and a drafter pass too."""
+"""A position costs as much as a token, and so does a drafter pass."""
 
 
 def drafts(step: Step) -> list[int]:
@@ -65,7 +67,9 @@ def test_a_row_verifies_nothing_where_the_last_one_that_is_known_left_nothing():
 
 @pytest.mark.parametrize(("ahead", "expected"), [(0, [9, 0]), (1, [0, 8, 0])])
 def test_a_row_verifies_what_a_grammar_is_known_to_force(ahead: int, expected: list[int]):
-    """Nine tokens behind the first one. A row in flight takes one of them, and its own drafts of the run all hold."""
+    """Nine tokens are forced after the first. A row in flight takes one of them and its drafts, which
+    are all accepted.
+    """
     world = World(ahead=ahead)
     world.planner.submit(make_job("a", prompt(5), max_tokens=50))
     steps = [world.planner.next_step() for _ in range(1 + ahead)]
@@ -87,10 +91,10 @@ def test_a_forced_run_is_drafted_to_the_limit_and_in_parts_where_it_is_long():
     world.planner.submit(make_job("a", prompt(5), max_tokens=7))
     settle(world, world.planner.next_step(), RowResult(tokens=(1,), forced=40))
     step = world.planner.next_step()
-    assert drafts(step) == [3], "as many as a recorded step verifies"
+    assert drafts(step) == [3], "one draft for each further position of the CUDA graph"
     settle(world, step, RowResult(tokens=(1,) * 4, proposed=3, accepted=3, by="grammar", forced=36))
     step = world.planner.next_step()
-    assert drafts(step) == [1], "one below the limit"
+    assert drafts(step) == [1], "one draft less than the limit"
     (delta,) = settle(world, step, RowResult(tokens=(1,) * 2, proposed=1, accepted=1, by="grammar", forced=34))
     assert (delta.finish, delta.by) == ("length", "grammar")
     load = world.planner.load()
@@ -98,7 +102,9 @@ def test_a_forced_run_is_drafted_to_the_limit_and_in_parts_where_it_is_long():
 
 
 def test_where_others_draft_anyway_a_forced_run_costs_them_nothing():
-    """Four positions a row are dear for a run of one row; but three drafts are what its neighbour verifies."""
+    """Four positions per row are expensive if one row has a forced run; but the other row verifies
+    three drafts anyway.
+    """
     costs = StepCosts(rows=(1, 2), counts=(1, 4), target_ms=((1, 100), (1, 100)), padded=True)
     asked: list[list[int]] = []
     for waiting in (0, 3):
@@ -268,7 +274,9 @@ def test_less_is_proposed_where_no_page_is_left_for_more():
     world.finish()
     world.submit(prompt(60, 3), max_tokens=60)
     world.submit(prompt(60, 4), max_tokens=60)
-    assert proposals(world.plan()) == [7, 4], "the last page went to the first job; positions 60 to 63 have one"
+    assert proposals(world.plan()) == [7, 4], (
+        "the last page went to the first job; positions 60 to 63 have a page already"
+    )
     world.finish()
 
 
@@ -314,7 +322,7 @@ def test_the_drafter_follows_a_job_that_begins_from_pages_that_it_has_read():
 
 
 def lapsed_world(**config: int) -> World:
-    """A world whose cache holds three pages that the drafter has not read."""
+    """A world in which the prefix cache holds three pages without the drafter's rows."""
     world = World(draft_tokens=3, learned=True, **config)
     world.planner._speculation._learned = False
     world.submit(prompt(200))
@@ -329,7 +337,7 @@ def test_a_job_that_begins_from_pages_that_the_drafter_has_not_read_is_lost_to_i
     step = world.plan()
     assert not step.begins[0].drafting
     assert not step.rows[0].drafting
-    assert step.rows[0].propose == 3, "a suffix may match"
+    assert step.rows[0].propose == 3, "a suffix match is possible"
     world.finish()
     pages = world.planner._cache.match(page_hashes((*prompt(200), 1, 2, *story.expected)))
     assert [world.planner._cache.is_drafted(page) for page in pages] == [False] * 4
@@ -386,7 +394,7 @@ def test_a_drafter_that_does_not_pay_is_left_after_many_steps_that_say_so_and_no
 
 
 def test_what_steps_take_changes_what_is_drafted():
-    """The grid says that drafts are free; on the machine, each costs more than a step."""
+    """The measured grid has drafts free of cost; on the machine, each costs more than a step."""
     costs = StepCosts(rows=(1,), counts=(1, 2, 4), target_ms=((10, 10, 10),))
 
     def seconds(step: Step, result: StepResult) -> float:
@@ -466,7 +474,7 @@ def test_a_row_drafts_no_more_than_a_page():
 
 
 def test_a_drafts_page_has_the_name_of_its_tokens_alone():
-    """Pages that verification filled are those that plain decoding would have filled."""
+    """Pages filled by verification have the same hashes as pages filled by plain decoding."""
     worlds = [World(draft_tokens=k, learned=k > 0) for k in (0, 3)]
     for world in worlds:
         world.submit(prompt(30), max_tokens=120)

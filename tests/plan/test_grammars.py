@@ -1,4 +1,4 @@
-"""Jobs whose grammar is not compiled yet: they sit steps out, and nobody else waits."""
+"""Jobs waiting for their grammar's compilation: they are left out of steps, and no other job waits."""
 
 import random
 import weakref
@@ -12,7 +12,7 @@ from tests.fakes import World, make_job
 
 
 class Compiler:
-    """Compiles what a test says is compiled, and keeps it for jobs that hold it."""
+    """Compiles a grammar when a test asks for it, and keeps it for the jobs that hold it."""
 
     def __init__(self, *done: str) -> None:
         self.done = set(done)
@@ -45,7 +45,7 @@ def test_a_job_whose_grammar_is_not_compiled_sits_out_and_nobody_waits_for_it():
     world = world_of(compiler, max_running=1)
     waits = world.submit(prompt(1), grammar=Grammar(text="slow"))
     others = [world.submit(prompt(n)) for n in (50, 90)]
-    assert compiler.asked[0] == "slow", "it is compiled from the time when the job comes"
+    assert compiler.asked[0] == "slow", "compilation must start when the job arrives"
     for _ in range(100):
         world.turn()
         world.planner.check()
@@ -130,7 +130,7 @@ def test_a_prompt_that_came_from_another_worker_waits_for_its_grammar_and_not_fo
         planner.expect(make_job(name, prompt(1), max_tokens=4, grammar=Grammar(text=name)))
         assert planner.open(JobId(name)) is not None
         planner.land(Handed(job=JobId(name), tokens=(5,)))
-    assert compiler.asked[:2] == ["slow", "fast"], "from the time when they are expected"
+    assert compiler.asked[:2] == ["slow", "fast"], "compilation must start when the jobs are announced"
     step = planner.next_step()
     assert step is not None
     assert [begin.sampling.grammar for begin in step.begins] == [Grammar(text="fast")]

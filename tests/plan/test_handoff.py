@@ -1,4 +1,4 @@
-"""Jobs whose prompts are computed elsewhere, beside those of the queue: order, pages and slots, and whole worlds."""
+"""Jobs prefilled on another worker, together with those of the queue: order, pages and slots, and random worlds."""
 
 import functools
 import random
@@ -20,17 +20,17 @@ from tests.tiny_model import BOTH, job, joined, open_engine, prompt, run_alone, 
 
 
 def elsewhere(name: str, length: int, max_tokens: int = 100) -> Job:
-    """A job whose prompt another worker computes."""
+    """A job with its prompt computed by another worker."""
     one = make_job(name, tuple(range(1, 1 + length)), max_tokens=max_tokens)
     return msgspec.structs.replace(one, pages_from=PagesFrom(worker="p", epoch=1, inbox="p"))
 
 
 def step_of(planner: Planner) -> list[Delta] | None:
-    """A step whose rows all give token 5: its deltas; None where there is none."""
+    """Run a step in which all rows give token 5; -> its deltas, or None if there is no step."""
     if (step := planner.next_step()) is None:
         return None
     begun = [begin.slot for begin in step.begins]
-    assert len(set(begun)) == len(begun), "two jobs begin in one slot"
+    assert len(set(begun)) == len(begun), "two jobs begin in the same slot"
     assert set(begun) <= {row.slot for row in step.rows}, "a job begins without a row"
     rows = tuple(RowResult(tokens=(5,) if row.samples else ()) for row in step.rows)
     deltas = planner.settle(step, StepResult(number=step.number, rows=rows))
@@ -39,7 +39,7 @@ def step_of(planner: Planner) -> list[Delta] | None:
 
 
 def finish_all(planner: Planner) -> dict[JobId, int]:
-    """Every job to its end: how many tokens each had from here on."""
+    """Run every job to its end; -> the number of tokens of each from here on."""
     tokens: dict[JobId, int] = {}
     while (deltas := step_of(planner)) is not None:
         for delta in deltas:
@@ -56,7 +56,7 @@ def test_the_order_holds_where_a_landed_job_begins_while_another_has_lost_its_pa
     told = 0
     for _ in range(240):
         told += sum(len(delta.tokens) for delta in step_of(planner) or ())
-    assert planner.load().preemptions == 1, "the one that runs has lost its pages to the one that is expected"
+    assert planner.load().preemptions == 1, "the running job must lose its pages to the expected one"
     planner.land(Handed(job=JobId("lands"), tokens=(5,)))
     assert finish_all(planner) == {"lands": 99, "runs": 400 - 1 - told}
     assert planner.idle
@@ -72,7 +72,7 @@ def test_one_that_lost_its_pages_runs_again_before_a_landed_job_that_began_after
         assert planner.open(JobId(name)) is not None
     for _ in range(100):
         step_of(planner)
-    assert planner.starved, "the one that ran has lost its pages"
+    assert planner.starved, "the running job was not pre-empted"
     planner.land(Handed(job=JobId("lands"), tokens=(5,)))
     step_of(planner)
     planner.abort(JobId("leaves"))
@@ -90,7 +90,7 @@ def test_a_landed_job_for_whose_next_token_there_is_no_page_waits_for_one() -> N
     assert planner.open(JobId("lands")) is not None
     for _ in range(100):
         step_of(planner)
-    assert planner.load().pages_used == 5, "none is left"
+    assert planner.load().pages_used == 5, "no page may be left"
     planner.land(Handed(job=JobId("lands"), tokens=(5,)))
     assert finish_all(planner) == {"lands": 99, "runs": 149}
     assert planner.idle
@@ -105,7 +105,7 @@ def test_jobs_that_wait_for_pages_of_prompts_that_have_not_come_are_starved_unti
         assert planner.open(JobId(f"{n}")) is not None
     assert not planner.starved
     finish_all(planner)
-    assert planner.starved, "the one that ran waits for its pages, and nothing runs whose end would bring them"
+    assert planner.starved, "the pre-empted job waits for pages, and no running job will free any"
     planner.compute_here(JobId("2"))
     assert step_of(planner) is not None
     assert not planner.starved
@@ -119,8 +119,9 @@ def alone(seed: int, length: int, most: int, sampling: str) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_in_a_world_of_few_pages_every_answer_is_that_of_one_worker(seed: int) -> None:
-    """Some prompts come from another worker and some do not; clients leave; jobs lose their pages. All ends, and every
-    page comes back."""
+    """Some prompts come from another worker and some do not; clients leave; jobs are pre-empted. All jobs end, and
+    every page is returned.
+    """
     random_, now = random.Random(seed), 0.0
 
     def disturb(*_: int) -> Disturbance | None:
@@ -168,7 +169,7 @@ def test_in_a_world_of_few_pages_every_answer_is_that_of_one_worker(seed: int) -
                     both.answers.box.put(Abort(job=JobId(name)))
                 both.turn()
                 turns, now = turns + 1, now + 0.01
-                assert turns < 8000, "no end"
+                assert turns < 8000, "the jobs did not end"
         assert [side.engine.planner.load().pages_used for side in (both.answers, both.computes)] == [0, 0]
     finally:
         both.close()

@@ -1,4 +1,4 @@
-"""What is noted of jobs: that they have lost their pages, and what steps with their drafts took."""
+"""Notes about jobs: pre-emptions, and the times of steps with their drafts."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def notes(story: Story) -> list[Note]:
 
 
 def step_of(planner: Planner) -> list[Delta]:
-    """A step whose rows all give token 5: its deltas."""
+    """Run a step in which all rows give token 5; -> its deltas."""
     step = planner.next_step()
     assert step is not None
     rows = tuple(RowResult(tokens=(5,) if row.samples else ()) for row in step.rows)
@@ -49,9 +49,9 @@ def test_a_job_that_loses_its_pages_is_told_of_at_once_and_again_with_its_next_t
     (note,) = lost.noted
     assert isinstance(note, Preempted)
     assert (note.by, note.running, note.pages) == ("first", 1, 4)
-    assert note.lost_tokens == 60 + before - 1, "all but the last token, which no step has read"
+    assert note.lost_tokens == 60 + before - 1, "all tokens but the last, which no step has computed"
     assert 0 <= note.again_tokens <= note.lost_tokens
-    assert note.short_pages > 0, "else it would have gone on"
+    assert note.short_pages > 0, "otherwise the job would not have been pre-empted"
     (resumed,) = on.noted
     assert on.tokens
     assert isinstance(resumed, Resumed)
@@ -83,10 +83,12 @@ def test_steps_with_drafts_are_told_beside_what_they_were_expected_to_take() -> 
     world.finish()
     without.finish()
     told = [note for note in notes(drafted) if isinstance(note, Drafted)]
-    assert [note.steps for note in told[:-1]] == [2**n for n in range(2, 2 + len(told) - 1)], "seldom, and at the end"
+    assert [note.steps for note in told[:-1]] == [2**n for n in range(2, 2 + len(told) - 1)], (
+        "notes must come at powers of two, and at the end"
+    )
     last = told[-1]
     assert isinstance(last, Drafted)
-    assert 4 <= last.steps < sum(delta.proposed > 0 for delta in drafted.deltas), "not all steps are timed"
+    assert 4 <= last.steps < sum(delta.proposed > 0 for delta in drafted.deltas), "only some steps are timed"
     assert abs(last.seconds - 0.05 * last.steps) < 1e-6
     assert 0 < last.without_s < last.predicted_s
     assert not notes(plain)

@@ -1,4 +1,4 @@
-"""The pool's books: who holds what, and that `check` notices when they are wrong."""
+"""The accounting of the page pool: who holds each page, and that `check` detects errors."""
 
 import pytest
 

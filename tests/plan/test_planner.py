@@ -1,4 +1,4 @@
-"""The planner's rules, one at a time, in the smallest world that shows each."""
+"""The planner's rules, one per test, each in the smallest world that shows it."""
 
 import math
 import random
@@ -74,7 +74,7 @@ def test_what_a_step_computes_of_a_job_is_told_until_it_has_settled():
     id = next(iter(world.planner._jobs))
     assert world.planner.computing(id) is None
     world.plan(), world.plan()
-    assert world.planner.computing(id) == (0, 100), "the one that is settled next"
+    assert world.planner.computing(id) == (0, 100), "the step that is settled next must be reported"
     world.settle()
     assert world.planner.computing(id) == (100, 200)
     assert world.planner.computing(JobId("nobody")) is None
@@ -225,7 +225,7 @@ def test_a_full_queue_refuses_in_words():
     stories = [world.submit(prompt(5, first)) for first in range(4)]
     assert [story.finish for story in stories] == [None, None, None, "error"]
     assert "queue is full" in stories[3].deltas[0].error
-    assert stories[3].deltas[0].fault == "overloaded", "it is the same request that may succeed later"
+    assert stories[3].deltas[0].fault == "overloaded", "the same request may succeed later"
     world.finish()
 
 
@@ -271,7 +271,7 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_waits_for_nobody():
 
 @pytest.mark.parametrize("length", [100, 300, 390])
 def test_a_short_job_behind_choices_that_share_ends_before_all_of_them_could_be_computed(length: int):
-    """It enters in its turn, so it waits with them for the page that the first of them computes."""
+    """It is scheduled in order, so it waits with them for the page that the first of them computes."""
     world = World(pages=200, max_running=16, step_tokens=128)
     for _ in range(8):
         world.submit(prompt(length), max_tokens=4)
@@ -285,7 +285,7 @@ def test_a_short_job_behind_choices_that_share_ends_before_all_of_them_could_be_
 
 
 def first_token(world: World, story: Story) -> int:
-    """Steps from now on until a story has its first token."""
+    """The number of steps from now on until a story has its first token."""
     for step in range(1, 1000):
         world.turn()
         if story.tokens:
@@ -294,7 +294,7 @@ def first_token(world: World, story: Story) -> int:
 
 
 def long_prompts(world: World, many: int, length: int) -> list[Story]:
-    """Prompts that share nothing, the first of which is being computed."""
+    """Prompts without a common prefix; the first of them is being computed."""
     stories = [world.submit(prompt(length, 100 + number), max_tokens=4) for number in range(many)]
     world.turn()
     world.turn()
@@ -304,7 +304,7 @@ def long_prompts(world: World, many: int, length: int) -> list[Story]:
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("many", [1, 6, 14])
 def test_a_short_prompt_does_not_wait_behind_long_ones(many: int, ahead: int):
-    """In the step that is planned next, and its token is there when that has settled."""
+    """It is computed in the next planned step, and its token is available when that step has settled."""
     world = World(pages=700, max_model_len=3000, max_running=16, step_tokens=512, ahead=ahead)
     long_prompts(world, many, 2000)
     assert first_token(world, world.submit(prompt(30, 7), max_tokens=4)) <= 2 + ahead
@@ -319,7 +319,7 @@ def test_a_prompt_that_is_long_itself_does_not_wait_behind_a_much_longer_one():
 
 
 def test_prompts_of_one_length_are_computed_one_after_another():
-    """To share a step among equals would help nobody and delay all but the last."""
+    """Dividing a step among equal prompts would make none earlier, and all but the last one later."""
     world = World(pages=700, max_model_len=3000, max_running=16, step_tokens=512)
     stories = long_prompts(world, 4, 2000)
     ends = [first_token(world, story) for story in stories]
@@ -332,11 +332,11 @@ def test_short_prompts_take_half_of_a_step_at_most_and_starve_nobody():
     (story,) = long_prompts(world, 1, 10_000)
     steps = 0
     while not story.tokens:
-        for number in range(3):  # more than the steps can take, without end
+        for number in range(3):  # an endless supply, more than the steps can compute
             world.submit(tuple(random.Random(3 * steps + number).choices(range(89), k=200)), max_tokens=1)
         world.turn()
         steps += 1
-    assert steps <= 10_000 / (512 // 2 - 16) + 2  # the rows that decode count too
+    assert steps <= 10_000 / (512 // 2 - 16) + 2  # decode rows use tokens of the step as well
     world.finish()
 
 
@@ -428,7 +428,7 @@ def test_prompt_logprobs_come_a_step_at_a_time_although_the_prompt_is_cached():
 
 
 def test_the_log_probabilities_of_the_largest_step_travel():
-    """Each token of its own is 20 alternatives, every number as long as it can be."""
+    """Each of its generated tokens has 20 alternatives, with the longest possible numbers."""
     worst = TokenLogprobs(token=1 << 31, logprob=-math.pi, rank=1 << 31, top=((1 << 31, -math.pi),) * 20)
     assert len(encode(Delta(job=JobId("a" * 64), prompt_logprobs=(worst,) * MOST_STEP_TOKENS))) < MAX_MESSAGE_BYTES
     with pytest.raises(ConfigError, match="step_tokens is 65,537; the maximum is 65,536"):
@@ -440,7 +440,8 @@ def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form()
     world = World(pages=24, ahead=0)
     resumed = world.submit(prompt(10), max_tokens=150)
     world.turn()
-    world.submit(prompt(10) + resumed.expected[:140], max_tokens=1)  # a prompt of what the first will generate
+    # a prompt that contains the first job's future answer
+    world.submit(prompt(10) + resumed.expected[:140], max_tokens=1)
     while len(resumed.tokens) < 100:
         world.turn()
     if world.flights:
@@ -502,7 +503,7 @@ def test_a_resumed_job_computes_generated_positions_in_rows_of_their_own():
     rows = [row for step in resumed for row in step.rows if row.slot == begin.slot]
     assert (rows[0].start, rows[0].count, rows[0].samples) == (0, 40, False)
     assert rows[1].start == 40
-    assert rows[1].count > 1, "generated positions are recomputed together"
+    assert rows[1].count > 1, "generated positions must be recomputed in one row"
     world.check_end()
 
 
@@ -550,7 +551,7 @@ def test_what_is_logged_of_pages_is_what_the_cache_has_and_what_they_are_of():
                 there.add(page.hash)
             assert there == set(world.planner._cache._nodes)
     world.finish()
-    assert any(world.planner._cache._nodes.values()), "there was something to compare"
+    assert any(world.planner._cache._nodes.values()), "the cache is empty, so nothing was compared"
 
 
 def test_pages_of_images_are_not_logged():
@@ -621,7 +622,7 @@ def test_the_load_counts_each_prompt_once_and_every_token():
 
 
 def begun(world: World) -> list[int]:
-    """How many jobs begin in each step of all that are left."""
+    """How many jobs begin in each of the remaining steps."""
     counts: list[int] = []
     while not world.planner.idle:
         step = world.plan()
@@ -664,7 +665,7 @@ def test_a_prompt_that_would_be_cut_waits_for_a_step_of_its_own_where_jobs_begin
 
 
 def test_it_is_told_how_long_a_job_waited_and_how_large_steps_were():
-    """Once a job, with its first token."""
+    """Once per job, with its first token."""
     now = 0.0
     world = World(max_running=1, step_tokens=64, ahead=0)
     world.planner = Planner(16, world.config, world.max_model_len, hash_page, clock=lambda: now)
@@ -677,7 +678,7 @@ def test_it_is_told_how_long_a_job_waited_and_how_large_steps_were():
         now += 1
     world.check_end()
     told = [[delta.queued_s for delta in story.deltas] for story in stories]
-    assert told == [[0.0, None], [3.0, None]]  # two steps for the first one's prompt, one for its second token
+    assert told == [[0.0, None], [3.0, None]]  # two steps for the first job's prompt, one for its second token
     load = world.planner.load()
     assert (sum(load.step_sizes), load.step_positions) == (5, 64 + 36 + 1 + 3 + 1)
     assert [size for size, steps in zip(STEP_SIZES, load.step_sizes, strict=False) if steps] == [1, 8, 64]

@@ -1,4 +1,4 @@
-"""The prefix cache alone: longest match, least recently used leaf first, never a page in use."""
+"""The prefix cache alone: longest match, eviction of the least recently used leaf, never of a page in use."""
 
 import random
 
@@ -8,7 +8,7 @@ from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 
 
 def remember(cache: PrefixCache, pool: PagePool, chain: str, *, exact: bool = True) -> list[PageId]:
-    """Caches one page for each prefix of `chain`, as a job that computed them and then left would."""
+    """Caches one page for each prefix of `chain`, as a job that computed them and then ended would."""
     pages = pool.take(len(chain))
     for end, page in enumerate(pages, 1):
         previous = name(chain[: end - 1]) if end > 1 else None
@@ -59,7 +59,7 @@ def test_a_page_that_the_drafter_has_read_takes_the_place_of_one_that_it_has_not
     remember(cache, pool, "a")
     (read,) = pool.take(1)
     cache.insert(name("a"), read, None, exact=False, drafted=True)
-    assert cache.match(prefixes("a"), drafted=True) == [], "it is less exact"
+    assert cache.match(prefixes("a"), drafted=True) == [], "pages of lower precision must not match"
     cache.insert(name("a"), read, None, exact=True, drafted=True)
     assert cache.match(prefixes("a"), exact=True, drafted=True) == [read]
     (later,) = pool.take(1)
@@ -106,7 +106,7 @@ def test_a_page_in_the_middle_goes_when_all_that_continues_it_is_in_use():
     pool = PagePool(4)
     cache = PrefixCache(pool)
     (a,) = remember(cache, pool, "a")
-    twin, b = pool.take(2)  # a job that computed "ab" itself, while somebody else cached "a"
+    twin, b = pool.take(2)  # a job that computed "ab" itself, while another job cached "a"
     cache.insert(name("a"), twin, None, exact=True)
     cache.insert(name("ab"), b, name("a"), exact=True)
     assert pool.idle == 1
@@ -123,7 +123,8 @@ def test_of_the_pages_in_the_middle_the_least_recently_used_goes():
     pool = PagePool(8)
     cache = PrefixCache(pool)
     firsts = [remember(cache, pool, chain)[0] for chain in "abc"]
-    for letter, child in zip("abc", pool.take(3), strict=True):  # a running job's, which has a twin of the first page
+    # pages of a running job, which has a duplicate of the first page
+    for letter, child in zip("abc", pool.take(3), strict=True):
         cache.insert(name(f"{letter}x"), child, name(letter), exact=True)
     for first in (firsts[1], firsts[0], firsts[2]):
         cache.use([first], of_tokens=PAGE_TOKENS)
@@ -145,7 +146,9 @@ def test_hits_and_queries_are_counted_in_tokens():
 
 
 def test_what_is_idle_can_always_be_evicted_and_the_books_stay_right():
-    """Random life against a plain model of who holds what: eviction frees exactly what it promises."""
+    """Random operations, compared with a plain model of the holders: eviction frees exactly the pages
+    that it reports.
+    """
     random_ = random.Random(1)
     for _ in range(60):
         pool = PagePool(12)

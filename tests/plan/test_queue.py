@@ -1,4 +1,4 @@
-"""Whose turn it is: a short prompt does not wait behind long ones, names take turns, and nobody starves."""
+"""Scheduling order: a short prompt does not wait for long ones, API keys take turns, and no job starves."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes import Story, World
 
-CHUNK = 512  # positions in one step
+CHUNK = 512  # tokens per step
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -14,7 +14,7 @@ def prompt(length: int, first: int = 1) -> tuple[int, ...]:
 
 
 class Timed(World):
-    """A world in which a step takes as long as it has positions, and nothing runs beside it (a CPU)."""
+    """A world in which a step's time is proportional to its tokens, and no step overlaps another (a CPU)."""
 
     def __init__(self, pages: int = 400, **config: int) -> None:
         super().__init__(pages=pages, max_model_len=4000, ahead=0, **config)
@@ -32,7 +32,7 @@ class Timed(World):
                 self.first_at.setdefault(story.job.id, self.now)
 
     def until_first(self, story: Story) -> int:
-        """Turns until the job has its first token: -> when that was."""
+        """Run until the job has its first token; -> the time of it."""
         while story.job.id not in self.first_at:
             self.turn()
         return self.first_at[story.job.id]
@@ -45,7 +45,7 @@ def test_a_short_prompt_does_not_wait_behind_six_long_ones(before: int):
     long = [world.submit(prompt(2000, first), max_tokens=3) for first in range(6)]
     for _ in range(before):
         world.turn()
-    came = world.now  # and a step has just begun: the worst moment
+    came = world.now  # a step has just begun: the worst moment for an arrival
     world.turn()
     hi = world.submit(prompt(25, 70), max_tokens=3)
     assert world.until_first(hi) - came <= 2 * (25 + CHUNK)
@@ -54,7 +54,7 @@ def test_a_short_prompt_does_not_wait_behind_six_long_ones(before: int):
 
 
 def test_long_prompts_alone_are_computed_one_after_the_other():
-    """Sharing a step between them would make the first ones late, and none earlier."""
+    """Sharing a step between them would delay the first ones and speed up none."""
     world = Timed(step_tokens=CHUNK)
     stories = [world.submit(prompt(1000, first), max_tokens=1) for first in range(4)]
     first_at = [world.until_first(story) for story in stories]
@@ -77,13 +77,14 @@ def test_a_shorter_prompt_gets_half_of_each_step_until_it_is_done():
 
 @pytest.mark.parametrize("shorts", [1, 5, 20])
 def test_short_prompts_without_end_delay_a_long_one_to_twice_its_time_and_no_further(shorts: int):
-    """In every step `shorts` new ones come, as much as half a step or more; the long one came among them."""
+    """In every step `shorts` new prompts arrive, together at least half a step; the long one arrived among them."""
     world = Timed(step_tokens=CHUNK, max_running=16)
     rivals = iter(range(10_000))
 
     def crowd() -> None:
         for _ in range(shorts):
-            world.submit(prompt(30, next(rivals) % 89), max_tokens=2, prompt_logprobs=0)  # so none is cached
+            # prompt log probabilities, so that no page is taken from the prefix cache
+            world.submit(prompt(30, next(rivals) % 89), max_tokens=2, prompt_logprobs=0)
 
     crowd()
     blocking = world.submit(prompt(3000, 3), max_tokens=1)
@@ -94,12 +95,12 @@ def test_short_prompts_without_end_delay_a_long_one_to_twice_its_time_and_no_fur
         if long.finish:
             break
     assert blocking.finish == long.finish == "length"
-    # Half of each step is the oldest one's at least; what is not cached of both is 6,000 positions.
+    # At least half of each step goes to the oldest prompt; the uncached parts of both have 6,000 positions.
     assert world.now <= 2 * 6000 + 4 * CHUNK + 16 * 100
 
 
 def test_what_begins_before_a_waiting_job_is_together_no_longer_than_that_job():
-    """The long one finds no pages; small ones pass it, but not for ever."""
+    """There are no pages for the long job; small ones overtake it, but not for ever."""
     world = Timed(pages=8, step_tokens=CHUNK, max_running=8)
     world.submit(prompt(300), max_tokens=100)
     world.turn()
@@ -114,7 +115,7 @@ def test_what_begins_before_a_waiting_job_is_together_no_longer_than_that_job():
         if 250 in began:
             break
         world.planner.check()
-    assert began.index(250) == 250 // 40, "as many as fit into its own length"
+    assert began.index(250) == 250 // 40, "jobs may overtake up to the length of the waiting job"
     world.finish()
     assert large.finish == "length"
 
@@ -141,7 +142,7 @@ def test_a_name_that_comes_back_does_not_begin_before_those_that_waited():
     for number in range(3):
         world.submit(prompt(10, number), max_tokens=2, tenant="a")
     order: list[str] = []
-    for number in range(20, 23):  # each comes when the last has ended
+    for number in range(20, 23):  # each arrives when the last has ended
         story = world.submit(prompt(10, number), max_tokens=2, tenant="b")
         while story.finish is None:
             step = world.plan()

@@ -1,7 +1,7 @@
-"""Laws 2, 3 and 7 where they are decided: whatever the company, the chunks, the cache and the pre-emptions, each answer
-is the one that the job would get alone; nobody starves; every page comes back.
+"""Laws 2, 3 and 7 at the planner: for all batches, chunks, cache contents and pre-emptions, each answer equals the
+job's answer when it runs alone; no job starves; every page is returned.
 
-`World` checks each token as it comes, `FakeRunner` each position that a row would read, `check` the books.
+`World` checks each token as it arrives, `FakeRunner` each position that a row would read, `check` the accounting.
 """
 
 import random
@@ -19,7 +19,7 @@ COSTS = StepCosts(rows=(1, 8), counts=(1, 4, 8), target_ms=((5, 6, 9), (9, 20, 3
 
 
 class AnyForecast:
-    """Whatever it says, answers are what they are."""
+    """A forecast of random times, which must not change any answer."""
 
     def __init__(self, seed: int) -> None:
         self.known = False
@@ -37,12 +37,13 @@ def random_tokens(random_: random.Random, count: int) -> tuple[int, ...]:
 
 
 def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool = False) -> World:
-    """A world of its own geometry: arrivals that share prefixes, follow-up turns, aborts, faults, late settling; where
-    there are drafts, steps of any cost, and a learned drafter that is left and taken up again."""
+    """Run a world with random sizes: arrivals that share prefixes, follow-up turns, aborts, faults, late settling; with
+    drafts also steps of any cost, and a learned drafter that is switched off and on again.
+    """
     random_ = random.Random(seed)
     measured = draft_tokens and seed % 3
     world = World(
-        pages=random_.choice([7, 8, 9, 12, 24]),  # a job needs 7 at most
+        pages=random_.choice([7, 8, 9, 12, 24]),  # a job needs at most 7 pages
         ahead=seed % 4,
         step_tokens=random_.choice([8, 64, 100, 512]),
         max_running=(slots := random_.randrange(1, 8)),
@@ -58,7 +59,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool
         forecast=AnyForecast(seed) if seed % 3 == 1 else None,
     )
     roots = [random_tokens(random_, random_.randrange(1, 200)) for _ in range(3)]
-    hurry = random_.choice([0.5, 0.7])  # how often a step is planned rather than settled
+    hurry = random_.choice([0.5, 0.7])  # probability of planning a step rather than settling one
     for _ in range(random_.randrange(20, 200)):
         stories = list(world.stories.values())
         chance = random_.random()
@@ -109,7 +110,7 @@ def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned
     assert {"stop", "length", "aborted", "error"} == set(finishes)
     assert len(finishes) > 400
     loads = [world.planner.load() for world in worlds]
-    assert sum(load.preemptions for load in loads) > 5, "too few pre-emptions to learn from"
+    assert sum(load.preemptions for load in loads) > 5, "too few pre-emptions for a meaningful test"
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
     assert sum(world.runner.replays for world in worlds) > 1000

@@ -1,4 +1,4 @@
-"""A step names the cheapest shape that holds it, and only one that every rank has reported."""
+"""A step names the cheapest CUDA graph shape that holds it, and only one that every rank has reported."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ KEPT = Shape(1, 1, 4096), Shape(1, 1, 512), Shape(8, 1, 4096), Shape(8, 1, 512),
         (2, 1, 64, (8, 1, 512)),
         (1, 2, 64, (2, 4, 4096)),
         (3, 4, 64, (8, 4, 4096)),
-        (1, 9, 64, (2, 4, 4096)),  # as many positions as there are
+        (1, 9, 64, (2, 4, 4096)),  # one draft for each position of the largest shape
         (9, 1, 64, None),
         (1, 1, 4160, None),
     ],
@@ -50,7 +50,7 @@ def test_only_what_every_rank_has_reported_is_named():
 def test_drafts_are_as_many_as_the_shapes_for_so_many_rows_hold():
     shapes = RecordedShapes(Recorded(shapes=(Shape(8, 8, 512), Shape(64, 1, 512), Shape(64, 4, 512))))
     assert [shapes.drafts(rows) for rows in (1, 8, 9, 64)] == [7, 7, 3, 3]
-    assert shapes.drafts(65) == PAGE_TOKENS, "the host leads, which any number suits"
+    assert shapes.drafts(65) == PAGE_TOKENS, "an eager step takes any number of drafts"
     assert RecordedShapes().drafts(1) == PAGE_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""Drafts are tried before they are judged, and again after they were found wanting."""
+"""Drafts are tried before they are judged, and tried again after they did not pay."""
 
 import random
 from collections.abc import Sequence
@@ -13,11 +13,13 @@ from redline.wire.step import Drafter, Row, RowResult, Step, StepResult
 from tests.fakes import make_job
 
 COSTS = StepCosts(rows=(1, 4), counts=(1, 2, 4, 8), target_ms=((10, 13, 18, 30), (14, 22, 40, 78)), draft_ms=(2.5, 2.5))
-"""Three drafts that hold at 0.95 make one stream 1.4 times as fast; at 0.7 they are not worth their time."""
+"""Three drafts with an acceptance rate of 0.95 make a single stream 1.4 times as fast; at 0.7 they are slower than
+none.
+"""
 
 
 def served(speculation: Speculation, rate: float, rows: int, learned: bool = True, seed: int = 0) -> list[int]:
-    """What a job's rows are asked to propose, one after another, a draft that is reached holding at this rate."""
+    """The drafts requested for a job's successive rows, if each draft that is reached is accepted at this rate."""
     random_ = random.Random(seed)
     job = a_job("job")
     asked: list[int] = []
@@ -40,7 +42,7 @@ def a_job(name: str) -> ActiveJob:
 
 
 def settle(speculation: Speculation, rows: Sequence[Row], outs: Sequence[RowResult]):
-    """On a machine where every step takes what it should."""
+    """Settle a step on a machine where every step takes the time of the cost table."""
     for out in outs:
         speculation.settled(out)
     depth, followed = max(row.drafts for row in rows), sum(row.drafting for row in rows)
@@ -68,7 +70,7 @@ def test_a_bad_drafter_costs_little(learned: bool):
 
 @pytest.mark.parametrize("learned", [True, False])
 def test_a_drafter_that_was_bad_is_tried_again(learned: bool):
-    """What was bad for one user's text may be good for the next one's."""
+    """The next user's text may suit the drafter better."""
     speculation = Speculation(7, learned, COSTS)
     served(speculation, 0.05, 1000, learned)
     assert mean(served(speculation, 0.95, 2000, learned, seed=1)[-100:]) > 2.5
@@ -89,7 +91,7 @@ def test_what_was_verified_is_counted_by_position():
 
 
 def test_a_match_in_a_row_that_the_drafter_follows_says_nothing_of_the_drafter():
-    """The drafter is never right: what matches it stands behind, which always hold, do not make it pay."""
+    """The drafter is never right: the suffix matches it continues, which are always accepted, do not make it pay."""
     speculation = Speculation(3, True, COSTS)
     row = Row(slot=0, start=None, count=4, drafts=3, drafting=True)
     by_learned = RowResult(tokens=(0,), proposed=3, accepted=0, by="learned")
@@ -109,9 +111,9 @@ def test_forced_drafts_are_verified_where_the_step_does_not_take_longer_than_the
     assert speculation.forced(1, [9], 64) == 9
     assert speculation.forced(1, [40], 64) == MOST_FORCED
     assert speculation.forced(1, [40], 3) == 3
-    assert speculation.forced(16, [15], 64) == (0 if padded else 15), "where rows are padded all take what one does"
+    assert speculation.forced(16, [15], 64) == (0 if padded else 15), "padded rows all cost what the longest costs"
     assert speculation.forced(16, [15] * 16, 64) == 15
-    assert Speculation(0, False, StepCosts()).forced(16, [7], 64) == 7, "where nothing was measured, they are free"
+    assert Speculation(0, False, StepCosts()).forced(16, [7], 64) == 7, "without measured costs, drafts are free"
 
 
 def test_nothing_is_learnt_of_what_a_grammar_forces():
@@ -150,7 +152,7 @@ def test_the_times_of_rounds_are_those_of_steps_that_drafted_as_they_verified(mo
     ):
         for _ in range(LIKE):
             kind()
-        assert not seen, "a step behind others of another kind is partly theirs"
+        assert not seen, "the time of a step after one of another kind must not be used"
         for _ in range(EVERY):
             kind()
         asked.append([*seen])
@@ -159,7 +161,7 @@ def test_the_times_of_rounds_are_those_of_steps_that_drafted_as_they_verified(mo
 
 
 def test_matches_of_few_rows_are_not_paid_for_by_all():
-    """One row of four has a match that holds: where all rows cost what the longest does, that is too little."""
+    """One of four rows has a match that is accepted: if all rows cost what the longest does, the gain is too small."""
     for padded in (False, True):
         speculation = Speculation(7, False, replace(COSTS, padded=padded))
         jobs = [a_job(f"{n}") for n in range(4)]

@@ -1,4 +1,4 @@
-"""What is told of steps and their times."""
+"""Reports of steps and their times."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_steps_are_added_up_beside_what_they_take_at_least() -> None:
     prompts, decode = world.planner.load().step_times
     assert (prompts.kind, prompts.steps, prompts.seconds) == ("prompts", 1, 0.25)
     assert prompts.floor_s == pytest.approx((1000 + 300 + 800 * (1 - 0.75**40) + 40 * 48) / 1e6)
-    assert (decode.kind, decode.steps, decode.seconds) == ("decode", 1, 0.25)  # one in EVERY
+    assert (decode.kind, decode.steps, decode.seconds) == ("decode", 1, 0.25)  # one of EVERY steps
     context = 40 + EVERY - 1  # the first step was the prompt's
     assert decode.floor_s == pytest.approx((1000 + 300 + 800 * 2 / 8 + context * 48) / 1e6)
     world.finish()
@@ -54,7 +54,7 @@ def test_steps_are_added_up_beside_what_they_take_at_least() -> None:
 def test_drafts_that_were_verified_are_positions_and_each_pass_of_the_drafter_is_read() -> None:
     jobs = [ActiveJob(make_job("a", range(10), max_tokens=90), 0, 100) for _ in range(2)]
     for job in jobs:
-        job.computed = 52  # with the two tokens that the row gave
+        job.computed = 52  # includes the two tokens that the row gave
     rows = tuple(Row(slot=slot, start=None, count=4, drafts=3, propose=3, drafting=True) for slot in range(2))
     verified = (RowResult(tokens=(1, 2), proposed=3, accepted=1),) * 2
     for drafted, passes in ((None, 3), ((), 0), ((2,), 2)):
@@ -76,7 +76,7 @@ def test_a_machine_that_was_not_measured_has_no_sums() -> None:
 
 
 def test_what_the_host_does_between_two_steps_counts_while_somebody_waits() -> None:
-    """Steps of 2 ms, the next ended 3 ms after the one before; then nobody was there for a second."""
+    """Steps of 2 ms, the next one ending 3 ms after the one before; then no job was there for a second."""
     now = 0.0
     timed = TimedSteps(lambda: now)
     one, other = (ActiveJob(make_job(name, tuple(range(10)), max_tokens=90), 0, 100) for name in "ab")
@@ -98,5 +98,5 @@ def test_whoever_watches_is_told_of_every_step_with_its_floor_and_the_tokens_tha
     world.settle()
     world.finish()
     assert [prompt for prompt, _, _ in seen if prompt] == [40]
-    assert sum(tokens for prompt, _, tokens in seen if not prompt) == 19, "the first token is the prompt's step's"
-    assert {floor_s for _, floor_s, _ in seen} == {0.0}, "nothing was measured"
+    assert sum(tokens for prompt, _, tokens in seen if not prompt) == 19, "the first token belongs to the prompt's step"
+    assert {floor_s for _, floor_s, _ in seen} == {0.0}, "no rates were measured"

@@ -1,4 +1,4 @@
-"""How much of a worker's time goes to parcels that come in."""
+"""The share of a worker's time that goes to placing received KV chunks."""
 
 from redline.worker.arrivals import Budget
 
@@ -8,14 +8,14 @@ STEP_S = 0.03
 
 
 class Thread:
-    """A worker's thread whose parcels take some seconds for a byte, beside steps."""
+    """A worker's thread that runs steps and places KV chunks at `per_byte` seconds a byte."""
 
     def __init__(self, share: float, per_byte: float) -> None:
         self.now, self.per_byte = 0.0, per_byte
         self.budget = Budget(share, lambda: self.now)
 
     def turn(self, waiting: int, *, busy: bool = True, step_s: float = STEP_S) -> int:
-        """A step, and behind it as many parcels as there is time for."""
+        """Run a step, then place KV chunks until the budget is used up; -> how many were placed."""
         self.now += step_s if busy else 0.0
         self.budget.begin(busy=busy, most=PARCEL)
         placed = 0
@@ -29,11 +29,11 @@ class Thread:
 
 def test_steps_are_lengthened_by_the_share_and_no_more() -> None:
     thread = Thread(share=0.02, per_byte=0.0002 / PARCEL)
-    thread.turn(1)  # measured
+    thread.turn(1)  # measures the time per byte
     began, placed = thread.now, 0
     for _ in range(100):
         more = thread.turn(1000)
-        assert more <= 4, "0.6 ms of 0.2, and what was left over"
+        assert more <= 4, "0.6 ms for chunks of 0.2 ms, and unused time of earlier turns"
         placed += more
     assert 0.019 <= placed * 0.0002 / (100 * STEP_S) <= 0.0201
     assert abs(thread.now - began - 100 * STEP_S - placed * 0.0002) < 1e-9
@@ -44,7 +44,7 @@ def test_a_parcel_that_takes_longer_than_a_turns_share_comes_every_few_turns() -
     thread.turn(1)
     placed = [thread.turn(1000) for _ in range(60)]
     assert max(placed) == 1
-    assert sum(placed) in (11, 12), "one in five turns: 3 ms of 150"
+    assert sum(placed) in (11, 12), "one every five turns: 3 ms in 150 ms"
 
 
 def test_time_that_nobody_asked_for_is_no_claim_to_many_at_once() -> None:
@@ -58,11 +58,13 @@ def test_time_that_nobody_asked_for_is_no_claim_to_many_at_once() -> None:
 def test_nothing_is_held_back_while_nothing_runs() -> None:
     thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
     assert thread.turn(50, busy=False) == 50
-    assert thread.turn(50) == 0, "a step has come: what was taken is not owed to it, and its share is still small"
+    assert thread.turn(50) == 0, (
+        "the idle turn's time is not charged to the step, but the step's own share is too small"
+    )
 
 
 def test_waiting_leaves_time_to_place_what_is_waited_for() -> None:
-    """A turn that waits as long as it may, every time, still comes to place a parcel."""
+    """A turn that waits for the longest permitted time, every time, still leaves time to place a chunk."""
     thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
     thread.turn(1)
     placed = 0
@@ -77,7 +79,7 @@ def test_waiting_leaves_time_to_place_what_is_waited_for() -> None:
                 thread.now += PARCEL * thread.per_byte
             placed += 1
         thread.budget.end()
-    assert placed >= 10, "one in five turns, and one where it begins"
+    assert placed >= 10, "one every five turns, and one at the start"
 
 
 def test_a_thread_that_slept_for_a_second_owes_one_parcel() -> None:
@@ -87,13 +89,15 @@ def test_a_thread_that_slept_for_a_second_owes_one_parcel() -> None:
     while not thread.turn(1):
         pass
     thread.per_byte = 0.003 / PARCEL
-    assert sum(thread.turn(1) for _ in range(60)) >= 4, "it had been 3 ms, so no more than 12 are expected of the next"
+    assert sum(thread.turn(1) for _ in range(60)) >= 4, (
+        "the estimate was 3 ms, so at most 12 ms are assumed for the next chunk"
+    )
 
 
 def test_what_a_byte_takes_is_measured_anew_all_the_time() -> None:
     thread = Thread(share=0.1, per_byte=0.003 / PARCEL)
     thread.turn(1)
-    thread.per_byte /= 10  # a neighbour has gone
+    thread.per_byte /= 10  # as after another process on the machine has ended
     for _ in range(60):
         last = thread.turn(1000)
-    assert 8 <= last <= 12, "3 ms of 0.3"
+    assert 8 <= last <= 12, "3 ms for chunks of 0.3 ms"

@@ -1,4 +1,4 @@
-"""What steps cost is measured before the first job, and leaves nothing behind."""
+"""Step times are measured before the first job, and the measurement leaves no state in the engine."""
 
 import functools
 
@@ -39,7 +39,7 @@ def test_an_engine_that_was_calibrated_answers_as_one_that_was_not():
 
 
 def test_what_is_yet_to_be_recorded_is_read_off_what_is(monkeypatch: pytest.MonkeyPatch):
-    """As if a step took a millisecond for each of its shape's tokens."""
+    """The fake measurement: a step takes a millisecond for each token of its shape."""
     ran: list[tuple[int, int, Shape | None]] = []
 
     def step(runner: Runner, rows: int, count: int, propose: int, shape: Shape | None) -> float:
@@ -59,7 +59,7 @@ def test_what_is_yet_to_be_recorded_is_read_off_what_is(monkeypatch: pytest.Monk
     assert (costs.rows, costs.counts) == ((1, 4, 16, 64), (1, 2, 4, 8))
     *few, many = costs.target_ms
     assert few == [(r, 2.0 * r, 4.0 * r, 8.0 * r) for r in (1, 4, 16)]
-    assert many == (256.0, 256.0, 256.0, 512.0), "one shape for all, and beyond it in proportion"
+    assert many == (256.0, 256.0, 256.0, 512.0), "one shape for all up to its size, and in proportion for larger ones"
     cells = {(rows, count) for rows, count, _ in ran}
     assert cells == {(1, 1), (1, 8), (4, 1), (4, 8), (16, 1), (16, 8), (64, 1), (64, 4)}
 

@@ -1,4 +1,4 @@
-"""The engine as its users drive it: jobs in, deltas out, and every page back."""
+"""The engine as its users drive it: jobs in, deltas out, and every page returned."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(folder: Path) -> Iterator[Engine]:
-    """At the end it must be idle, and every page free or remembered by the cache."""
+    """An engine which at the end must be idle, with every page free or held by the prefix cache."""
     with Engine.open(folder, CONFIG) as opened:
         yield opened
     planner = opened.engine.planner
@@ -95,7 +95,7 @@ def test_a_job_is_taken_from_its_source_when_it_is_wanted(engine: Engine, monkey
 
     engine.run(jobs(), take)
     assert (taken, ended) == (20, 20)
-    assert max(ahead) <= 2 * 3  # three that run, and as many whose ends are not told yet
+    assert max(ahead) <= 2 * 3  # three running jobs, and three with their ends not yet published
 
 
 def test_an_exception_in_the_source_of_jobs_aborts_those_that_run(engine: Engine):
@@ -138,7 +138,7 @@ def test_an_exception_in_on_delta_aborts_the_jobs_and_goes_on(engine: Engine):
     after = engine.generate([job(engine, "after", prompt(1, 20))])
     assert list(after) == ["after"]
     assert len(answer(after[JobId("after")])) == 8
-    assert engine.engine.planner.load().generation_tokens < 1000  # of the 4,000 that were asked for
+    assert engine.engine.planner.load().generation_tokens < 1000  # out of the 4,000 requested
 
 
 def test_an_aborted_jobs_id_may_be_used_again_at_once(engine: Engine):
@@ -189,7 +189,7 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: Engine, monkeypat
     def broken(inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
         out = sound(inputs, planes, layers, asked)
         logits = out.logits()
-        if len(asked) == 2:  # both jobs sample
+        if len(asked) == 2:  # both jobs sample in this step
             logits[0, 5] = torch.nan
         return predicted(out.hidden(), out.features, logits)
 
@@ -226,7 +226,7 @@ def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: Engine, m
 def test_a_device_error_while_a_row_is_chosen_ends_the_engine_and_says_why(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is met in one row, but no other row will fare better."""
+    """The error occurs while one row is processed, but it would occur for all others too."""
 
     def broken(*_: object) -> torch.Tensor:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -243,7 +243,7 @@ def test_a_device_error_while_a_row_is_chosen_ends_the_engine_and_says_why(
 def test_prompt_logprobs_are_complete_although_the_prompt_came_in_chunks(engine: Engine):
     tokens = prompt(3, 300)  # steps have 64 tokens
     asked = job(engine, "asked", tokens, prompt_logprobs=2, logprobs=0, max_tokens=3)
-    for name in ("cold", "warm"):  # also where all of it lies in the cache
+    for name in ("cold", "warm"):  # also if all of it is in the prefix cache
         deltas = engine.generate([make_job(JobId(name), tokens, asked.sampling, engine.fingerprint)])[JobId(name)]
         scored = [item for delta in deltas for item in delta.prompt_logprobs]
         assert tuple(item.token for item in scored) == tokens[1:]
@@ -260,7 +260,7 @@ def test_jobs_with_the_same_prompt_share_its_pages(engine: Engine):
     most: list[int] = []
     deltas = engine.generate(jobs, lambda _: most.append(engine.engine.planner.load().pages_used))
     assert all(delta.cached_tokens == 256 for parts in deltas.values() for delta in parts)
-    assert max(most) <= 4 + 8  # the prompt's four full pages once, and one of its own for each
+    assert max(most) <= 4 + 8  # the prompt's four full pages once, and one page per job
     assert len({answer(parts) for parts in deltas.values()}) > 1
 
 

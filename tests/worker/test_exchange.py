@@ -1,4 +1,6 @@
-"""Handoffs that go wrong: whatever is lost, late or wrong, the answer is that of one worker, and all comes back."""
+"""KV transfers that fail: if anything is lost, late or wrong, the answer equals that of a single worker, and everything
+is freed.
+"""
 
 import ctypes
 import itertools
@@ -56,7 +58,7 @@ def pair(
 
 
 def finished(both: Pair) -> None:
-    """Nothing is held on either side."""
+    """Neither side holds any transfer, buffer or page."""
     for side in (both.computes, both.answers):
         planner = side.engine.planner
         planner.check()
@@ -102,7 +104,9 @@ def test_what_was_noted_of_a_prompt_is_told_by_who_answers() -> None:
         both.send([asked()])
         both.turn()
         both.computes.engine.planner._jobs[asked().id].brought = read
-        assert not both.computes.exchange.keep([Delta(job=asked().id, noted=(lost,))]), "its client hears another"
+        assert not both.computes.exchange.keep([Delta(job=asked().id, noted=(lost,))]), (
+            "the client gets its deltas from the other worker"
+        )
         for _ in range(2000):
             both.turn()
         deltas = both.deltas["asked"]
@@ -158,7 +162,7 @@ def test_a_worker_that_says_nothing_is_not_waited_for_longer_than_it_may() -> No
         with torch.inference_mode():
             both.turn()
             both.turn()
-        both.computes.stopped = True  # and nobody says so
+        both.computes.stopped = True  # and no message reports it
         clock.now = exchange.SILENCE_S + 1
         answers = both.run()
         assert both.answers.exchange.counts == {"silence": 1}
@@ -196,21 +200,21 @@ def test_a_prompt_that_nobody_wants_is_given_up() -> None:
         with torch.inference_mode():
             for _ in range(10):
                 both.turn()
-            assert both.computes.engine.planner.load().pages_used > 0, "it is lent"
+            assert both.computes.engine.planner.load().pages_used > 0, "pages wait to be read"
             clock.now = exchange.WANT_S + 1
             both.turn()
         assert both.computes.engine.planner.load().pages_used == 0
         assert both.computes.exchange.idle
         both.answers.stopped = False
         answers = both.run()
-        assert both.answers.exchange.counts == {"error": 1}, "it is told, should it ever ask"
+        assert both.answers.exchange.counts == {"error": 1}, "a request for a dropped prompt is answered with an error"
     finally:
         both.close()
     assert told(answers["asked"]) == alone(asked())
 
 
 def test_a_parcel_that_nobody_has_read_in_time_fails_its_checksum_or_is_gone() -> None:
-    """The lease runs out, its space is lent again, and the late reader notices."""
+    """The lease expires, its buffer space is reused, and the late reader detects it."""
     clock, polls = Clock(), 6
     both = pair(lambda *_: Disturbance(polls=polls), clock)
     try:
@@ -223,7 +227,7 @@ def test_a_parcel_that_nobody_has_read_in_time_fails_its_checksum_or_is_gone() -
             leaving = both.computes.exchange._ways["memory"].departures
             assert leaving is not None
             assert not leaving.lender.lent
-            leaving.space_B.random_(0, 255)  # others' parcels lie there now
+            leaving.space_B.random_(0, 255)  # now holds other jobs' chunks
         answers = both.run()
         finished(both)
     finally:
@@ -297,7 +301,7 @@ def test_a_worker_whose_area_is_not_there_is_not_waited_for() -> None:
 
 
 class Three:
-    """A worker that computes, and two that answer: the first falls silent, and its job moves to the second."""
+    """One prefill worker and two decode workers: the first falls silent, and its job moves to the second."""
 
     def __init__(self) -> None:
         self.clock, self.boxes = Clock(), dict[str, Box]()
@@ -315,12 +319,12 @@ class Three:
         )
 
     def send(self, one: Job, to: Side) -> None:
-        """As a gateway does."""
+        """Send the job to `to` and to the prefill worker, as a gateway does."""
         self.computes.box.put(Prefill(job=one, to=to.as_other))
         to.box.put(msgspec.structs.replace(one, pages_from=self.computes.as_other))
 
     def move(self, one: Job) -> Job:
-        """The first is silent: as a gateway does then. The job under its new name."""
+        """Declare the first worker silent, as a gateway does; -> the job under its new name."""
         self.computes.box.put(Gone(worker="first", epoch=1))
         self.first.box.put(Abort(job=one.id))
         moved = msgspec.structs.replace(one, id=JobId(f"{one.id}.1"))
@@ -328,7 +332,7 @@ class Three:
         return moved
 
     def run(self, turns: int = 100) -> list[Delta]:
-        """What the second has told, while the first stands still."""
+        """The deltas of the second worker, while the first one does not run."""
         told: list[Delta] = []
         for _ in range(turns):
             assert not self.computes.turn()
@@ -392,7 +396,9 @@ def test_a_worker_that_was_silent_and_goes_on_disturbs_nobody_whenever_its_job_m
 
 
 def test_a_worker_that_was_only_silent_is_told_what_has_been_dropped() -> None:
-    """It is not declared silent itself, so nobody else takes its jobs: it computes their prompts."""
+    """The decode worker is not declared silent itself, so its jobs are not requeued elsewhere: it computes their
+    prompts.
+    """
     clock = Clock()
     both = pair(clock=clock)
     try:
@@ -413,7 +419,7 @@ def test_a_worker_that_was_only_silent_is_told_what_has_been_dropped() -> None:
 
 
 def test_a_prompt_that_is_handed_over_with_a_part_missing_is_computed_here() -> None:
-    """Whoever computes has counted its parcels, and all of them have come; but not all positions."""
+    """The prefill worker's count of chunks is right and all of them arrive, but they do not cover all positions."""
     both = pair()
     try:
         one = asked()
@@ -452,7 +458,7 @@ def test_a_prompt_that_is_short_once_it_has_begun_long_after_a_silence_is_comput
         with torch.inference_mode():
             both.answers.turn()
             both.answers.exchange.hear(Begun(job=JobId("again")))
-            clock.now += exchange.SILENCE_S + 1  # the process was stopped in its step
+            clock.now += exchange.SILENCE_S + 1  # the process was stopped during its step
             both.computes.stopped = True
         answers = both.run()
         assert both.answers.exchange.counts == {"short": 1}
@@ -469,7 +475,7 @@ def test_who_waits_behind_other_prompts_is_patient_until_its_own_has_begun() -> 
         both.send([asked()])
         with torch.inference_mode():
             both.turn()
-            assert both.answers.engine.planner.load().pages_used == 0, "it has no pages before it needs them"
+            assert both.answers.engine.planner.load().pages_used == 0, "no pages are allocated before they are needed"
             for clock.now in range(600):
                 both.answers.box.put(Queued(job=JobId("asked")))
                 both.turn()
@@ -505,7 +511,7 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
                 both.answers.box.put(Begun(job=one.id))
             for _ in range(500):
                 both.turn()
-            assert both.answers.engine.planner.starved, "the running one has lost its pages, and nothing runs"
+            assert both.answers.engine.planner.starved, "the running job was pre-empted, and no job runs"
             clock.now += exchange.ROOM_S / 2
             both.turn()
             clock.now += exchange.ROOM_S / 4
@@ -514,7 +520,7 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
             clock.now += exchange.ROOM_S / 2
             both.turn()
             assert both.answers.exchange.counts == {"room": 1}
-            assert arriving[2].id not in both.answers.exchange._in, "the youngest"
+            assert arriving[2].id not in both.answers.exchange._in, "the newest job must be given up"
             for _ in range(5):
                 both.turn()
             assert not both.answers.engine.planner.starved
@@ -530,7 +536,7 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
 def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is said to a socket that is closed."""
+    """Nothing is sent to a closed socket."""
     clock = Clock()
     monkeypatch.setattr(HostParcels, "sizes", HostParcels.sizes._replace(landing=256 << 10))
     both = pair(lambda *_: Disturbance(polls=10), clock=clock)
@@ -550,14 +556,14 @@ def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_conn
             for _ in range(12):
                 while received < sent:
                     came = inbox.drain(wait=True, timeout=LIMIT_S)
-                    assert came, "what was sent does not come"
+                    assert came, "a sent message did not arrive"
                     received += len(came)
                     for message in came:
                         computes.box.put(message)
                 both.turn()
                 if answers.exchange._offers:
                     break
-            assert answers.exchange._offers, "one is read, and others wait"
+            assert answers.exchange._offers, "one chunk is being read, and others wait"
             both.stop_computing()
             result = both.run()
     finally:
@@ -583,7 +589,7 @@ def test_a_worker_to_which_no_connection_can_be_made_is_not_waited_for() -> None
 
 @pytest.mark.parametrize("seed", range(6))
 def test_anything_may_happen_at_any_time(seed: int) -> None:
-    """Reads that fail, tear, stall or change a byte; times that run out; clients that leave; a worker that ends."""
+    """Reads that fail, are torn, stall or change a byte; timeouts; clients that leave; a worker that ends."""
     random_, clock = random.Random(seed), Clock()
 
     def disturb(_: int, __: int) -> Disturbance | None:
@@ -650,7 +656,7 @@ def test_several_parcels_are_on_their_way_at_once() -> None:
 
 
 def test_beside_an_answer_parcels_come_as_its_steps_leave_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes 10 ms, each MiB of a parcel a second, and a tenth of the time is the parcels'."""
+    """A step takes 10 ms, each MiB of a KV chunk a second, and the share for chunks is a tenth of the time."""
     clock = Clock()
     both = pair(clock=clock)
     running = job("running", prompt(seed=3, length=20), max_tokens=400)
@@ -671,19 +677,21 @@ def test_beside_an_answer_parcels_come_as_its_steps_leave_time_for_them(monkeypa
             both.turn()
             both.send([asked(), asked("other", seed=2)])
             while answers.exchange.counts["taken over"] < 2:
-                assert not answers.engine.planner.idle, "it has ended too early to say anything"
+                assert not answers.engine.planner.idle, (
+                    "the answer ended before the transfers, so the test shows nothing"
+                )
                 both.turn()
                 clock.now += 0.01
         result = both.run()
     finally:
         both.close()
     assert len(places) > 3
-    assert 0.05 < sum(took[1:]) / (places[-1] - places[0]) < 0.11, "the first is not predicted yet"
+    assert 0.05 < sum(took[1:]) / (places[-1] - places[0]) < 0.11, "the first chunk's time cannot be predicted"
     assert told(result["asked"]) == alone(asked())
 
 
 def test_a_connection_that_has_failed_is_made_anew_for_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over NIXL one that has failed once fails for ever."""
+    """With NIXL, a connection that has failed once fails for ever."""
     reads = itertools.count()
     both = pair(lambda *_: Disturbance(failing=True) if next(reads) == 0 else None)
     connect, made = both.transport.connect, list[object]()
@@ -751,7 +759,7 @@ def test_where_messages_were_lost_nothing_goes_on_that_was_under_way() -> None:
 def test_a_prompt_that_loses_its_pages_while_its_parcels_wait_for_room_leaves_once_it_is_computed_again(
     layered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older answer beside it takes a page more. What fills a parcel then is nobody's."""
+    """An older answer of the prefill worker takes one more page. The contents of the freed pages must not be sent."""
     computes = open_engine(tiny_model(), step_tokens=4, pages=11, max_running=2, max_model_len=512)
     answers = open_engine(tiny_model(), step_tokens=100)
     page_B = computes.runner.kv.planes[0, 0].nbytes
@@ -764,10 +772,10 @@ def test_a_prompt_that_loses_its_pages_while_its_parcels_wait_for_room_leaves_on
             for _ in range(90):
                 both.computes.turn()
             both.send([one])
-            waits: list[bool] = []  # for room, when it lost its pages
+            waits: list[bool] = []  # whether the transfer waited for buffer space, at each pre-emption
             for turn in range(1000):
                 both.computes.turn()
-                if turn < 4 or waits:  # who reads comes back once it has happened
+                if turn < 4 or waits:  # the decode worker pauses until the pre-emption has happened
                     given += both.answers.turn()
                 if planner.load().preemptions > len(waits):
                     waits += [out.piece is not None for out in both.computes.exchange._out.values()]

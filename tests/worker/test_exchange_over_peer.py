@@ -1,4 +1,6 @@
-"""Handoffs from GPU to GPU, over books in the place of driver and GPU: what is launched ends later, or never."""
+"""KV transfers from GPU to GPU, with records in place of driver and GPU: launched operations complete
+later, or never.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -27,7 +29,7 @@ from tests.transport.books import Book
 
 
 class LateParcels(HostParcels):
-    """As a GPU's memory: what it is told to do is done some looks later."""
+    """Behaves as a GPU's memory: an operation completes some polls after its launch."""
 
     fill_s = patience_s = 0.001
 
@@ -57,7 +59,7 @@ def book() -> Book:
 
 
 def pair(book: Book, looks: int = 2) -> Pair:
-    """Two workers with `peer` and, behind it, `memory`."""
+    """Two workers with the `peer` transport, and `memory` as the fallback."""
     memory = MemoryTransport()
     engines = [open_engine(tiny_model(), speculation=BOTH, step_tokens=100) for _ in range(2)]
 
@@ -107,7 +109,7 @@ def test_a_prompt_travels_from_gpu_to_gpu(book: Book, looks: int) -> None:
 
 
 class OneMore:
-    """In the place of `worker.ranks.Ranks`: one rank more, whose pages are beside those of rank 0."""
+    """Replaces `worker.ranks.Ranks`: one additional rank with pages like those of rank 0."""
 
     def __init__(self, chip_of: Callable[[], Chip], like: KvPool) -> None:
         planes, draft, tails = (torch.zeros_like(each) for each in (like.planes, like.draft, like.tails))
@@ -148,7 +150,7 @@ def test_what_comes_to_the_gpu_of_rank_0_reaches_the_pages_of_all_ranks(book: Bo
     assert came.any(-1).sum() == kv.planes.shape[0] * len(asked().tokens)
     assert torch.equal(more[1].kv.planes[came], kv.planes[came])
     assert more[1].kv.draft.any()
-    assert not more[0].kv.planes.any(), "nothing comes to who computes"
+    assert not more[0].kv.planes.any(), "the prefill worker must not receive anything"
 
 
 def test_where_the_gpus_do_not_reach_each_other_it_travels_over_the_next_way(
@@ -216,7 +218,7 @@ def test_a_connection_that_has_failed_is_closed_before_another_is_made(book: Boo
 
 
 def test_a_connection_that_has_failed_is_closed_once_what_others_read_over_it_is_there(book: Book) -> None:
-    """One byte of one job's parcel is wrong, while a parcel of another job is on its way over the same connection."""
+    """One byte of one job's chunk is wrong, while a chunk of another job is in flight over the same connection."""
     both = pair(book)
     arrivals = both.answers.exchange._ways["peer"].arrivals
     under_way = arrivals.under_way
@@ -233,7 +235,7 @@ def test_a_connection_that_has_failed_is_closed_once_what_others_read_over_it_is
             both.turn()
             assert both.answers.exchange.counts == {"transfer": 1}
             assert {arrival.of.job.id for arrival in under_way} == {"other"}
-            assert book.mapped.total() == 1, "it is read over still"
+            assert book.mapped.total() == 1, "the connection is still being read"
             for arrival in under_way:
                 assert arrival.summed is not None
                 arrival.summed = arrival.summed._replace(ended=lambda: True)
@@ -249,7 +251,7 @@ def test_a_connection_that_has_failed_is_closed_once_what_others_read_over_it_is
 
 
 def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) -> None:
-    """Beside a parcel that another reader never takes, so that something is always lent."""
+    """While another reader never takes its chunk, so that one lease is always active."""
     both = pair(book)
     computes = both.computes.exchange
     (first, *_) = computes._departures
@@ -263,7 +265,7 @@ def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) ->
                     both.turn()
                     if both.answers.idle and not computes._out:
                         break
-            both.turn()  # in which the last word comes
+            both.turn()  # processes the last message
             assert first.lender.lent == (other,)
             assert computes._leases == {}
         assert computes.counts["handed over"] == 4
@@ -274,7 +276,7 @@ def test_what_is_lent_of_a_job_is_known_no_longer_than_it_is_lent(book: Book) ->
 
 @pytest.mark.parametrize("turns", [2, 3, 5])
 def test_an_abort_or_an_end_may_come_while_things_are_on_their_way(book: Book, turns: int) -> None:
-    """The one job is given up by its client; then the worker that computes ends, and with it what it has exported."""
+    """One job is aborted by its client; then the prefill worker ends, and its exported memory is gone."""
     both = pair(book, looks=200)
     try:
         both.send([asked(), asked("other", seed=2)])
@@ -289,7 +291,7 @@ def test_an_abort_or_an_end_may_come_while_things_are_on_their_way(book: Book, t
         both.answers.exchange.check()
         both.answers.engine.planner.check()
         assert both.answers.exchange.idle
-        assert book.mapped.total() == 0, "nothing of it stays mapped"
+        assert book.mapped.total() == 0, "none of its memory may stay mapped"
     finally:
         both.close()
     assert told(answers["other"]) == alone(asked("other", seed=2))

@@ -1,4 +1,4 @@
-"""A worker's floor: the model's sizes as work, and rates that are measured as it starts."""
+"""A worker's step time floor: the model's sizes as work, and rates measured at start."""
 
 import logging
 from dataclasses import replace
@@ -63,7 +63,7 @@ def test_a_drafters_pass_reads_all_but_what_fuses_the_targets_states(head_bits: 
     divided = 2 * sum(named.values()) + head * head_bits / 8
     assert two.draft_bytes == 2 * sum(into.values()) + divided / 2
     on_a_cpu = step_work(target, torch.bfloat16, 2, drafter, head_bits)
-    assert on_a_cpu.draft_bytes == work.draft_bytes, "each has it whole"
+    assert on_a_cpu.draft_bytes == work.draft_bytes, "each rank holds the whole drafter"
 
 
 def test_the_machine_is_measured_and_threads_are_as_before() -> None:

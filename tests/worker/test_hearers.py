@@ -1,5 +1,6 @@
-"""Several replicas of the API over one worker: what each of them is told, and what becomes of the jobs of one that
-ends."""
+"""Several replicas of the API share one worker: which messages each replica gets, and what happens to the jobs of a
+replica that ends.
+"""
 
 import json
 import threading
@@ -31,7 +32,7 @@ from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answ
 from tests.waiting import LIMIT_S, until
 
 CONFIG = PlanConfig(max_running=4)
-HELD_AT = 6  # a step in which the answers of a few jobs are under way
+HELD_AT = 6  # number of a step in which the answers of a few jobs are being generated
 MAX_MODEL_LEN = 400
 PROMPT = tuple(range(70))
 READY = Ready(max_model_len=MAX_MODEL_LEN, pages=32, fingerprint="tiny", summary="a fake")
@@ -46,7 +47,7 @@ def job_of(replica: str, id: str, tokens: int = 20) -> Job:
 
 
 class Held(FakeRunner):
-    """It launches step HELD_AT once a test has said `go`, so that something can be said amid an answer."""
+    """Launches step HELD_AT only once a test has set `go`, so that messages arrive in the middle of an answer."""
 
     def __init__(self) -> None:
         super().__init__(32, CONFIG)
@@ -54,12 +55,14 @@ class Held(FakeRunner):
 
     def launch(self, step: Step) -> FakePending:
         if step.number == HELD_AT:
-            assert self.go.wait(LIMIT_S), "the test does not let it go on"
+            assert self.go.wait(LIMIT_S), "the test did not release the step"
         return super().launch(step)
 
 
 class Worker:
-    """A loop in its own thread; what each hearer has been told, by its name. said: is in its inbox before it begins."""
+    """A loop in its own thread; the messages sent to each replica, by its name. said: messages in its inbox at the
+    start.
+    """
 
     def __init__(
         self, runner: Any, said: Sequence[Wire] = (), exchange: Any = None, trace: Trace | None = None
@@ -68,7 +71,8 @@ class Worker:
         self.inbox = MemoryChannel()
         for message in said:
             self.inbox.put(message)
-        self.channels = {name: MemoryChannel() for name in ("", "a", "b")}  # both threads look them up
+        # created here, because both threads look them up
+        self.channels = {name: MemoryChannel() for name in ("", "a", "b")}
         self.told: defaultdict[str, list[Wire]] = defaultdict(list)
         self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
         self.pulse = Pulse()
@@ -79,12 +83,12 @@ class Worker:
         self.thread.start()
 
     def of(self, name: str, kind: type[Any]) -> list[Any]:
-        """What a hearer has been told so far, of one kind."""
+        """The messages of one kind that a replica has received."""
         self.told[name] += self.channels[name].drain(wait=False)
         return [message for message in self.told[name] if isinstance(message, kind)]
 
     def answer(self, name: str, id: str) -> tuple[int, ...]:
-        """The whole answer, in the deltas that a hearer is told."""
+        """The whole answer, from the deltas that a replica received."""
         until(lambda: any(delta.job == id and delta.finish for delta in self.of(name, Delta)))
         return tuple(token for delta in self.of(name, Delta) if delta.job == id for token in delta.tokens)
 
@@ -97,7 +101,9 @@ def worker(said: Sequence[Wire] = (), exchange: Any = None) -> Iterator[Worker]:
 
 @contextmanager
 def held_worker(*said: Wire, trace: Trace | None = None) -> Iterator[Worker]:
-    """What is said in here is heard amid the answers of the jobs that are `said`; they go on behind it."""
+    """Messages sent inside this context arrive while the jobs in `said` are being answered; the answers continue after
+    it.
+    """
     runner = Held()
     with ended(Worker(runner, said, trace=trace)) as it:
         try:
@@ -141,7 +147,7 @@ def test_a_replica_that_comes_later_is_told_what_the_others_know() -> None:
         assert it.of("b", Ready) == [READY]
         (whole,) = it.of("b", Cached)
         assert whole.whole
-        assert whole.stored, "the first job's page"
+        assert whole.stored, "the first job's page must be published"
         until(lambda: it.of("a", Cached)[-1] == whole)
 
 
@@ -150,7 +156,7 @@ def test_the_jobs_of_a_replica_that_has_ended_end_without_a_word_and_no_others()
     with held_worker(replicas("a", "b"), job_of("a", "loses", 300), kept) as it:
         until(lambda: it.of("a", Delta) and it.of("b", Delta))
         it.inbox.put(replicas("b"))
-        it.inbox.put(job_of("a", "under way still", 300))  # it was written before its replica ended
+        it.inbox.put(job_of("a", "under way still", 300))  # it was sent before its replica ended
         it.runner.go.set()
         assert it.answer("b", "kept") == whole_answer(kept, MAX_MODEL_LEN)
         until(lambda: it.planner.idle)

@@ -1,4 +1,4 @@
-"""A GPU's kernels out of what torch.profiler writes: which events, in which lanes, on which clock. Without a GPU."""
+"""A GPU's kernels from the output of torch.profiler: which events, in which lanes, on which clock. Needs no GPU."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from tests.waiting import until
 
 
 class Recorded(KernelTrace):
-    """As one that has watched a GPU."""
+    """A trace with the output of torch.profiler on a GPU."""
 
     events: Sequence[dict[str, object]] = ()
     base_ns = 0
@@ -41,7 +41,9 @@ def test_what_ran_on_the_device_is_a_lane_for_each_stream_on_the_monotonic_clock
     first, second = trace.spans
     assert (first.ended_ns - first.began_ns, second.ended_ns - second.began_ns) == (1_000, 3_000)
     assert second.began_ns - first.began_ns == 10_500
-    assert first.began_ns == monotonic.ns() - 5_000_000_000 + 10_000, "the wall clock has become the monotonic one"
+    assert first.began_ns == monotonic.ns() - 5_000_000_000 + 10_000, (
+        "times must be converted from wall clock to monotonic clock"
+    )
     assert trace.notes == []
 
 

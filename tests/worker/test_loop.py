@@ -1,4 +1,4 @@
-"""The one loop: it launches ahead, survives what goes wrong, says what changed, and ends clean."""
+"""The worker's loop: it launches ahead, survives errors, publishes changes, and shuts down cleanly."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ PROMPT = tuple(range(70))
 
 
 class Worker:
-    """A loop in its own thread, with both channels in hand. said: what is in its inbox before it begins."""
+    """A loop in its own thread, with access to both channels. said: messages in its inbox at the start."""
 
     def __init__(self, runner: FakeRunner, outbox: MemoryChannel | None = None, said: Sequence[Wire] = ()) -> None:
         self.inbox, self.outbox = MemoryChannel(), outbox or MemoryChannel()
@@ -52,7 +52,7 @@ class Worker:
         self.messages: list[Delta | Load] = []
 
     def deltas(self, id: str) -> list[Delta]:
-        """Waits for the job's end."""
+        """The job's deltas; waits for its end."""
         while True:
             found = [message for message in self.messages if isinstance(message, Delta) and message.job == id]
             if found and found[-1].finish:
@@ -116,7 +116,7 @@ def test_a_loop_that_has_nothing_but_grammars_to_wait_for_rests_and_goes_on_once
     thread.join(LIMIT_S)
     assert tuple(token for delta in found for token in delta.tokens) == whole_answer(job, MAX_MODEL_LEN)
     assert rests[:5] == [COMPILES_S] * 5
-    assert len(asked) < 20, "it is asked for once a look"
+    assert len(asked) < 20, "the load is computed once per poll"
 
 
 def test_the_next_step_is_launched_before_the_last_is_settled():
@@ -161,7 +161,7 @@ def test_where_nothing_is_planned_ahead_a_turn_settles_the_step_that_it_launched
 
 
 class Watched(FakeRunner):
-    """Its steps can be watched: nine layers each, one a look."""
+    """Its steps can be watched: nine layers each, one layer per poll."""
 
     def launch(self, step: Step) -> FakePending:
         class Pending(FakePending):
@@ -173,8 +173,9 @@ class Watched(FakeRunner):
 
 
 class Departing:
-    """In the place of a worker's handoffs: the prompt of one job leaves while it is computed, and what others say
-    meanwhile is put into the inbox with the third layer."""
+    """Replaces a worker's KV transfers: the prompt of one job is sent while it is computed, and the messages in `said`
+    are put into the inbox after the third layer.
+    """
 
     counts: ClassVar[dict[str, int]] = {}
     chunks = 0
@@ -219,9 +220,9 @@ def test_readers_are_heard_while_a_step_is_watched_and_all_others_behind_it() ->
     inbox.put(first)
     lead(planner, Watched(32, CONFIG), inbox, outbox, exchange=cast("Exchange", departing))
     assert departing.done[:5] == [1, 2, 3, "Taken", "Want"]
-    assert departing.done[5:] == [4, 5, 6, 7, 8, 9, "Gone", "abort nobody"], "decode steps are not watched"
+    assert departing.done[5:] == [4, 5, 6, 7, 8, 9, "Gone", "abort nobody"], "decode steps must not be watched"
     ended = {message.job for message in outbox.drain(wait=False) if isinstance(message, Delta) and message.finish}
-    assert ended == {"first", "second"}, "the job that came meanwhile was taken in before the end"
+    assert ended == {"first", "second"}, "the job that arrived during the step must be accepted before the end"
 
 
 def test_an_abort_ends_a_job_and_the_loop_goes_on():
@@ -278,7 +279,7 @@ def test_a_job_that_breaks_the_planner_ends_alone(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("moment", ["launch", "wait"])
 def test_a_step_that_fails_ends_its_jobs_and_no_others(moment: str):
     class Fragile(FakeRunner):
-        """Its second step fails; nobody reads what the device holds of the jobs of a failed step."""
+        """Its second step fails; the device state of the jobs of a failed step is not used again."""
 
         broken = False
 
@@ -306,7 +307,7 @@ def test_a_step_that_fails_ends_its_jobs_and_no_others(moment: str):
 
 
 def test_a_failed_launch_is_settled_in_its_turn():
-    """The step before it is still in flight, and its tokens are told first."""
+    """The step before it is still in flight, and its tokens are published first."""
 
     class Fragile(FakeRunner):
         def launch(self, step: Step) -> FakePending:
@@ -326,7 +327,7 @@ def test_a_failed_launch_is_settled_in_its_turn():
 
 
 class Failing(FakeRunner):
-    """Steps with these numbers fail."""
+    """A runner on which the steps with the given numbers fail."""
 
     def __init__(self, config: PlanConfig, steps: Container[int], error: Exception) -> None:
         super().__init__(32, config)
@@ -347,7 +348,7 @@ class Failing(FakeRunner):
 
 
 def ends(jobs: int, failing: Container[int], error: Exception) -> tuple[str, list[Delta]]:
-    """Why a loop ends by itself that runs one job at a time, and what it has told."""
+    """The error that ends a loop which runs one job at a time, and the deltas that it sent."""
     config = replace(CONFIG, max_running=1)
     inbox, outbox = MemoryChannel(), MemoryChannel()
     for n in range(jobs):
@@ -410,7 +411,7 @@ def test_too_little_memory_is_a_failed_step_and_no_device_error():
 
 
 def test_jobs_that_a_failed_launch_never_began_get_no_rows_in_the_next_step():
-    """The device would find another job's slot."""
+    """The device would use another job's slot."""
 
     class Fragile(FakeRunner):
         def launch(self, step: Step) -> FakePending:
@@ -432,7 +433,7 @@ def test_jobs_that_a_failed_launch_never_began_get_no_rows_in_the_next_step():
 
 
 def test_a_steps_time_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch):
-    """The machine is given work early; waiting for its turn is no part of a step's time."""
+    """Steps are launched ahead; the time in the device's queue is not part of a step's time."""
     now = itertools.count()
     told: list[float | None] = []
     settle = Planner.settle
@@ -458,7 +459,7 @@ def test_the_time_of_a_failed_step_is_not_told(monkeypatch: pytest.MonkeyPatch):
             raise RuntimeError("no")
 
     planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
-    monkeypatch.setattr(planner._speculation, "took", None)  # it would be called
+    monkeypatch.setattr(planner._speculation, "took", None)  # calling it would fail
     planner.submit(make_job("a", PROMPT, max_tokens=3))
     last, _ = turn(planner, Fragile(32, CONFIG), None)
     _, (delta,) = turn(planner, Fragile(32, CONFIG), last)
@@ -510,15 +511,17 @@ def test_loads_are_sent_when_something_changed_and_not_too_often():
         inbox = Rests(clock, jobs, then=[Knock(number=1)])
         lead(Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), runner, inbox, Heard())
     times, loads = [at for at, _ in told], [load for _, load in told]
-    assert (loads[-1].running, loads[-1].generation_tokens) == (0, 300), "an idle worker still tells what changed"
-    assert len(loads) > 3, "it tells while it works"
-    assert all(before != after for before, after in itertools.pairwise(loads)), "nothing changed, nothing is said"
+    assert (loads[-1].running, loads[-1].generation_tokens) == (0, 300), "an idle worker must publish its last change"
+    assert len(loads) > 3, "loads must be published while the worker runs"
+    assert all(before != after for before, after in itertools.pairwise(loads)), (
+        "an unchanged load must not be published"
+    )
     assert all(after - before >= loop.LOAD_INTERVAL_S - 1e-9 for before, after in itertools.pairwise(times))
     assert max(after - before for before, after in itertools.pairwise([began, *times])) < loop.LOAD_INTERVAL_S + 0.02
 
 
 def test_a_job_that_comes_while_the_books_are_checked_is_begun_at_once(monkeypatch: pytest.MonkeyPatch):
-    """A check of 100,000 pages takes some 50 ms."""
+    """A check of 100,000 pages takes about 50 ms."""
     slices, inbox, outbox = 0, MemoryChannel(), MemoryChannel()
     planner = Planner(100_000, CONFIG, MAX_MODEL_LEN, hash_page)
     checks, submitted = planner.checks, planner.submit
@@ -539,11 +542,11 @@ def test_a_job_that_comes_while_the_books_are_checked_is_begun_at_once(monkeypat
     monkeypatch.setattr(planner, "checks", watched)
     monkeypatch.setattr(planner, "submit", submit)
     lead(planner, FakeRunner(100_000, CONFIG), inbox, outbox)
-    assert slices > 1000, "and at the end it is gone through from end to end"
+    assert slices > 1000, "the final check must cover all pages"
 
 
 def test_shapes_are_recorded_one_at_a_time_while_nothing_runs():
-    """A job that comes waits for one recording at most, and none is made before it has ended."""
+    """A new job waits for one capture at most, and no other capture starts before the job has ended."""
     events: list[str] = []
     recording, go_on = threading.Event(), threading.Event()
 
@@ -580,7 +583,7 @@ def test_shapes_are_recorded_one_at_a_time_while_nothing_runs():
 
 
 def test_a_worker_with_transfers_captures_every_shape_and_sends_its_load_before_it_waits_for_ever() -> None:
-    """The end of a lease is no change to the planner, and comes within LOAD_INTERVAL_S of the last load."""
+    """The end of a lease does not change the planner, but must be published within LOAD_INTERVAL_S of the last load."""
     now, outbox, turns = FakeClock(), MemoryChannel(), itertools.count()
     exchange = SimpleNamespace(
         idle=False, changes=0, counts={}, chunks=1, leaves=False, keep=lambda deltas: deltas, abort=lambda _: None
@@ -630,7 +633,7 @@ def test_a_recording_that_hangs_is_no_rest():
 
 
 def test_an_idle_loop_that_has_checked_its_books_rests(monkeypatch: pytest.MonkeyPatch):
-    """It wakes to tell its load, and where nothing has changed it does not check again."""
+    """It wakes to publish its load, and does not repeat the check if nothing has changed."""
     clock, outbox, checked = FakeClock(), MemoryChannel(), 0
     planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
     checks = planner.checks
@@ -644,9 +647,9 @@ def test_an_idle_loop_that_has_checked_its_books_rests(monkeypatch: pytest.Monke
     with clock.installed():
         began = clock.now
         lead(planner, FakeRunner(32, CONFIG), Rests(clock, [], then=[make_job("a", PROMPT, max_tokens=2)]), outbox)
-        assert clock.now > began, "it has slept and woken"
+        assert clock.now > began, "the loop must have slept and woken"
     assert [load for load in outbox.drain(wait=False) if isinstance(load, Load)][-1].running == 0
-    assert checked == 3, "before the job, after it, and at the Stop"
+    assert checked == 3, "one check before the job, one after it, one at Stop"
 
 
 def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
@@ -661,7 +664,7 @@ def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_message() -> None:
-    """A worker with handoffs sleeps where a turn has changed nothing; a step that has settled is a change."""
+    """A worker with KV transfers sleeps if a loop iteration changed nothing; a settled step is a change."""
     config = PlanConfig(step_tokens=64, max_running=1)
     planner = Planner(16, config, 512, hash_page)
     inbox, outbox = MemoryChannel(), MemoryChannel()
@@ -704,7 +707,9 @@ def test_a_knock_is_answered_in_its_turn_among_what_else_is_said() -> None:
 
 
 def test_where_messages_to_a_worker_were_lost_it_says_so_and_has_no_jobs_any_more() -> None:
-    """An abort may have been among them: a job would run for nobody. None of them is told to have ended: they go on."""
+    """An abort may have been among the lost messages, and its job would run for no client. No end is reported for the
+    jobs, so they are requeued.
+    """
     first, second = make_job("a", PROMPT, max_tokens=300), make_job("b", PROMPT, max_tokens=3)
     with worker(said=[first, Missed(messages=3), second]) as it:
         assert len(it.answer("b")) == 3

@@ -1,4 +1,4 @@
-"""A worker's process ends with one line for the operator and code 1, however it comes to its end."""
+"""A worker's process ends with one line for the operator and exit code 1, for every cause."""
 
 import subprocess
 import sys
@@ -132,7 +132,7 @@ def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
 
 
 def test_a_worker_says_why_it_ends_before_it_closes_anything(folder: Path, tmp_path: Path):
-    """What other ranks hold, or a device, may take seconds to close."""
+    """Closing the other ranks, or a device, may take seconds."""
     jobs, deltas = ipc_address(tmp_path / "run", "jobs"), ipc_address(tmp_path / "run", "deltas")
     engine = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=1)
     config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas, alone=True)

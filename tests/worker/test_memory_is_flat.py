@@ -1,4 +1,4 @@
-"""Many jobs, one after another: an engine takes no more memory than it took for the first ones."""
+"""Many jobs in sequence: the memory of an engine does not grow after the first ones."""
 
 import gc
 import random
@@ -21,7 +21,7 @@ KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0, "logprobs": 5, "prompt_logprobs": 2},
     {"temperature": 0.7, "presence_penalty": 0.5},
 )
-WAVES = 40  # of 8 jobs each, in each of three thirds
+WAVES = 40  # waves of 8 jobs each, in each of three thirds
 
 
 def anonymous() -> int:
@@ -30,7 +30,7 @@ def anonymous() -> int:
 
 
 def jobs() -> Iterator[Any]:
-    """Short ones, no two alike; every fourth is aborted, every seventh has an id that is no token."""
+    """Short jobs, all different; every fourth is aborted, every seventh has an invalid token id."""
     pick = random.Random(0)
     for number in range(sys.maxsize):
         tokens = [pick.randrange(VOCABULARY) for _ in range(pick.randrange(1, 150))]
@@ -66,7 +66,7 @@ def test_memory_is_flat_over_many_jobs(drafts: bool):
             objects = len(gc.get_objects())
     engine.runner.close()
     engine.planner.check()
-    # A leak grows in every third; a process with a large heap may take some megabytes at once. 320 jobs: 12 KB each
-    # would be a leak of a prompt's size.
+    # A leak grows in every third; a process with a large heap may allocate some megabytes at once. With 320 jobs, 12 KB
+    # each would be a leak of a prompt's size.
     growth = min(held[1] - held[0], held[2] - held[1])
     assert growth < 4 << 20, f"{growth / 1e6:.1f} MB more after {8 * WAVES} jobs more; {objects:,} objects"

@@ -1,4 +1,4 @@
-"""A Profile: what a worker writes down while it is asked to, in how much room, and that it ends."""
+"""A Profile: what a worker records while one is requested, its memory limit, and its end."""
 
 import itertools
 import threading
@@ -36,8 +36,9 @@ CONFIG = PlanConfig(max_running=4)
 
 
 class World:
-    """A loop that hears what is `said`, and what it tells, in one thread; steps take a millisecond each. Where it would
-    rest it hears the next of `then`."""
+    """A loop that receives the messages in `said`, and its output, in one thread; steps take a millisecond each.
+    Whenever it would wait it receives the next message of `then`.
+    """
 
     def __init__(self, *said: Wire, then: Sequence[Wire] = ()) -> None:
         clock, outbox = FakeClock(), MemoryChannel()
@@ -76,7 +77,7 @@ def test_each_step_is_planned_launched_awaited_and_settled():
     for lane in ("steps", "planner", "loop"):
         ordered = sorted((span for span in spans if span.lane == lane), key=lambda span: span.began_ns)
         assert all(span.began_ns <= span.ended_ns for span in ordered)
-        if lane != "loop":  # on a fake device a step is launched within the wait for another
+        if lane != "loop":  # on a fake device, a step is launched during the wait for another
             assert all(a.ended_ns <= b.began_ns for a, b in itertools.pairwise(ordered)), lane
 
 
@@ -109,7 +110,7 @@ def test_spans_leave_in_the_order_in_which_they_came():
 
 @pytest.mark.skipif(native.find_compiler() is None, reason="the kernels write down their own times")
 def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Each op of a step lies within that step's part `forward` or its neighbours, on the same clock."""
+    """Each op of a step is within that step's `forward` span or the neighbouring spans, on the same clock."""
     asked = list[Profiling]()
 
     def profiling(*args: Any) -> Profiling:
@@ -126,7 +127,7 @@ def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest
         engine._inbox.put(Profile(number=1, seconds=3600.0, most=100_000))
         prompt = tuple(range(10, 40))
         engine.generate([hashed_job(JobId("a"), prompt, Sampling(max_tokens=8, temperature=0), engine.fingerprint)])
-        asked[0]._until = 0  # the window has passed
+        asked[0]._until = 0  # the end of the window is in the past
         until(lambda: heard and heard[-1].last)
     spans = [span for message in heard for span in spans_of(message.data)]
     ops = [span for span in spans if span.lane == "kernels"]
@@ -135,7 +136,7 @@ def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest
     assert len(steps) == 8
     for name in ("mla_qkv", "moe"):
         assert sum(op.name == name for op in ops) == layers * len(steps), name
-    assert sum(op.name == "mla_prefill" for op in ops) == layers, "one step has the prompt"
+    assert sum(op.name == "mla_prefill" for op in ops) == layers, "exactly one step has the prompt"
     assert sum(op.name == "best" for op in ops) == len(steps)
     for op in ops:
         assert op.began_ns <= op.ended_ns

@@ -1,4 +1,4 @@
-"""A heart tells life from death: a process that runs from one that does not, a long step from one that never ends."""
+"""Heartbeats distinguish a running process from one that is stopped, and a long step from one that never ends."""
 
 import threading
 
@@ -108,7 +108,7 @@ def test_a_worker_whose_beats_come_a_little_late_is_never_taken_for_silent():
     link = Link("worker", MemoryChannel())
     links.join(link)
     links.speaks(link, Ready(max_model_len=1, pages=1, fingerprint="", summary=""))
-    for millisecond in range(600_000):  # ten minutes, in which beats and looks meet at every distance
+    for millisecond in range(600_000):  # ten minutes, in which heartbeats and polls meet at every phase
         now = millisecond / 1000
         if now >= next_beat:
             link.heard(Beat(), now)
@@ -118,4 +118,4 @@ def test_a_worker_whose_beats_come_a_little_late_is_never_taken_for_silent():
             most_silent = max(most_silent, links.silent_s(link))
             next_look = now + 0.251
     assert told_gone == 0
-    assert most_silent < MOVE_S / 2, "two beats may be lost"
+    assert most_silent < MOVE_S / 2, "two heartbeats may be lost without a timeout"

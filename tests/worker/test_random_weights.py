@@ -1,4 +1,4 @@
-"""`engine.random_weights`: a config and a tokenizer become an engine, and most of its layers are others of it."""
+"""`engine.random_weights`: an engine from a config and a tokenizer; most of its layers are views of other layers."""
 
 import json
 from pathlib import Path

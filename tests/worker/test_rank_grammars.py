@@ -1,4 +1,6 @@
-"""Grammars on several ranks: rank 0 says that one is compiled only where every rank has it, and keeps it."""
+"""Grammars with several ranks: rank 0 reports a grammar as compiled only when every rank has compiled
+it, and keeps it.
+"""
 
 import os
 import random
@@ -24,7 +26,7 @@ from tests.tiny_model import tiny_model
 
 
 class Two:
-    """Rank 0 and one that follows it, in one process: what rank 0 tells is obeyed when a test says so."""
+    """Rank 0 and a follower in one process: the follower executes rank 0's commands when a test asks for it."""
 
     def __init__(self, threads: list[Later]) -> None:
         self.ours, self.theirs = threads
@@ -41,7 +43,7 @@ class Two:
         self.told.append(encode(command))
 
     def obey(self) -> None:
-        """The rank that follows does what it was told."""
+        """Execute the commands that the follower has received."""
         commands = [*map(decode, self.told), Stop()]
         self.told.clear()
         _obey(self.follower, SimpleNamespace(drain=lambda **_: commands), Comparison(1), self._followed)  # type: ignore[arg-type]
@@ -55,7 +57,7 @@ class Two:
         self.theirs.run()
 
     def kept(self, runner: Runner) -> dict[str, bool]:
-        """Texts that a rank has not forgotten, and whether they are compiled."""
+        """Texts that a rank keeps, and whether they are compiled."""
         matchers = runner._matchers
         assert isinstance(matchers, Matchers)
         return {text: compiled.done() for text, compiled in matchers._alive.items()}
@@ -82,7 +84,7 @@ def test_a_grammar_is_compiled_once_it_is_on_every_rank(two: Two):
 
 
 def test_what_rank_0_used_again_is_not_forgotten_by_others(two: Two):
-    a, b, c, d = (letter * (3 * KEPT_CHARS // 10) for letter in "abcd")  # three of them are kept together
+    a, b, c, d = (letter * (3 * KEPT_CHARS // 10) for letter in "abcd")  # the cache has room for three of them
     for text in (a, b, c, a, d):
         two.hold(text)
         two.run()
@@ -101,7 +103,7 @@ def test_whatever_jobs_hold_is_kept_by_every_rank(two: Two):
     assert set(two.kept(two.leader)) == set(texts[5:])
     two.hold(texts[-1])
     two.run()
-    assert set(two.kept(two.follower)) == set(texts[5:]), "nothing is held that nobody needs"
+    assert set(two.kept(two.follower)) == set(texts[5:]), "a grammar that no job needs must not be held"
     assert (two.ours.compiled, two.theirs.compiled) == (texts, texts)
 
 
@@ -119,7 +121,9 @@ def test_what_is_forgotten_is_told_with_the_next_step(two: Two):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_no_rank_lacks_a_grammar_that_rank_0_says_is_compiled(two: Two, seed: int, monkeypatch: pytest.MonkeyPatch):
-    """Whatever ranks keep and however far they are behind. Between two commands a step may begin the job."""
+    """For all contents of the ranks' caches and all delays of the follower. Between two commands a step may begin the
+    job.
+    """
     monkeypatch.setattr("redline.run.grammar.matcher.KEPT", 3)
     random_, held, compiled = random.Random(seed), list[tuple[str, Callable[[], bool]]](), 0
     for _ in range(600):
@@ -140,6 +144,6 @@ def test_no_rank_lacks_a_grammar_that_rank_0_says_is_compiled(two: Two, seed: in
         kept = two.kept(two.follower)
         assert all(kept.get(text) for text in ready)
         if not two.told:
-            # What is held, what is kept besides, and what rank 0 has forgotten and will tell with the next command.
+            # Held grammars, cached ones, and those that rank 0 has evicted and will announce with its next command.
             assert set(two.follower._held) == set(two.leader._numbers.values()) | set(two.leader._forgotten)
     assert compiled > 100

@@ -1,4 +1,4 @@
-"""Memory that ranks share: what rank 0 has there, another puts into its own pages, and counts."""
+"""Memory shared by ranks: a rank copies what rank 0 wrote there into its own pages, and counts it."""
 
 import os
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from redline.worker.parcel_memory import HostParcels, pin
 from redline.worker.rank_memory import FollowedMemory, RankMemory
 from tests.transport.books import Book
 
-PAGES = [PageId(page) for page in (5, 0, 3, 7, 2)]  # of a job, whose positions 0 to 319 they hold
+PAGES = [PageId(page) for page in (5, 0, 3, 7, 2)]  # pages of a job, holding its positions 0 to 319
 PIECES = [
     Piece(layers=(0, 2), positions=(64, 192), draft=(64, 192)),
     Piece(layers=(1, 2), positions=(192, 310), draft=(192, 311)),
@@ -29,7 +29,7 @@ PIECES = [
 
 
 def kv(seed: int) -> KvPool:
-    """Of eight pages, which nobody else fills so."""
+    """A pool of eight pages with contents that no other seed gives."""
     generator = torch.Generator().manual_seed(seed)
     planes, draft = torch.rand(2, 8, 64, 16, generator=generator), torch.rand(8, 64, 4, generator=generator)
     tails = torch.rand(8, 6, generator=generator)
@@ -65,7 +65,7 @@ def test_a_parcel_of_rank_0s_gpu_is_copied_by_the_others_and_counted_once_it_is_
     book, memory, ours, theirs = Book(polls=2), RankMemory(2), kv(1), kv(2)
     expected, parcels, chip = kv(2), Parcels(ours), book.gpu()
     other = FollowedMemory(os.dup(memory.file), 1, theirs, lambda _: book.gpu())
-    for number, piece in enumerate(PIECES):  # a memory for each, and then some of the host's
+    for number, piece in enumerate(PIECES):  # an area for each piece, and then several pieces in one host area
         landing, exported = memory.export(chip, 100_000)
         told = decode(encode(exported))
         assert isinstance(told, Export)
@@ -77,7 +77,7 @@ def test_a_parcel_of_rank_0s_gpu_is_copied_by_the_others_and_counted_once_it_is_
         assert isinstance(command, Scatter)
         assert command.exported == number
         other.scatter(command)
-        parcel_B.zero_()  # its bytes may go
+        parcel_B.zero_()  # the source may be overwritten
         assert memory.all_have(number + 1)
         for name in ("planes", "draft", "tails"):
             assert torch.equal(getattr(theirs, name), getattr(expected, name)), name
@@ -129,24 +129,24 @@ def test_more_than_is_free_is_one_line_and_nothing_is_taken(monkeypatch: pytest.
 
 
 class Pinned:
-    """Memory that a library has pinned already."""
+    """Memory that a library has already pinned."""
 
     def is_pinned(self) -> bool:
         return True
 
 
 def test_memory_that_is_pinned_is_not_pinned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NIXL pins its areas; CUDA calls a second time an error, and tells the next launch of it."""
+    """NIXL pins its areas; pinning them again is an error in CUDA, and the next launch reports it."""
 
     def refused() -> None:
-        raise AssertionError("the driver was asked")
+        raise AssertionError("the driver was called")
 
     monkeypatch.setattr(torch.cuda, "cudart", refused)
     pin(cast("torch.Tensor", Pinned()))
 
 
 def test_that_memory_cannot_be_pinned_is_told_once_and_to_no_later_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA gives the error of a refusal to whatever is launched next: that is a launch for nothing else."""
+    """CUDA reports the error of a refusal at the next launch: so an empty launch is made to clear it."""
     launched: list[str] = []
 
     def refuse(*_: int) -> int:

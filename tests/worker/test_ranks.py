@@ -1,4 +1,6 @@
-"""Ranks that end, stop, lag, or draw other tokens: all end, soon, and one line says which rank, when, and why."""
+"""Ranks that end, stop, fall behind, or sample other tokens: all ranks end within seconds, and one line names the rank,
+the step and the reason.
+"""
 
 import os
 import signal
@@ -61,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ranks that are told to end."""
+    """Shortens the timeout of ranks that are asked to end."""
     monkeypatch.setattr(ranks, "END_S", 1.0)
 
 
@@ -71,7 +73,7 @@ def config(**changes: Any) -> EngineConfig:
 
 
 def follow(monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
-    """The other ranks run the product's program with these changes."""
+    """Make the other ranks run the product's program with these changes."""
     monkeypatch.setattr(ranks, "FOLLOW", (sys.executable, "-c", FOLLOWER.format(changes=changes)))
 
 
@@ -80,20 +82,21 @@ def long_job() -> Job:
 
 
 def loses(core: EngineCore, said: str) -> None:
-    """A long job ends, as its rank is lost in these words."""
+    """Run a long job, which fails with RankLost and this message."""
     with torch.inference_mode(), pytest.raises(RankLost, match=said):
         run(core, [long_job()])
 
 
-# ---------------------------------------------------------------------------------------------- who ends, and who stops
+# ---------------------------------------------------------------------------------------- ranks that end, and that stop
 
 
 def test_a_stopped_process_is_named_where_sums_would_wait_for_minutes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a prompt's do on a GPU. The others are not waited for either, once one is lost."""
+    """As a prompt's all-reduce does on a GPU. Once a rank is lost, the others are not waited for either."""
     monkeypatch.setattr(runner, "STEP_S", 3600.0)
-    monkeypatch.setattr(ranks, "BEAT_S", 0.1)  # of rank 0, which counts its turns; the other beats as always
+    # of rank 0, which counts its polls; the other rank sends heartbeats at the usual interval
+    monkeypatch.setattr(ranks, "BEAT_S", 0.1)
     core = EngineCore.load(folder, config())
     (process,) = core.runner._ranks._processes  # type: ignore[attr-defined]
     wait, waited = process.wait, list[float]()
@@ -115,7 +118,7 @@ def test_a_stopped_process_is_named_where_sums_would_wait_for_minutes(
 def test_a_rank_that_dies_ends_all_though_sums_would_wait_for_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 is woken in its sum; the others are in theirs, and hear nothing."""
+    """Rank 0's wait in its all-reduce is interrupted; the others are in theirs, and receive nothing."""
     random_checkpoint(tmp_path, kernel_config(moe_intermediate_size=128, intermediate_size=128))
     monkeypatch.setattr(runner, "STEP_S", 3600.0)
     follow(monkeypatch, "runner.STEP_S = 3600.0")
@@ -131,7 +134,7 @@ def test_a_rank_that_dies_ends_all_though_sums_would_wait_for_minutes(
 
 @pytest.mark.usefixtures("few_seconds")
 def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never ends by itself."""
+    """The process of the failed rank does not exit by itself."""
     monkeypatch.setattr(runner, "STEP_S", 3600.0)
     follow(
         monkeypatch,
@@ -167,7 +170,7 @@ def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.Monke
 
 
 def test_followers_are_told_what_of_their_gpus_is_for_the_workers_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All take the pages of the rank that has room for the fewest."""
+    """All ranks use the number of pages of the rank with the least memory."""
 
     class Enough(Exception):
         pass
@@ -189,7 +192,7 @@ ENDS = sys.executable, "-c", "print('there is no room')"
 
 
 def until_it_is_said() -> None:
-    """The watchers have seen their ranks end."""
+    """Wait until the watcher threads have seen their ranks end."""
     until(lambda: not any(thread.name.startswith("rank ") for thread in threading.enumerate()))
 
 
@@ -232,13 +235,13 @@ def test_of_several_ranks_that_end_the_first_is_told(monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker ends at once where it is told, and cleans nothing up."""
+    """The callback ends the worker's process immediately, without any cleanup."""
     monkeypatch.setattr(ranks, "FOLLOW", ENDS)
     there: list[bool] = []
     opened = threading.Event()
 
     def told(_: str) -> None:
-        opened.wait(LIMIT_S)  # the rank may end before `others` has its name
+        opened.wait(LIMIT_S)  # the rank may end before `others` is assigned
         there.append(Path(others._folder.name).exists())
 
     others = Ranks("", config(), CPU, kernel_config(), told)
@@ -248,12 +251,12 @@ def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypa
     assert there == [False]
 
 
-# ---------------------------------------------------------------------------------------------------- who is waited for
+# ------------------------------------------------------------------------------------------------- timeouts and waits
 
 
 @pytest.mark.usefixtures("few_seconds")
 def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank loads for longer, in slices of rank 0's wait, than it may take for anything else."""
+    """The other rank loads for more slices of rank 0's wait than the timeout of any other operation has."""
     gate, slices = tmp_path / "gate", 0
     os.mkfifo(gate)
     follow(
@@ -266,7 +269,7 @@ def test_loads_may_end_far_apart(folder: Path, tmp_path: Path, monkeypatch: pyte
         nonlocal slices
         slices += 1
         if slices == MORE_SLICES:
-            gate.open("w").close()  # once it is opened there
+            gate.open("w").close()  # returns once the other rank has opened it
         return meet(self, part, whole, width, seconds if slices > MORE_SLICES else 0.0001)
 
     monkeypatch.setattr(SharedMemoryGroup, "_meet", in_short_slices)
@@ -282,7 +285,7 @@ MORE_SLICES = 2 * round(runner.START_S / cpu_ranks._LOOK_S)
 def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From then on rank 1 waits in a step for five slices. Before, it waits for 20 of them, and is not lost."""
+    """After that, rank 1 waits for at most five slices in a step. Before, it waits for 20 of them, and is not lost."""
     counted = tmp_path / "counted"
     counted.touch()
     follow(
@@ -314,7 +317,7 @@ def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(
 
 
 def before_a_step(given: Any, patch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
-    """In its next step, before it computes anything, the runner waits."""
+    """Make the runner call `wait` in its next step, before it computes anything."""
     predict = given.model.predict
 
     def slow(*arguments: Any) -> Any:
@@ -325,7 +328,7 @@ def before_a_step(given: Any, patch: pytest.MonkeyPatch, wait: Callable[[], obje
     patch.setattr(given.model, "predict", slow)
 
 
-# ------------------------------------------------------------------------------------------------- what they have drawn
+# -------------------------------------------------------------------------------------------------- sampled tokens
 
 
 @pytest.mark.usefixtures("few_seconds")
@@ -354,7 +357,7 @@ STEPS = [step_of(10 + n, (n, 2 * n), (), (3,)) for n in range(8)]
 
 @pytest.mark.parametrize("ahead", [-2, -1, 0, 1, 2])
 def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
-    """The seventh step is another: the one that is named, though some may be known behind it."""
+    """The seventh step differs: it must be the one that is named, although later steps may be known already."""
 
     def compare(steps: list[StepResult]) -> None:
         zero, comparison = Account(), Comparison(1)
@@ -375,7 +378,7 @@ def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
 
 def test_to_compare_costs_a_few_calls_however_many_rows_a_step_has() -> None:
     def calls(rows: int) -> int:
-        """Of Python functions and of C's, of both ranks together, in the second step that they compare."""
+        """Calls of Python and C functions by both ranks together, in the second step that they compare."""
         steps = [step_of(number, *[(1000 + row, 5, 6) for row in range(rows)]) for number in (1, 2)]
         zero, comparison, count = Account(), Comparison(1), 0
 
@@ -409,11 +412,11 @@ def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> 
         comparison.hear(zero.drawn)
 
 
-# ------------------------------------------------------------------------------------------------------- what they hold
+# ------------------------------------------------------------------------------------------------------ memory of ranks
 
 
 def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The group is open when free memory is looked at, and its inbox is among what `Sizes` counts."""
+    """The group is open when free memory is read, and its inbox is part of what `Sizes` counts."""
     words = 2 * rooms_of(Checkpoint.open(folder).config, 2).words
     seen: list[int] = []
 
@@ -431,4 +434,4 @@ def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch)
         load_model(folder, config(), torch.device("cuda"), ALONE)
     with pytest.raises(EOFError):
         load_model(folder, config(), torch.device("cuda"), ALONE, aside=10**8)
-    assert seen == [10**9, 9 * 10**8], "less what is for handoffs"
+    assert seen == [10**9, 9 * 10**8], "the memory for KV transfers must be subtracted"

@@ -1,4 +1,4 @@
-"""Engines whose pages go below the prefix cache and come back: answers are those of an engine without tiers."""
+"""Engines with pages that move to KV offload tiers and come back: answers equal those of an engine without tiers."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -42,7 +42,7 @@ def one(engine: EngineCore, name: str, seed: int) -> Answer:
 
 
 def always_fetches(engine: EngineCore) -> None:
-    """Has every kept page fetched: what pays depends on the machine."""
+    """Fetch every stored page; by default that depends on the machine's speed."""
     tiers_of(engine).prefills.observed = lambda *_: None  # type: ignore[method-assign]
 
 
@@ -80,8 +80,8 @@ def test_who_asks_is_told_what_was_read_for_it() -> None:
     job = asked("again", 1)
     assert [came[hash].tokens for hash in job.pages[: hits // PAGE_TOKENS]] == [
         job.tokens[start : start + PAGE_TOKENS] for start in range(0, hits, PAGE_TOKENS)
-    ], "what was read is logged as what was computed"
-    assert note.compute_s is None, "no step has told what computing takes"
+    ], "pages read from a tier are logged as computed"
+    assert note.compute_s is None, "no step has measured the compute time yet"
 
 
 def test_pages_on_disk_are_there_after_a_restart(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> No
     with opened() as engine:
         store = tiers_of(engine).store
         slots = store._host.slots
-        with store._lock:  # as where a GPU reads it
+        with store._lock:  # as for a copy that is read by a GPU
             slots.ahead = 1
             store._lock.notify_all()
         until(lambda: not slots.short(busy=False), "memory is made")
@@ -210,8 +210,10 @@ def test_who_writes_its_pages_at_the_end_does_not_wait_for_memory(tmp_path: Path
 
 
 def test_what_is_saved_to_make_room_is_predicted_with_the_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of its own: a page takes 2 ms to be saved, which the guess has four times too low, and 1 ms to come,
-    of which the guess knows; readings that displace pages, and some that displace none, as they were saved before."""
+    """With a clock of its own: saving a page takes 2 ms, which the initial estimate has four times too low, and reading
+    one takes 1 ms, which the estimate has right; some reads displace pages, others none, because these were saved
+    before.
+    """
     now, errors, displaced = 0.0, list[float](), set[int]()
     with opened(pages=16) as engine:
         always_fetches(engine)
@@ -238,7 +240,8 @@ def test_what_is_saved_to_make_room_is_predicted_with_the_reading(monkeypatch: p
         monkeypatch.setattr(store, "save", saves)
         monkeypatch.setattr(store, "read", reads)
         for number in range(30):
-            seed = number % 3 if number % 5 else 100 + number  # every fifth is new, and displaces without a reading
+            # every fifth prompt is new, and displaces pages without a read
+            seed = number % 3 if number % 5 else 100 + number
             before = tier(engine, "host")
             one(engine, f"{number}", seed)
             after = tier(engine, "host")

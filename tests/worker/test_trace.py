@@ -1,4 +1,4 @@
-"""Traces: a line a job, appended; losing one costs nobody an answer."""
+"""Traces: one line per job is appended; if a line is lost, no answer is."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ def test_a_line_has_tokens_and_the_rounds_that_verified_drafts(tmp_path: Path):
     tell(trace, "a", tokens=(4,))
     tell(trace, "a", tokens=(5, 6), proposed=3, accepted=1)
     tell(trace, "a", tokens=(7,))
-    assert lines(path) == [], "a job that goes on has no line yet"
+    assert lines(path) == [], "a job that continues elsewhere must not have a line yet"
     tell(trace, "a", tokens=(8,), proposed=2, accepted=0, finish="stop")
     trace.close()
     assert lines(path) == [
@@ -58,7 +58,7 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path):
 def test_lost_lines_are_told_once_and_the_next_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    """The disk is full in the middle of a line, still full at the next, and then there is room again."""
+    """The disk is full in the middle of a line, still full at the next, and then has room again."""
     path = tmp_path / "trace.jsonl"
     trace = Trace(path)
     write, room = os.write, [5, 0]

@@ -1,4 +1,4 @@
-"""Which ways a worker has to others, and which of them it takes."""
+"""Which transfer paths a worker has to other workers, and which of them it takes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,7 +117,7 @@ def test_several_ranks_have_the_way_from_gpu_to_gpu_that_one_has(
 
 
 class Registers(MemoryTransport):
-    """NIXL's place: areas are of the memory that its worker makes, and a GPU's may be refused."""
+    """Replaces NIXL: areas are in memory that the worker allocates, and registering a GPU's memory may fail."""
 
     refuses = False
 
@@ -136,7 +136,7 @@ class Registers(MemoryTransport):
 
 
 class OfBook(Small):
-    """A GPU's place: memory that its driver exports."""
+    """Replaces a GPU: memory that the driver exports."""
 
     def __init__(self, _: torch.device, chip: Any) -> None:
         self.chip = chip
@@ -146,7 +146,7 @@ class OfBook(Small):
         return Memory(exported.address, size, self.chip.device, owner=exported)
 
     def settle(self) -> None:
-        """Nothing is launched."""
+        """No operation is in flight."""
 
 
 @pytest.fixture
