@@ -1,7 +1,7 @@
 """Law 10: our logits = those of transformers' DeepseekV3ForCausalLM on the same checkpoint, in float32.
 
-Every position is compared: of a prompt at once, of one in two chunks split around the end of a page, and of generated
-tokens one by one, which go through the absorbed form of attention.
+Every position is compared: of a prompt in one chunk, of a prompt in two chunks split near the end of a page, and of
+generated tokens one by one, which use the absorbed form of attention.
 """
 
 import itertools
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import DeepseekV3ForCausalLM
 
 LIMIT = 1e-3
-PROMPT = 150  # then 20 tokens that count as generated
+PROMPT = 150  # followed by 20 tokens that are run as generated ones
 TOKENS = prompt(seed=10, length=170)
 SPLITS = [(), (63,), (64,), (65,), (1, 64, 128)]
 
@@ -82,7 +82,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("law10")
     random_checkpoint(folder, case.config, 10, case.quantization, case.names)
     theirs = transformers_model(folder)
-    if case.quantization == "fp8":  # we keep dequantised FP8 in bf16, as its publisher's conversion does
+    if case.quantization == "fp8":  # we store dequantised FP8 in bf16, as its publisher's conversion does
         for parameter in theirs.parameters():
             parameter.data = parameter.data.bfloat16().float()
     return load_folder(folder), logits(theirs, list(TOKENS))
@@ -105,7 +105,7 @@ def test_the_low_rank_norms_of_a_library_can_be_followed(tmp_path: Path):
 
 
 def our_logits(model: K2, tokens: tuple[int, ...], splits: tuple[int, ...], prompt: int) -> Tensor:
-    """float32 [tokens, V]: the prompt in chunks cut at `splits`, the rest one by one, over float32 pages."""
+    """float32 [tokens, V]: the prompt in chunks cut at `splits`, then single tokens, over float32 pages."""
     pages = -(-len(tokens) // PAGE_TOKENS)
     page_bytes = model.config.kv_bytes_per_token(torch.float32) * PAGE_TOKENS
     runner = Runner(model, Layout(pages, len(tokens), torch.float32, page_bytes), slots=1)
@@ -122,7 +122,7 @@ def our_logits(model: K2, tokens: tuple[int, ...], splits: tuple[int, ...], prom
 
 
 def compare(ours: Tensor, theirs: Tensor) -> None:
-    """At every position."""
+    """Compare the logits at every position."""
     assert ours.shape == theirs.shape
     error = (ours - theirs).abs().amax(-1)
     assert error.max() <= LIMIT, f"position {int(error.argmax())} differs by {float(error.max()):.1e}"

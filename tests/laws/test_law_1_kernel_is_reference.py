@@ -1,4 +1,4 @@
-"""Law 1: kernel = reference within the op's tolerance, on fresh random inputs, outputs poisoned first."""
+"""Law 1: kernel = reference within the op's tolerance, on new random inputs, with outputs filled with NaN first."""
 
 import copy
 from typing import Any
@@ -43,7 +43,7 @@ def test_kernel_is_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
     seed = fresh_seed()
     args = case.make(torch.Generator().manual_seed(seed))
     ours, theirs = kernel.lay_out(copy.deepcopy(args)), copy.deepcopy(args)
-    assert kernel.fits(ours), "a case that the kernel does not take"
+    assert kernel.fits(ours), "the kernel does not accept this case"
     poison(kernel.op.name, ours)
     got, want = kernel.run(ours), kernel.op.reference(theirs)
     compared = tensors((got, *written(kernel.op, ours))), tensors((want, *written(kernel.op, theirs)))
@@ -66,8 +66,9 @@ FUSED = [
 
 @pytest.mark.parametrize(("kernel", "case"), FUSED)
 def test_several_ops_in_one_call_are_what_their_references_are(kernel: Kernel[Any, Any, Any], case: Case) -> None:
-    """Above, such a kernel has the bits of the single kernels one after another; here, the ops' meaning. Over float32
-    pages, where both compute with the same numbers: only sums are in another order."""
+    """The test above compares such a kernel bit for bit with the single kernels in sequence; this one compares it with
+    the ops' references. Over float32 pages both compute with the same numbers: only the order of sums differs.
+    """
     seed = fresh_seed()
     args = case.make(torch.Generator().manual_seed(seed))
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
@@ -83,7 +84,9 @@ def test_several_ops_in_one_call_are_what_their_references_are(kernel: Kernel[An
 
 
 def poison(op: str, args: Any) -> None:
-    """NaN where an op writes all of an argument; token 0 of mla_decode's output belongs to a prompt and stays."""
+    """Fills with NaN the arguments that an op writes completely; token 0 of mla_decode's output belongs to a prompt and
+    is kept.
+    """
     if op == "step_inputs":
         args.into.inputs.cos_T.fill_(torch.nan)
         args.into.inputs.sin_T.fill_(torch.nan)

@@ -1,8 +1,8 @@
-"""Law 1 on a GPU: every CUDA kernel = its reference, at all cases, outputs poisoned first. Run by hand:
+"""Law 1 on a GPU: every CUDA kernel = its reference, at all cases, with outputs filled with NaN first. Run by hand:
 
 python -m pytest -m gpu tests/laws/test_law_1_on_a_gpu.py
 
-At the end it says how near each op's outputs came to their limits, which follow from the kernel's arithmetic
+At the end it prints how near each op's outputs came to their limits, which follow from the kernel's arithmetic
 (`ops.op.limit_of`).
 """
 
@@ -22,7 +22,7 @@ from tests.seeds import fresh_seed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
-# Op name -> the arguments that it writes, beside what it returns.
+# Op name -> the arguments that it writes, in addition to its results.
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}") for kernel in HOPPER for case in kernel.op.cases()
 ]
@@ -32,14 +32,14 @@ errors: dict[str, tuple[float, float, str]] = {}  # op and output -> the error n
 
 @pytest.fixture(scope="module", autouse=True)
 def how_near() -> Iterator[None]:
-    """Says at the end how near each output came to its limit."""
+    """Prints at the end how near each output came to its limit."""
     yield
     for name, (error, limit, case) in sorted(errors.items()):
         print(f"{name:32} {error:8.1e} of {limit:8.1e}   {case}")
 
 
 def on_gpu(value: Any) -> Any:
-    """A copy there: of tensors, tuples and dataclasses of them."""
+    """A copy on the GPU: of tensors, and of tuples and dataclasses of tensors."""
     if isinstance(value, Tensor):
         return value.cuda() if not value.is_cuda else value.clone()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -64,7 +64,7 @@ def tensors(value: Any) -> list[Tensor]:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not written stays NaN, or the least integer of its type."""
+    """Elements that are not written stay NaN, or the least integer of their type."""
     empty = torch.empty
 
     def poison(*args: Any, **given: Any) -> Tensor:
@@ -81,9 +81,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
     op = kernel.op
     seed = fresh_seed()
-    with torch.device("cuda"):  # Kimi's experts are made there in a hundredth of the time
+    with torch.device("cuda"):  # a GPU creates Kimi's experts in a hundredth of the time
         args = case.make(torch.Generator("cuda").manual_seed(seed))
-    assert kernel.fits(args), "a case that the kernel does not take"
+    assert kernel.fits(args), "the kernel does not accept this case"
     ours, theirs = on_gpu(args), on_gpu(args)
     with torch.inference_mode():
         got, want = kernel.run(ours), op.reference(theirs)
@@ -96,7 +96,7 @@ def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: C
         if op.name in UNDEFINED:
             a, b = UNDEFINED[op.name](place, a, b, got, want)
         if a.is_floating_point():
-            apart = (a.double() - b.double()).masked_fill(a == b, 0)  # what is infinite in both is not apart
+            apart = (a.double() - b.double()).masked_fill(a == b, 0)  # equal infinities do not differ
             error = float(apart.norm() / b.double().masked_fill(b.double().isinf(), 0).norm().clamp(min=1e-30))
             limit = limit_of(op, case, b)
             name = f"{op.name}: output {place}, {str(b.dtype).removeprefix('torch.')}"
@@ -109,7 +109,7 @@ def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: C
 
 
 def _of_the_same_logits(got: Any, want: Any, choice: RouterChoice | None) -> Any:
-    """Experts are chosen from the kernel's own logits: two scores that rounding cannot part may change places."""
+    """Reference experts are chosen from the kernel's own logits: two scores closer than rounding may change places."""
     if choice is None:
         return want
     c = choice
@@ -120,7 +120,9 @@ def _of_the_same_logits(got: Any, want: Any, choice: RouterChoice | None) -> Any
 
 
 def _squares(place: int, a: Tensor, b: Tensor, got: Any, want: Any) -> tuple[Tensor, Tensor]:
-    """Blocks share the rows as they like, and columns beyond the tokens say nothing: only the sums are compared."""
+    """Blocks may divide the rows in any way, and columns beyond the tokens have no meaning: only the
+    sums are compared.
+    """
     tokens = tensors(want)[0].shape[0]
     return (a.sum(0)[:tokens], b.sum(0)[:tokens]) if place == tensors(want).__len__() - 1 else (a, b)
 
@@ -138,7 +140,7 @@ def _attend(place: int, a: Tensor, b: Tensor, got: Any, want: Any) -> tuple[Tens
 
 
 def _sort_pairs(place: int, a: Tensor, b: Tensor, got: Any, want: Any) -> tuple[Tensor, Tensor]:
-    """Only the tiles that exist, and their rows."""
+    """Compare only the existing tiles, and their rows."""
     count = int(want.tiles[0, 0])
     if place == 1:
         return a[: 1 + count, :6][1:], b[: 1 + count, :6][1:]

@@ -34,7 +34,7 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once(model: K2, at_once: Answer, st
 
 
 class Uneven:
-    """A forecast by which a step has room for 64, 192, 256 and 128 tokens of prompts beside answers, in turn."""
+    """A forecast with which mixed steps have room for 64, 192, 256 and 128 prompt tokens, in rotation."""
 
     known = True
 
@@ -63,13 +63,15 @@ def test_chunks_that_vary_beside_answers_change_nothing(model: K2):
 
 
 def test_chunks_by_what_the_worker_has_measured_change_nothing_either(model: K2):
-    """No step keeps a tenth of a millisecond, so once steps are known prompts are cut as short as they ever are."""
+    """No step is shorter than a tenth of a millisecond, so once step times are measured, chunks have their minimum
+    length.
+    """
     waves = [[job(f"{n}", prompt(seed=20 + n, length=30 + 90 * n), max_tokens=40)] for n in range(5)]
     engine = open_engine(model, step_tokens=512, step_ms=0.1)
     try:
         together = run(engine, *waves, every=10)
         forecast = engine.planner._beside.forecast
-        assert forecast is not None, "a bound without a forecast"
+        assert forecast is not None, "a time bound needs a forecast"
         assert forecast.known
     finally:
         engine.runner.close()
@@ -95,12 +97,12 @@ def test_over_fp8_pages_chunks_change_nothing_either(model: K2, step_tokens: int
         run_alone(model, asked, kv_dtype=torch.float8_e4m3fn, step_tokens=count) for count in (512, step_tokens)
     )
     assert chunked == whole
-    assert chunked != run_alone(model, asked), "pages of four bits change nothing at all"
+    assert chunked != run_alone(model, asked), "pages of four bits should change the answer"
 
 
 @pytest.mark.parametrize("step_tokens", [32, 64, 100])
 def test_the_rows_of_a_drafter_are_the_same_too(model: K2, step_tokens: int):
-    """Also where a chunk ends with a page: the row of the token behind it waits for the next page."""
+    """Also if a chunk ends with a page: the drafter's row of the next token waits for the next page."""
     jobs = [job(f"{length}", prompt(seed=length, length=length), max_tokens=40) for length in (90, 127, 128, 129, 200)]
     rows: list[list[torch.Tensor]] = []
     for tokens in (512, step_tokens):

@@ -1,8 +1,8 @@
 """Law 3: from a cached prefix = from nothing.
 
-Bit-equal where the cached pages were computed by a prefill. A page that generated tokens have filled was computed by
-the absorbed form of attention, and a new prompt over the same tokens by the expanded one; the two agree to rounding
-(redline/run/slots.py), so there the log probabilities agree within a tolerance.
+Bit-equal if the cached pages were computed by a prefill. A page filled with generated tokens was computed by the
+absorbed form of attention, and a new prompt over the same tokens by the expanded one; the two agree to rounding
+(redline/run/slots.py), so in this case the log probabilities agree within a tolerance.
 """
 
 import itertools
@@ -94,7 +94,9 @@ def test_over_fp8_pages_too_whoever_shares_them():
 
 @pytest.mark.parametrize("shared", [64, 100, 192])
 def test_with_a_drafter_its_rows_are_the_same_too(shared: int):
-    """Whatever followed the shared pages when they were computed, and whoever shares them: nothing of it is left."""
+    """The drafter's rows of shared pages do not depend on the tokens that followed when they were computed, nor on the
+    jobs that share them.
+    """
     asked = job("after", prompt(seed=3, length=shared) + prompt(seed=4, length=170), max_tokens=16)
     answers: list[Answer] = []
     rows: list[torch.Tensor] = []

@@ -1,8 +1,8 @@
 """Law 4: with a drafter = without.
 
-Greedy and seeded answers are the same token for token, and on a CPU the log probabilities to the bit, whatever is
-drafted and whoever is company: in prompts cut into chunks, from cached prefixes, after pre-emption, beside rows that do
-not speculate. What is drawn without a given seed follows the same distribution (tests/run/drafting/test_verify.py).
+Greedy and seeded answers are the same token for token, and on a CPU the log probabilities to the bit, for all drafts
+and all batches: with chunked prompts, cached prefixes, pre-emption, and rows that do not speculate. Tokens sampled
+without a given seed follow the same distribution (tests/run/drafting/test_verify.py).
 """
 
 import functools
@@ -65,7 +65,7 @@ def _answer_of(unnamed: Job) -> Answer:
 
 
 def unnamed(asked: Job) -> Job:
-    """What decides the answer: jobs that ask the same under many names are answered alone once."""
+    """The parts of a job that determine its answer: jobs that differ only in name are answered alone once."""
     return msgspec.structs.replace(asked, id=JobId("unnamed"))
 
 
@@ -81,7 +81,7 @@ def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[st
 def test_one_answer(way: str, sampling: str):
     asked = job("asked", prompt(seed=1, length=70), max_tokens=90, **SAMPLINGS[sampling])
     answer = answers_of(speculating(way), [asked])["asked"]
-    assert answer.proposed > 0 or way == "suffix"  # what is drawn from a random model repeats nothing
+    assert answer.proposed > 0 or way == "suffix"  # text sampled from a random model has no repetitions
     assert plain(answer) == _alone(asked)
 
 
@@ -100,7 +100,7 @@ def test_one_answer_over_fp8_pages(way: str):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_many_in_one_batch_with_chunks_prefixes_and_few_pages(way: str):
-    """16 jobs over 12 pages: pre-emption, prefix hits, chunked prompts, and rows that are drawn beside greedy ones."""
+    """16 jobs over 12 pages: pre-emption, prefix cache hits, chunked prompts, and sampled next to greedy rows."""
     engine = speculating(way, pages=12, max_model_len=400, step_tokens=90)
     waves = [
         [
@@ -135,7 +135,7 @@ def test_a_draft_that_runs_past_a_stop_id_is_forgotten():
     assert answer.finish == "stop"
 
 
-# ------------------------------------------------------------------------------------ the models as they are shipped
+# ------------------------------------------------------------------------------------------------ the shipped models
 
 
 @functools.cache
@@ -160,7 +160,7 @@ SYSTEM = Message(role="system", content="You are a helpful assistant. Answer in 
 
 
 def test_nano_answers_as_it_does_without_its_drafter_and_most_drafts_hold():
-    """16 at once, from cached prefixes, with pre-emption, some seeded: the models as they are shipped."""
+    """16 at once, with cached prefixes and pre-emption, some seeded: the shipped models."""
     model, drafter = nano()
     tokenizer, style = Tokenizer.open(MODELS / "kimi-nano"), style_of(MODELS / "kimi-nano")
     asked: list[Job] = []
@@ -169,7 +169,7 @@ def test_nano_answers_as_it_does_without_its_drafter_and_most_drafts_hold():
         chat = Conversation(messages=(SYSTEM, user), thinking=n % 2 == 0)
         drawn = {"temperature": 0.7, "seeded": True, "seed": n} if n % 6 == 5 else {}
         tokens = encode(chat, tokenizer, style)
-        ends = tokenizer.stop_ids if n % 3 else ()  # some talk on, so that pages run out
+        ends = tokenizer.stop_ids if n % 3 else ()  # some do not stop, so that pages run out
         asked.append(job(f"{n}", tokens, max_tokens=170, stop_ids=ends, logprobs=None, **drawn))
     settings = {"pages": 8, "max_model_len": 320, "step_tokens": 128, "kv_dtype": torch.bfloat16}
     alone = {one: run_alone(model, one, **settings) for one in {unnamed(one) for one in asked}}

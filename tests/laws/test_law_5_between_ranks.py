@@ -1,6 +1,7 @@
-"""Law 5 where workers have several ranks: a prompt's pages come from rank 0 of one, and reach all ranks of the other.
+"""Law 5 for workers with several ranks: a prompt's pages come from rank 0 of the prefill worker, and reach all ranks of
+the decode worker.
 
-The last tests here end the ranks of the engines that those before them use.
+The last tests here end the ranks of the engines that the tests before them use.
 """
 
 import json
@@ -31,19 +32,19 @@ from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from tests.waiting import LIMIT_S, until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-AREA = 1 << 17  # bytes, so that a prompt takes several parcels
+AREA = 1 << 17  # bytes of a transfer buffer, so small that a prompt takes several KV chunks
 
 
 @pytest.fixture(autouse=True, scope="module")
 def parcels_are_waited_for() -> Iterator[None]:
-    """However slow the machine is."""
+    """Wait for KV chunks without a time limit, so that slow machines pass."""
     with mock.patch("redline.worker.arrivals.READ_S", LIMIT_S):
         yield
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a tokenizer and a drafter, which two ranks can share."""
+    """A tiny model with a tokenizer and a drafter, which can be divided over two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     config = kernel_config(vocab_size=TINY_VOCAB + 2, moe_intermediate_size=64, intermediate_size=64)
     random_checkpoint(folder, config)
@@ -63,8 +64,9 @@ def opened(folder: Path, count: int, **tiers: Any) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def engines(folder: Path) -> Iterator[Callable[[str], EngineCore]]:
-    """By a name that begins with the number of its ranks; without anything that it has cached. That of two ranks more
-    keeps what it forgets."""
+    """Engines by a name that begins with the number of ranks, with an empty prefix cache. The engine "2 more" has KV
+    offload tiers for evicted pages.
+    """
     below = {"host_memory": 1 << 24, "disk": str(folder / "disk"), "disk_size": 1 << 28}
     made: dict[str, EngineCore] = {}
 
@@ -104,7 +106,7 @@ def expected(folder: Path, engines: Callable[[str], EngineCore]) -> dict[str, An
 def test_answers_are_those_of_one_worker_of_one_rank(
     computes: str, answers: str, folder: Path, engines: Callable[[str], EngineCore], expected: dict[str, Answer]
 ) -> None:
-    """Over pages of float32, where the order of a sum is no reason for another token, as law 6 has it."""
+    """Over float32 pages, in which another order of summation does not change a token (see law 6)."""
     both = Pair(engines(computes), engines(answers), area_bytes=AREA)
     got = both.run(jobs(folder)[:4], jobs(folder)[4:])
     assert both.answers.exchange.counts == {"taken over": len(expected)}
@@ -117,7 +119,7 @@ def test_answers_are_those_of_one_worker_of_one_rank(
 def test_pages_below_the_cache_come_back_to_every_rank(
     folder: Path, engines: Callable[[str], EngineCore], expected: dict[str, Answer]
 ) -> None:
-    """From memory, from the disk by way of memory, and from the disk where memory has no room."""
+    """From host memory, from disk by way of host memory, and directly from disk if host memory has no room."""
     engine = engines("2 more")
     assert engine.tiers is not None
     engine.tiers.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # all is fetched
@@ -139,7 +141,7 @@ def test_pages_below_the_cache_come_back_to_every_rank(
 
 
 def placing(engines: Callable[[str], EngineCore], name: str) -> Pair:
-    """A pair of which the second engine, of this name, has put a parcel in its place and waits for others."""
+    """A pair in which the second engine, of this name, has placed one KV chunk and waits for more."""
     both = Pair(engines("1"), engines(name), area_bytes=AREA)
     memory = others(both.answers.engine).memory
     before = memory.told
@@ -154,12 +156,12 @@ def others(engine: EngineCore) -> ranks.Ranks:
 
 
 def lost(both: Pair) -> str:
-    """Why the second worker's ranks are lost, once they are."""
+    """The error of the second worker's ranks, once they are lost."""
     return str(until(lambda: others(both.answers.engine).reason))
 
 
 def given_back(both: Pair) -> None:
-    """The worker that computes is told that the other has ended: it has all its pages, and goes on."""
+    """The prefill worker is notified that the other has ended: all of its pages are freed, and it continues."""
     side = both.computes
     side.exchange.hear(Gone(worker="decode", epoch=1))
     for _ in range(3):
@@ -181,7 +183,7 @@ def test_a_rank_that_is_killed_while_parcels_come_ends_its_worker_and_no_other(
     assert said.startswith("rank 1 failed in step "), said
     assert said.endswith("it exited with code -9")
     with pytest.raises(RankLost, match="rank 1 failed in step"):
-        until(both.turn)  # a thread finds that a parcel is not read any more
+        until(both.turn)  # a thread detects that a KV chunk is no longer being read
     given_back(both)
 
 

@@ -1,7 +1,7 @@
 """Law 5: where an answer is computed does not matter.
 
-An answer that one worker has begun and another goes on with is the one that would have come of one worker alone: greedy
-and seeded to the token, and on a CPU its log probabilities to the bit.
+An answer begun by one worker and continued by another equals the answer of a single worker: greedy and seeded to the
+token, and on a CPU its log probabilities to the bit.
 """
 
 import functools
@@ -37,7 +37,7 @@ from tests.tiny_model import (
 
 
 def moved(asked: Job, whole: Answer, given: int) -> Job:
-    """What a gateway sends to the next worker, once so many tokens have come of the answer."""
+    """The job that a gateway sends to the next worker after `given` tokens of the answer."""
     scored = len(whole.prompt_logprobs) if given else 0
     return msgspec.structs.replace(asked, answer=whole.tokens[:given], scored=scored)
 
@@ -59,7 +59,7 @@ def test_an_answer_goes_on_elsewhere(sampling: str, speculation: DraftConfig | N
 
 @pytest.mark.parametrize("given", [0, 5, 40])
 def test_it_may_begin_from_pages_that_are_cached_there(given: int) -> None:
-    """Those of its prompt, as a prefill computes them; and none that an answer has filled."""
+    """Pages of its prompt, as a prefill computes them, but none that was filled by an answer."""
     asked = job("asked", prompt(seed=2, length=150), max_tokens=60)
     whole = run_alone(tiny_model(), asked)
     engine = open_engine(tiny_model(), speculation=BOTH)
@@ -81,7 +81,7 @@ def test_many_come_at_once_and_are_pre_empted() -> None:
         one: dict[str, Any] = {"max_tokens": 150 + 5 * n, **sampling}
         fresh = job(f"{n}", prompt(seed=n % 3, length=30 + 15 * n), **one)
         whole = wholes[fresh.id] = run_alone(tiny_model(), fresh)
-        asked.append(moved(fresh, whole, min(9 * n, len(whole.tokens) - 1)))  # a stop may end it early
+        asked.append(moved(fresh, whole, min(9 * n, len(whole.tokens) - 1)))  # a stop token may end it early
     try:
         answers = run(engine, asked, every=2)
         assert engine.planner.load().preemptions > 0
@@ -117,7 +117,7 @@ def test_a_prompt_is_computed_here_and_its_answer_there(length: int, speculation
     try:
         answers = both.run(asked)
         assert both.answers.exchange.counts == {"taken over": len(asked)}
-        assert both.answers.engine.planner.load().prompt_tokens == 0, "no prompt was computed there"
+        assert both.answers.engine.planner.load().prompt_tokens == 0, "the decode worker must not compute a prompt"
         assert both.computes.engine.planner.load().pages_used == both.answers.engine.planner.load().pages_used == 0
     finally:
         both.close()
@@ -126,7 +126,7 @@ def test_a_prompt_is_computed_here_and_its_answer_there(length: int, speculation
 
 
 def test_layers_leave_while_the_next_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step has not computed yet holds other bytes meanwhile, none of which may arrive."""
+    """Layers that a step has not computed yet hold other bytes, none of which may be transferred."""
     engines = [open_engine(tiny_model(), speculation=BOTH, step_tokens=100) for _ in range(2)]
     page_B = engines[0].runner.kv.planes[0, 0].numel() * engines[0].runner.kv.planes.element_size()
     monkeypatch.setattr(HostParcels, "sizes", HostParcels.sizes._replace(parcel=2 * page_B, area=9 * page_B))
@@ -147,7 +147,7 @@ def test_layers_leave_while_the_next_are_computed(monkeypatch: pytest.MonkeyPatc
     try:
         answers = both.run(asked)
         assert both.answers.exchange.counts == {"taken over": len(asked)}
-        assert early > len(asked), "layers have left before the step's end"
+        assert early > len(asked), "layers must be sent before the step's end"
         assert all(side.engine.planner.load().pages_used == 0 for side in (both.computes, both.answers))
     finally:
         both.close()
@@ -166,7 +166,9 @@ def test_pages_that_are_there_already_do_not_travel_and_those_that_came_are_cach
         again = both.run([msgspec.structs.replace(first, id=JobId("again"))])["again"]
         assert handed == 1
         assert (answers["longer"].cached_tokens, again.cached_tokens) == (192, 192)
-        assert both.answers.exchange.counts == {"taken over": 2, "short": 1}, "8 positions are computed there"
+        assert both.answers.exchange.counts == {"taken over": 2, "short": 1}, (
+            "the decode worker must compute 8 positions"
+        )
     finally:
         both.close()
     for one, answer in ((first, answers["first"]), (longer, answers["longer"]), (first, again)):
@@ -191,11 +193,11 @@ def drafted(engine: EngineCore) -> bool:
     return engine.planner._speculation.follows
 
 
-POISON = 7.0  # what a drafter's row holds that nobody has written
+POISON = 7.0  # contents of unwritten drafter rows
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, *, recorded: bool, **below: Any) -> EngineCore:
-    """An engine whose drafter is often right, and whose steps are recorded as a GPU's are, or not."""
+    """An engine with a drafter that is often right; its steps are captured as CUDA graphs like a GPU's, or eager."""
     monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=recorded))
     model, drafter = few_words()
     engine = open_engine(model, speculation=LEARNED, drafter=drafter, step_tokens=100, **below)
@@ -209,15 +211,16 @@ def few(seed: int, length: int) -> tuple[int, ...]:
 
 
 def rows_of(engine: EngineCore, asked: Job, answer: Answer) -> Tensor:
-    """The drafter's rows in the whole pages of an answer that has ended, from place 1 on."""
+    """The drafter's rows in the full pages of an ended answer, from position 1 on."""
     text, slots = [*asked.tokens, *answer.tokens], engine.runner.slots
     (number,) = [n for n in range(len(slots.at)) if slots.tokens[n, : len(text)].tolist() == text]
     return drafter_rows(engine, number, (len(text) - 1) // PAGE_TOKENS * PAGE_TOKENS).float()
 
 
 def unwritten(engine: EngineCore) -> list[tuple[int, int]]:
-    """(page, place) of rows that nobody has written, in pages that the prefix cache holds as read by the drafter. The
-    first place of a job's first page holds nothing."""
+    """(page, position) of unwritten rows in pages that the prefix cache marks as read by the drafter. The first
+    position of a job's first page holds no row.
+    """
     cache = engine.planner._cache
     drafted = [node for node in cache._nodes.values() if node.drafted]
     assert drafted
@@ -232,7 +235,9 @@ def unwritten(engine: EngineCore) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("recorded", [False, True], ids=["led", "recorded"])
 def test_the_drafter_misses_no_row_behind_a_handoff(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever the prompt ends in its page. So answers that find its pages accept as many drafts as elsewhere."""
+    """For all positions of the prompt's end within its page. So answers that hit its pages accept the same number of
+    drafts as elsewhere.
+    """
     asked = [
         job(f"{length}", few(length, length), max_tokens=70, logprobs=None)
         for length in (100, 127, 128, 129, 191, 192, 193, 256, 320)
@@ -269,7 +274,7 @@ def test_the_drafter_misses_no_row_behind_a_handoff(recorded: bool, monkeypatch:
 def test_what_a_handoff_says_of_its_pages_holds_for_every_parcel(
     lacks: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that was pre-empted goes on from other pages than those that have left."""
+    """A job that was pre-empted continues with other pages than those already sent."""
     both = Pair(*(opened(monkeypatch, recorded=False) for _ in range(2)))
     planner, left = both.computes.engine.planner, iter(range(4))
     computed = planner.computed

@@ -1,7 +1,7 @@
 """Law 6: n ranks = one rank, to rounding.
 
-Sums over ranks are added in another order than within one, so logits differ in their last bits; all ranks have the same
-bits. A greedy or seeded token may differ only at a near tie, and such are counted.
+An all-reduce sums in another order than a single rank does, so logits differ in their last bits; all ranks have the
+same bits. A greedy or seeded token may differ only at a near tie, and these are counted.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def step(model: K2, first: int, count: int) -> Inputs:
-    """Positions [first, first + count) of slot 0: a chunk, or one that decodes."""
+    """Inputs for positions [first, first + count) of slot 0: a chunk, or a decode row."""
     positions = torch.arange(first, first + count)
     cos, sin = model.angles(positions)
     queries = torch.arange(0 if first == 0 else count, dtype=torch.int32)
@@ -82,10 +82,10 @@ def step(model: K2, first: int, count: int) -> Inputs:
 
 
 def states_of(model: K2, dtype: torch.dtype) -> Tensor:
-    """[positions, V + D]: logits and the hidden states behind them, of a prompt's every position and some decoded.
+    """[positions, V + D]: logits and the hidden states before them, of a prompt's every position and some decoded.
 
-    The logits of all ranks are the same tensor, put together from the parts of each, whatever the ranks had before;
-    that their sums have the same bits shows in the hidden states, which each rank has computed for itself.
+    The logits of all ranks are the same tensor, gathered from the parts of each, even if their inputs differed; that
+    the all-reduces give the same bits shows in the hidden states, which each rank computes for itself.
     """
     planes = torch.zeros(model.config.num_hidden_layers, 4, 64, model.config.kv_width, dtype=dtype)
     parts: list[Tensor] = []
@@ -96,7 +96,7 @@ def states_of(model: K2, dtype: torch.dtype) -> Tensor:
 
 
 def together(file: Path, ranks: int, work: Callable[[SharedMemoryGroup], Tensor]) -> list[Tensor]:
-    """What each rank gives, as threads of this process."""
+    """The results of all ranks, run as threads of this process."""
     SharedMemoryGroup.create(file, ranks)
     results: dict[int, Tensor] = {}
 
@@ -119,13 +119,13 @@ def test_states_are_those_of_one_rank_and_the_same_on_all(
 ) -> None:
     want = states_of(cpu.load(tiny, CPU), dtype)
     got = together(tmp_path / "meet", ranks, lambda group: states_of(cpu.load(tiny, CPU, group=group), dtype))
-    assert all(torch.equal(got[0], other) for other in got), "ranks have other bits"
+    assert all(torch.equal(got[0], other) for other in got), "the ranks' bits differ"
     for values, expected in zip(*(both.split(tiny.config.vocab_size, 1) for both in (got[0], want)), strict=True):
         assert (values - expected).abs().max() <= bound * expected.abs().max()
 
 
 def test_a_slice_that_is_another_ranks_is_noticed(tiny: Checkpoint, tmp_path: Path) -> None:
-    """What the bound above lets through is far from what a wrong part gives."""
+    """The error of a wrong part is far above the bound used above."""
     want = states_of(cpu.load(tiny, CPU), torch.bfloat16)
 
     def wrong(group: SharedMemoryGroup) -> Tensor:
@@ -149,7 +149,7 @@ def config(**changes: object) -> EngineConfig:
 
 
 def waves() -> list[list[Job]]:
-    """Prompts in chunks, cached prefixes, every way to choose a token, and more pages than a small pool has."""
+    """Prompts in chunks, cached prefixes, every sampling mode, and more pages than a small pool has."""
     tokens = Tokenizer.open(NANO).encode(TEXT)
     schema = '%json {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     grammar = Grammar(text=f"start: json\njson: {schema}")
@@ -187,7 +187,9 @@ def answers(**changes: object) -> dict[str, Answer]:
 
 
 def counted(got: dict[str, Answer], want: dict[str, Answer], near: float) -> int:
-    """Answers that part ways, each where the two likeliest tokens of one rank were nearer than `near`."""
+    """The number of answers that diverge; each may do so only if one rank's two most likely tokens were closer than
+    `near`.
+    """
     apart = 0
     for name, answer in got.items():
         other = want[name]
@@ -212,9 +214,11 @@ SPECULATIONS = {
 }
 
 
-@pytest.mark.parametrize("way", ["plain", "drafter"])  # suffixes draft below
+@pytest.mark.parametrize("way", ["plain", "drafter"])  # suffix drafts are in a test below
 def test_two_ranks_say_what_one_says(way: str, one_rank: dict[str, Answer]) -> None:
-    """Over pages of float32, where rounding is no reason for another token; law 4 lets one compare with no drafts."""
+    """Over float32 pages, in which rounding does not change a token; by law 4 the answers without drafts are the
+    expected ones.
+    """
     got = answers(ranks=2, speculation=SPECULATIONS[way])
     assert counted(got, one_rank, near=1e-3) == 0
     assert got["cached"].cached_tokens == one_rank["cached"].cached_tokens > 0
@@ -225,7 +229,9 @@ def test_two_ranks_say_what_one_says(way: str, one_rank: dict[str, Answer]) -> N
 def test_two_ranks_say_what_one_says_in_steps_that_run_ahead(
     one_rank: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: recorded, and planned before the last one's tokens are read. What ranks have drawn is compared."""
+    """As on a GPU: captured as CUDA graphs, and planned before the last step's tokens are read. The ranks compare their
+    sampled tokens.
+    """
     program = (
         "import functools, sys; from redline.worker import rank\n"
         "rank.Runner = functools.partial(rank.Runner, captured=True); sys.exit(rank.main())"
@@ -245,11 +251,13 @@ def test_two_ranks_say_what_one_says_in_steps_that_run_ahead(
     got = answers(ranks=2, speculation=SPECULATIONS["suffix"])
     assert counted(got, one_rank, near=1e-3) == 0
     assert sum(answer.proposed for answer in got.values()) > 0
-    assert [drawn.steps for drawn in told[2:]] == list(range(1, len(told) - 1)), "all but the step on its way"
+    assert [drawn.steps for drawn in told[2:]] == list(range(1, len(told) - 1)), "all steps but the one in flight"
 
 
 def crowd() -> list[list[Job]]:
-    """Four that begin within a page and end within a third: fewer pages than that, and one is thrown out."""
+    """Four jobs that begin within a page and end within a third: the pool has fewer pages than that, so one is
+    pre-empted.
+    """
     hows: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "seed": 5, "seeded": True},
@@ -267,7 +275,9 @@ def crowd() -> list[list[Job]]:
 
 
 def test_four_ranks_that_draft_with_few_pages_say_what_one_says() -> None:
-    """Jobs are thrown out and begin again; laws 4 and 7 let one compare with no drafts and with pages for all."""
+    """Jobs are pre-empted and restart; by laws 4 and 7 the expected answers are those without drafts and with enough
+    pages.
+    """
     jobs = crowd()
     few: dict[str, object] = {"kv_memory": 9_500_000, "max_model_len": 192}  # 7 pages
     got = said(jobs, ranks=4, speculation=SPECULATIONS["drafter"], **few)
@@ -282,10 +292,10 @@ def test_four_ranks_that_draft_with_few_pages_say_what_one_says() -> None:
 
 
 def followers() -> list[int]:
-    """The processes of ranks that this one has started."""
+    """The processes of ranks that this process has started."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has ended since it was listed
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == os.getpid() and b"redline.worker.rank" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
@@ -316,12 +326,14 @@ def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
             run(engine, [long_job()])
     finally:
         engine.runner.close()
-    assert not followers(), "no rank is left behind"
+    assert not followers(), "a rank is still running"
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("odd")], ids=str)
 def test_a_step_that_fails_on_a_rank_ends_all(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has left out sums that the others wait for; with one rank the jobs of that step alone would end."""
+    """The failed rank has left out all-reduces that the others wait for; with one rank only the jobs of that step would
+    end.
+    """
     monkeypatch.setattr(worker_ranks, "END_S", 0.5)
     with forked.all_processes():
         engine = EngineCore.load(NANO, config(ranks=2))
@@ -337,7 +349,7 @@ def test_a_step_that_fails_on_a_rank_ends_all(error: Exception, monkeypatch: pyt
             run(engine, [long_job()])
     finally:
         engine.runner.close()
-    assert other.returncode is not None, "no rank is left behind"
+    assert other.returncode is not None, "a rank is still running"
 
 
 def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
@@ -359,7 +371,7 @@ def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 finds another checkpoint than rank 0: its shards have gone meanwhile."""
+    """Rank 1 finds another checkpoint than rank 0: the shards were removed in between."""
     folder = tmp_path / "model"
     random_checkpoint(folder, eight_heads())
     start, started = worker_ranks.Ranks._start, list[worker_ranks.Ranks]()

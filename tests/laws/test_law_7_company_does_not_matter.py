@@ -1,5 +1,6 @@
-"""Law 7: a row alone = the row in a batch, bit for bit on a CPU; whatever runs beside it, in how many threads, and
-however often it is pre-empted."""
+"""Law 7: a row alone = the row in a batch, bit for bit on a CPU; for all other rows, numbers of threads, and
+pre-emptions.
+"""
 
 import functools
 import hashlib
@@ -25,7 +26,7 @@ KINDS = {
 
 
 def mixed(count: int, max_tokens: int = 20) -> list[Job]:
-    """Jobs of every kind and of many lengths, each with its seed."""
+    """Jobs of every kind and of many lengths, each with its own seed."""
     lengths = (3, 70, 129, 200, 64, 31)
     return [
         job(
@@ -47,7 +48,8 @@ def digest(answers: Sequence[Answer]) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_alone_is_the_row_in_a_batch(kind: str, company: int):
     asked = job("asked", prompt(seed=1, length=150), max_tokens=40, seed=42, **KINDS[kind])
-    engine = open_engine(tiny_model(), step_tokens=48, pages=128)  # so prompts come in chunks beside running rows
+    # so prompts are computed in chunks next to decode rows
+    engine = open_engine(tiny_model(), step_tokens=48, pages=128)
     others = mixed(company - 1)
     half = len(others) // 2
     try:
@@ -76,7 +78,7 @@ def test_every_row_of_a_batch_is_what_it_is_alone():
 @pytest.mark.parametrize("length", [40, 129, 200])
 @pytest.mark.parametrize("way", ["alone", "drafter", "suffix", "fp8"])
 def test_choices_of_one_request_share_its_prompt_and_are_what_they_are_alone(length: int, way: str):
-    """They come together: the first computes the full pages, the others begin from them."""
+    """They arrive together: the first computes the full pages, the others reuse them."""
     config: dict[str, Any] = {
         "alone": {},
         "drafter": {"speculation": BOTH},
@@ -152,7 +154,7 @@ print(native.threads(), digest([run_alone(tiny_model(), one) for one in mixed(6)
 
 @pytest.mark.skipif(processors() == 1, reason="this process has one core")
 def test_one_thread_computes_what_many_do():
-    """Whichever of the two this process has, its child has the other."""
+    """If this process uses one thread, its child uses many, and vice versa."""
     assert native.library() is not None
     most = 1 if native.threads() > 1 else processors()
     child = forked.run([sys.executable, "-c", OTHERWISE, str(most)], capture_output=True, text=True, check=True)

@@ -1,4 +1,6 @@
-"""Law 8, from the loop on: the deltas of a job, joined, are its whole answer; through memory and through sockets."""
+"""Law 8, from the loop on: the deltas of a job, joined, are its whole answer; through memory channels and through
+sockets.
+"""
 
 import threading
 from pathlib import Path
@@ -15,7 +17,7 @@ from tests.fakes import FakeRunner, hash_page, make_job, whole_answer
 from tests.waiting import LIMIT_S
 
 MAX_MODEL_LEN = 320
-PAGES = 9  # too few for all at once: some are pre-empted on the way
+PAGES = 9  # too few for all jobs at once: some are pre-empted
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 3])

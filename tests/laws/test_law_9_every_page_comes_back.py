@@ -1,6 +1,6 @@
-"""Law 9: after everything ends or is aborted, every page is free or remembered by the cache, and nothing else.
+"""Law 9: after all jobs have ended or were aborted, every page is free or held by the prefix cache, and nothing else.
 
-Hypothesis looks for the order of arrivals, aborts, plans and late settlings that breaks it, and shrinks it.
+Hypothesis searches for an order of arrivals, aborts, plans and late settlings that breaks this, and shrinks it.
 """
 
 from hypothesis import HealthCheck, settings
@@ -15,12 +15,12 @@ LENGTHS = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])
 
 
 def everything_can_be_had(world: World) -> None:
-    """What no job holds is free or remembered; and what is remembered can be had too, every page of it."""
+    """Every page not held by a job is free or cached; and every cached page can be evicted and allocated."""
     pool, cache = world.planner._pool, world.planner._cache
     assert (pool.used, pool.free + len(cache)) == (0, pool.total)
     cache.evict(pool.idle)
     assert (pool.free, len(cache)) == (pool.total, 0)
-    assert sorted(pool.take(pool.total)) == list(range(pool.total)), "a page is handed out twice, or never"
+    assert sorted(pool.take(pool.total)) == list(range(pool.total)), "a page is allocated twice, or never"
 
 
 class Life(RuleBasedStateMachine):

@@ -1,8 +1,8 @@
-"""Laws 2 to 7 and 9 on a GPU, over nano as it is shipped. Run by hand:
+"""Laws 2 to 7 and 9 on a GPU, with the shipped Kimi-Nano. Run by hand:
 
 python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py
 
-"=" means equal tokens of greedy answers, but where the CPU's two likeliest tokens are closer than rounding can part.
+"=" means equal tokens of greedy answers, except if the CPU's two most likely tokens are closer than rounding errors.
 """
 
 import contextlib
@@ -32,8 +32,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 GPU = torch.device("cuda", 0)
 NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
 DRAFTER = NANO.parent / "kimi-nano-eagle3"
-TOLERANCE = {"bf16": 0.25, "fp8": 0.75}  # of logits: bf16 through eight layers; what rounds to another step of e4m3
-# Of prompts cut anywhere: there one worker that is asked twice parts at 1.001 in fp8 (docs/log.md, 2026-11-24).
+# of logits: bf16 through eight layers; in fp8, values may round to another step of e4m3
+TOLERANCE = {"bf16": 0.25, "fp8": 0.75}
+# For prompts cut at any position: in fp8, two runs of one worker diverge at a difference of 1.001 (docs/log.md,
+# 2026-11-24).
 CUT = {"bf16": 0.25, "fp8": 1.25}
 COUNT = 24
 
@@ -82,7 +84,7 @@ def kv_dtype(request: pytest.FixtureRequest) -> str:
 def plain(asked: list[tuple[int, ...]], kv_dtype: str) -> Answers:
     with opened(kv_dtype=kv_dtype) as engine:
         given = answer(engine, asked)
-        assert engine.engine.runner.replays > 0, f"no step was replayed; led: {engine.engine.runner.led}"
+        assert engine.engine.runner.replays > 0, f"no step was replayed; eager: {engine.engine.runner.led}"
         return given
 
 
@@ -93,7 +95,7 @@ def same(
     kv_dtype: str,
     tolerance: dict[str, float] = TOLERANCE,
 ) -> None:
-    """But for ties."""
+    """Equal answers, except for ties."""
     apart = [
         (tokens, b, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
         for tokens, a, b in zip(asked, ours, theirs, strict=True)
@@ -106,9 +108,9 @@ def same(
             (one,) = [x for delta in engine.generate([job])[job.id] for x in delta.logprobs]
             gap = one.top[0][1] - one.top[1][1]
             assert gap < tolerance[kv_dtype], (
-                f"answers part at {place}, where the two likeliest tokens are {gap:.3f} apart"
+                f"answers diverge at {place}, at which the two most likely tokens are {gap:.3f} apart"
             )
-    assert len(apart) <= len(asked) // 4, f"{len(apart)} of {len(asked)} answers part"
+    assert len(apart) <= len(asked) // 4, f"{len(apart)} of {len(asked)} answers diverge"
 
 
 def test_the_gpu_answers_as_the_cpu(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str):
@@ -138,18 +140,20 @@ def test_law_4_drafts_change_nothing(
 
 
 def lengthened(asked: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Several conversations one behind the other, 60 tokens more each: one has less than a page."""
+    """Concatenated conversations, 60 tokens more each; one is shorter than a page."""
     long = [tuple(itertools.chain(*asked[n:], *asked[:n])) for n in range(len(asked))]
     return [tokens[: 100 + 60 * n] for n, tokens in enumerate(long)]
 
 
 def stands_still() -> float:
-    """A clock: both workers are one thread here, and while one compiles its kernels the other's leases would end."""
+    """A clock that does not advance: both workers share one thread here, and the leases of one would expire while the
+    other compiles its kernels.
+    """
     return 0.0
 
 
 def handed_over(both: Pair, asked: Sequence[tuple[int, ...]], stop_ids: tuple[int, ...]) -> Answers:
-    """Greedy answers to prompts that one worker computes and the other takes over, all of them."""
+    """Greedy answers to prompts that one worker computes; the other takes over all of them."""
     sampling = Sampling(max_tokens=200, temperature=0, stop_ids=stop_ids)
     fingerprint = both.answers.engine.fingerprint
     jobs = [make_job(JobId(f"{n}"), tokens, sampling, fingerprint) for n, tokens in enumerate(asked)]
@@ -162,7 +166,7 @@ def handed_over(both: Pair, asked: Sequence[tuple[int, ...]], stop_ids: tuple[in
 def test_law_5_where_does_not_matter(
     asked: list[tuple[int, ...]], kv_dtype: str, speculation: DraftConfig | None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Prompts computed in one worker, their answers in another."""
+    """Prompts are computed in one worker, their answers in another."""
     long = lengthened(asked)
     with opened(kv_dtype=kv_dtype) as engine:
         alone, stop_ids = answer(engine, long), engine.tokenizer.stop_ids
@@ -182,7 +186,7 @@ def test_law_5_where_does_not_matter(
     try:
         given = handed_over(both, long, stop_ids)
         assert len(wrong) >= len(long)
-        assert not any(wrong), "a parcel's bytes are not those of the pages"
+        assert not any(wrong), "a KV chunk's bytes differ from those of the pages"
     finally:
         both.close()
     same(long, given, alone, kv_dtype, CUT)
@@ -191,7 +195,9 @@ def test_law_5_where_does_not_matter(
 def test_law_5_layers_leave_while_the_next_are_computed(
     asked: list[tuple[int, ...]], kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Prompts of thousands of tokens, whose layers are gathered beside the step that computes the next ones."""
+    """Prompts of thousands of tokens; finished layers are gathered for transfer while the step
+    computes the next ones.
+    """
     text = tuple(itertools.chain(*asked)) * 40
     long = [(*asked[n][:80], *text[: 3000 + 1100 * n]) for n in range(4)]
     with opened(kv_dtype=kv_dtype) as engine:
@@ -217,7 +223,7 @@ def test_law_5_layers_leave_while_the_next_are_computed(
     monkeypatch.setattr(both.computes.exchange, "depart", counted)
     try:
         given = handed_over(both, long, stop_ids)
-        assert early, "no layer has left before its step's end"
+        assert early, "no layer was sent before its step's end"
     finally:
         both.close()
     same(long, given, alone, kv_dtype, CUT)
@@ -226,8 +232,9 @@ def test_law_5_layers_leave_while_the_next_are_computed(
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(("computes", "answers"), [(1, 2), (2, 1)])
 def test_law_5_between_ranks(computes: int, answers: int, asked: list[tuple[int, ...]]):
-    """Through the host's memory, pinned where a worker has two ranks; the GPUs of both workers are the same two. A
-    process has one group of ranks, so two workers of two are compared by `lab.pools_gpus`."""
+    """Through host memory, pinned if a worker has two ranks; both workers use the same two GPUs. A process has one
+    group of ranks, so two workers of two ranks are compared by `lab.pools_gpus`.
+    """
     long = lengthened(asked)
     drafts = Learned(drafter=str(DRAFTER), adaptive=False)
     with opened() as engine:
@@ -276,5 +283,5 @@ def test_law_6_several_ranks_are_one(
 ):
     with opened(speculation=speculation, kv_dtype=kv_dtype, ranks=ranks) as engine:
         given = answer(engine, asked)
-        assert engine.engine.runner.replays > 0, f"no step was replayed; led: {engine.engine.runner.led}"
+        assert engine.engine.runner.replays > 0, f"no step was replayed; eager: {engine.engine.runner.led}"
     same(asked, given, plain, kv_dtype)

@@ -1,4 +1,4 @@
-"""What a checksum of bytes has to notice: anything that a link or a late reader may do to them."""
+"""Errors that a checksum of bytes must detect: all that a link or a late reader may cause."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,9 @@ def test_words_and_blocks_that_change_places_change_it():
 def test_bytes_that_are_missing_or_added_or_not_there_yet_change_it():
     for data in (drawn(4099), torch.zeros(4099, dtype=torch.uint8)):
         counts = (*range(64), *range(4000, 4100))
-        assert len({of(data[:count]) for count in counts}) == len(counts), "zeros at the end count too"
+        assert len({of(data[:count]) for count in counts}) == len(counts), (
+            "zeros at the end must change the checksum too"
+        )
     data = drawn(4 * 4096)
     before = of(data)
     for page in data.view(-1, 4096):
@@ -99,7 +101,7 @@ def test_it_takes_bytes_at_any_address():
 
 
 def test_changes_spread_over_all_of_its_bits():
-    """Each bit of the sum flips in half of all flips of a bit of the data."""
+    """Each bit of the sum flips for half of all single-bit changes of the data."""
     data = drawn(4096)
     before, flips = of(data), []
     for byte in range(0, 4096, 2):

@@ -1,4 +1,4 @@
-"""NVFP4 as a formula: nearest codes, scales of blocks and of the matrix."""
+"""The NVFP4 format: nearest codes, block scales and the matrix scale."""
 
 import torch
 
@@ -20,7 +20,7 @@ def test_what_nvfp4_can_say_is_kept_to_the_last_bit():
     values = VALUES[torch.randint(0, 8, (3, 40, 64), generator=g)] * (
         1 - 2 * torch.randint(0, 2, (3, 40, 64), generator=g)
     )
-    values[..., 0::16] = 6.0  # so that a block's scale is the one it had
+    values[..., 0::16] = 6.0  # so that the block keeps its scale
     scales = (torch.rand(3, 40, 4, generator=g) + 0.5).to(torch.float8_e4m3fn).float()
     scales[:, 0, 0] = 448.0
     weight = values * scales.repeat_interleave(16, -1) * 0.125
@@ -33,7 +33,7 @@ def test_what_nvfp4_can_say_is_kept_to_the_last_bit():
 def test_rounding_is_to_the_nearest_code_of_two_to_the_even_one():
     g = fresh_generator()
     block = torch.cat([torch.tensor([6.0, 0.25, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0]), torch.rand(8, generator=g) * 6])
-    weight = torch.cat([block, torch.full((16,), 6.0 * 448.0)])[None]  # the second block makes the matrix's scale 1
+    weight = torch.cat([block, torch.full((16,), 6.0 * 448.0)])[None]  # the second block makes the matrix scale 1
     given = quantize_nvfp4(weight).dequantize()[0, :16]
     assert given[:8].tolist() == [6.0, 0.0, 1.0, 1.0, -2.0, 2.0, 4.0, 4.0]
     distance = (block[8:, None] - VALUES).abs()

@@ -1,4 +1,4 @@
-"""Pages of e4m3 on a CPU: every code is read exactly, what is written is torch's rounding, and NaN is not lost."""
+"""Pages of e4m3 on a CPU: every code is read exactly, writes round as torch does, and NaN is preserved."""
 
 import dataclasses
 
@@ -15,7 +15,9 @@ FINITE = CODES[CODES & 127 != 127]
 
 
 def attended(plane: Tensor, w: MlaWeights, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """What each query of slot 0 reads, by the absorbed and by the expanded form. Of the latter's rows the last ones."""
+    """The values that each query of slot 0 reads, by the absorbed and by the expanded form; the latter for its last
+    rows.
+    """
     count = len(lengths)
     q = torch.randn(count, w.heads, w.nope + w.rope, generator=torch.Generator().manual_seed(1))
     table = torch.arange(plane.shape[0], dtype=torch.int32)
@@ -28,7 +30,7 @@ def attended(plane: Tensor, w: MlaWeights, lengths: tuple[int, ...]) -> tuple[Te
 
 @pytest.mark.parametrize("first", [0, 254])
 def test_every_code_is_read_exactly(first: int):
-    """A context of one row is that row, so its values are what was read times W_UV."""
+    """A context of one row is that row, so its values are the row read times W_UV."""
     w = random_weights(torch.Generator().manual_seed(0), *NANO)
     codes = FINITE.roll(first).repeat(3)[: w.rank + w.rope]
     plane = torch.zeros(1, 64, w.rank + w.rope, dtype=torch.uint8).view(FP8)
@@ -41,7 +43,7 @@ def test_every_code_is_read_exactly(first: int):
 
 
 def test_what_is_written_is_the_nearest_and_the_largest_beyond_it():
-    """Keys that are copied through: every bf16 from 2^-12 to 1024, ties and both ends among them."""
+    """Keys that are copied unchanged: every bf16 from 2^-12 to 1024, including ties and both ends."""
     w = random_weights(torch.Generator().manual_seed(0), *TINY)
     size = torch.arange(0x3980, 0x4481, dtype=torch.int16).view(torch.bfloat16)
     values = torch.cat([size, -size, torch.zeros(64, dtype=torch.bfloat16)])

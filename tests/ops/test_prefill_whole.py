@@ -1,4 +1,4 @@
-"""Beginnings of slots, together = one by one."""
+"""First chunks of several slots, computed together = computed one by one."""
 
 import torch
 
@@ -9,11 +9,11 @@ from redline.wire.job import PAGE_TOKENS
 def test_chunks_together_are_the_chunks_one_by_one():
     g = torch.Generator().manual_seed(1)
     w = random_weights(g, *NANO)
-    counts = (1, 70, 64, 3, 129, 65, 80, 90)  # five of like lengths, and so a line of filling
+    counts = (1, 70, 64, 3, 129, 65, 80, 90)  # five of similar lengths, so that padding rows are needed
     pages = sum(-(-count // PAGE_TOKENS) for count in counts)
     plane = torch.randn(pages, PAGE_TOKENS, w.rank + w.rope, generator=g)
     order = torch.randperm(pages, generator=g).to(torch.int32)
-    q = torch.randn(sum(counts) + 2, w.heads, w.nope + w.rope, generator=g)  # two tokens are in no chunk
+    q = torch.randn(sum(counts) + 2, w.heads, w.nope + w.rope, generator=g)  # two tokens belong to no chunk
     expected, found = torch.full((2, len(q), w.heads, w.value), 7.0)
     spans: list[tuple[int, int]] = []
     rows = torch.zeros(len(q), dtype=torch.int64)

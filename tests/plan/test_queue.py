@@ -1,4 +1,4 @@
-"""Scheduling order: a short prompt does not wait for long ones, API keys take turns, and no job starves."""
+"""Scheduling order: a short prompt does not wait for long ones, tenants take turns, and no job starves."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""An audit says what was lost, where, and ends with 1 where that is too much."""
+"""An audit reports the loss of each part, and exits with 1 if it is too large."""
 
 import io
 import json
@@ -176,7 +176,9 @@ def test_a_number_that_is_nan_is_beyond_every_bound(pair: tuple[Path, Path]):
 def test_a_model_that_is_sure_of_wrong_tokens_has_an_infinite_perplexity(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """Beyond the largest float of Python, whose exp raises: the audit had ended with a traceback."""
+    """The perplexity exceeds the largest float of Python, for which exp raises; the audit once ended
+    with a traceback.
+    """
     log_probabilities = _Next.log_probabilities
     b = Checkpoint.open(pair[1])
     monkeypatch.setattr(_Next, "log_probabilities", lambda self, rows: 400 * log_probabilities(self, rows))

@@ -1,4 +1,4 @@
-"""Rounding by second moments: less error where it counts, and files that say what was done."""
+"""Rounding by second moments: less output error, and files that record the method."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def texts(count: int = 12, length: int = 60, seed: int = 1) -> list[Text]:
 
 
 def inputs(rows: int, K: int, seed: int) -> Tensor:
-    """Covariance with eigenvalues 1 / i, along axes that are the same whatever the seed."""
+    """Inputs with a covariance of eigenvalues 1 / i, along axes that do not depend on the seed."""
     axes, _ = torch.linalg.qr(torch.randn(K, K, generator=torch.Generator().manual_seed(9)))
     drawn = torch.randn(rows, K, generator=torch.Generator().manual_seed(seed))
     return drawn * torch.arange(1, K + 1).rsqrt() @ axes.T
@@ -62,7 +62,7 @@ def test_outputs_have_less_than_two_thirds_of_max_scalings_error_on_inputs_that_
 
 @pytest.mark.parametrize("rows", [32, 128, 512])
 def test_few_rows_are_better_than_none(rows: int):
-    """Undamped, the moments of few rows make outputs worse than a search does."""
+    """Without damping, the moments of few rows give worse outputs than a search."""
     weight = quantize_int4(torch.randn(64, 256, generator=torch.Generator().manual_seed(0))).dequantize()
     scale, unseen = exact_scale(float(weight.abs().max())), second_moments(inputs(4000, 256, seed=2))
     moments = second_moments(inputs(rows, 256, seed=1))
@@ -73,7 +73,7 @@ def test_few_rows_are_better_than_none(rows: int):
 
 
 def test_independent_inputs_leave_nothing_to_make_good():
-    """Then each weight is rounded to the nearest, under the searched scales."""
+    """Then each weight is rounded to the nearest value, with the searched scales."""
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     searched, _ = round_nvfp4(weight, 0.25, WIDELY_SEARCHED)
     assert torch.equal(round_gptq(weight, torch.eye(64), 0.25, 0.1).dequantize(), searched.dequantize())

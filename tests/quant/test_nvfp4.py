@@ -1,4 +1,4 @@
-"""Searching finds what trying everything finds, and no number that is written is a trap for a reader."""
+"""The scale search finds the same result as exhaustive search, and writes no number that readers misread."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_no_scale_is_nan_or_zero_and_searched_ones_do_not_saturate(level: str, s
     weight = random("normal") * size
     weight[3, 16:32] = 0.0
     weight[5, :16] = 0.0
-    weight[5, 7] = -largest(weight) * 3  # alone in its block
+    weight[5, 7] = -largest(weight) * 3  # the only weight of its block
     weight[9] *= 1e-4
     whole = largest(weight)
     scale, offsets = (max_scale(whole), MAX_SCALING) if level == "fast" else (exact_scale(whole), SEARCHED)

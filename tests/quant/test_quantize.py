@@ -1,4 +1,4 @@
-"""A checkpoint becomes another that its readers read, whatever happens on the way."""
+"""A checkpoint is converted to another format that its readers accept, also after interruptions."""
 
 import fnmatch
 import hashlib
@@ -37,13 +37,14 @@ EXPERT = "language_model.model.layers.1.mlp.experts.3."
 ELSEWHERE = {
     "vision_tower.patch_embed.proj.weight": torch.rand(3, 5).half(),
     "mm_projector.proj.0.bias": torch.rand(7).bfloat16(),
-    "language_model.model.layers.3.mlp.experts.0.up_proj.weight": torch.rand(32, 64).bfloat16(),  # for drafting
+    # a layer for drafting (MTP)
+    "language_model.model.layers.3.mlp.experts.0.up_proj.weight": torch.rand(32, 64).bfloat16(),
     "language_model.model.layers.1.self_attn.rotary_emb.inv_freq": torch.empty(0),
 }
 
 
 def source(folder: Path, quantization: Any = "int4", layout: Layout = "k25", **changes: Any) -> Path:
-    """A tiny model in six shards, and tensors in it that the text model does not have."""
+    """A tiny model in six shards, with additional tensors that the text model does not use."""
     random_checkpoint(folder, tiny_config(**changes), 0, quantization, layout)
     tensors = {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
     config = json.loads((folder / "config.json").read_text())
@@ -155,7 +156,7 @@ def test_shared_experts_and_dense_layers_are_quantised_where_that_is_asked(tmp_p
 
 
 def modules(folder: Path) -> dict[str, bool]:
-    """The linear modules of a checkpoint, and whether they are quantised."""
+    """The linear modules of a checkpoint, and whether each is quantised."""
     found = {
         re.sub(r"\.weight(_packed)?$", "", name): value.dtype == torch.uint8
         for name, value in stored(folder).items()
@@ -185,7 +186,7 @@ def test_the_config_names_what_is_not_quantised_and_nothing_else(tmp_path: Path,
 
 
 def test_the_library_that_owns_the_format_decodes_nvfp4_to_our_very_numbers(tmp_path: Path):
-    """Law 11. A searched weight has a power of two as its scale, so nothing is rounded on either side."""
+    """Law 11. A searched weight has a power of two as its scale, so neither side rounds."""
     converted(source(tmp_path / "a"), tmp_path / "b", format="nvfp4-ct")
     values = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
     scheme = QuantizationConfig.model_validate(values).config_groups["group_0"]
@@ -221,7 +222,7 @@ def test_one_layout_of_nvfp4_becomes_the_other_and_nothing_is_rounded(
     assert set(given) == set(expected)
     for name, value in expected.items():
         bytes_of = [one.reshape(-1).view(torch.uint8) for one in (given[name], value)]
-        if name.endswith("_scale_2"):  # one over one over it
+        if name.endswith("_scale_2"):  # stored as the reciprocal of the reciprocal
             torch.testing.assert_close(given[name], value, rtol=1e-6, atol=0)
         else:
             assert torch.equal(*bytes_of), name
@@ -302,7 +303,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing catches a kill."""
+    """Not caught by anything, like a kill."""
 
 
 def test_a_kill_at_any_byte_loses_the_shard_in_the_making_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -314,7 +315,9 @@ def test_a_kill_at_any_byte_loses_the_shard_in_the_making_alone(tmp_path: Path, 
     out, budget = tmp_path / "b", 0
 
     class Stops:
-        """SHA-256 that kills after so many bytes: each byte of a shard goes through it, after it was written."""
+        """SHA-256 that raises Killed after a number of bytes: each byte of a shard passes through it after it was
+        written.
+        """
 
         def __init__(self) -> None:
             self.inner = hashlib.sha256()
@@ -332,7 +335,7 @@ def test_a_kill_at_any_byte_loses_the_shard_in_the_making_alone(tmp_path: Path, 
     fake = namedtuple("fake", "sha256 file_digest")(Stops, hashlib.file_digest)
     kills, before = 0, set[str]()
     for step in range(3, 100, 7):
-        budget = total * step // 100  # more each time: what is finished is not written again
+        budget = total * step // 100  # more each time: finished shards are not written again
         with monkeypatch.context() as patch:
             patch.setattr(shard, "hashlib", fake)
             try:
@@ -450,14 +453,14 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
 def test_a_weight_beyond_its_bound_is_named_and_the_exit_code_is_one(tmp_path: Path):
     at, said = source(tmp_path / "a"), io.StringIO()
     config = QuantizeConfig(source=str(at), out=str(tmp_path / "b"), device="cpu", most_weight_error=0.07)
-    for _ in range(2):  # also where the folder is whole already
+    for _ in range(2):  # also if the folder is complete already
         assert run(config, Console(file=said, width=400)) == 1
     assert said.getvalue().count("weight error of layers.1.mlp.experts.") >= 2
     Checkpoint.open(tmp_path / "b")
 
 
 def test_kimi_nano_in_nvfp4_is_near_its_teacher_in_both_layouts(tmp_path: Path):
-    """The reduced set: eight texts. `docs/quant.md` has the whole one."""
+    """The reduced set of eight texts. `docs/quant.md` has the result for the whole set."""
     nano, found = Path(__file__).parents[2] / "models" / "kimi-nano", list[Audit]()
     prompts = [
         json.loads(line)["messages"][0]["content"] for line in (nano / "eval" / "hand.jsonl").read_text().splitlines()

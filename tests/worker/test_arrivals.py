@@ -58,9 +58,7 @@ def test_time_that_nobody_asked_for_is_no_claim_to_many_at_once() -> None:
 def test_nothing_is_held_back_while_nothing_runs() -> None:
     thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
     assert thread.turn(50, busy=False) == 50
-    assert thread.turn(50) == 0, (
-        "the idle turn's time is not charged to the step, but the step's own share is too small"
-    )
+    assert thread.turn(50) == 0, "the step is not charged for it, but its own share is too small"
 
 
 def test_waiting_leaves_time_to_place_what_is_waited_for() -> None:

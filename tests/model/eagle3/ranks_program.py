@@ -1,8 +1,8 @@
-"""The ranks of `test_gpu_drafter_ranks.py`, a process for each: drafters that they divide, their kernels emulated.
+"""The ranks of `test_gpu_drafter_ranks.py`, one process each: drafters divided over ranks, with emulated kernels.
 
 usage: ranks_program.py FOLDER
 
-FOLDER/states.pt has the drafters' weights, FOLDER/inboxes-N the inboxes of N ranks; FOLDER/RANK.pt is what came of it.
+FOLDER/states.pt has the drafters' weights, FOLDER/inboxes-N the inboxes of N ranks; FOLDER/RANK.pt gets the results.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ FEW = DraftRows([1, 0, 0, 1], [5, 70, 71, 6], [3, 1, 2])
 MORE = DraftRows([1, 0, 0], [7, 72, 73], [0, 1, 2], [9, 150, 0])
 MANY = DraftRows([0] * 8 + [1] * 4, [*range(70, 78), *range(5, 9)], [11, 0, 1, 2, 3, 7, 8, 9, 10])
 TWO = DraftRows([1, 1], [5, 6], [1])
-PASSES = {  # by drafter and ranks; Triton's interpreter takes its time for rows of the second
+PASSES = {  # by drafter and ranks; Triton's interpreter is slow for rows of the second drafter
     ("latent", 2): (FEW, MORE),
     ("latent", 4): (MANY, FEW, MORE),
     ("grouped", 2): (TWO, TWO),
@@ -67,14 +67,16 @@ PASSES = {  # by drafter and ranks; Triton's interpreter takes its time for rows
 
 
 class Result(NamedTuple):
-    """What came of the passes of a drafter: of each (normed, fed, logits); and its pages."""
+    """The results of a drafter's passes: (normed, fed, logits) of each; and its pages."""
 
     passes: list[tuple[Tensor, Tensor, Tensor]]
     plane: Tensor
 
 
 class Ranks(Alone):
-    """A group over inboxes in a file that all ranks map. seconds: of the emulated clock, which counts looks at it."""
+    """A group over inboxes in a file that all ranks map. seconds: of the emulated clock, which advances with each read
+    of it.
+    """
 
     def __init__(self, file: Path, rank: int, ranks: int, seconds: float = 1e6) -> None:
         self.rank, self.ranks, rooms = rank, ranks, rooms_of(TARGET, ranks)
@@ -97,7 +99,7 @@ def served(config: Eagle3Config, state: Mapping[str, Tensor], group: Group = ALO
 
 
 def computed(drafter: GpuServed, width: int, given: Sequence[DraftRows]) -> Result:
-    """Runs passes one after another. width: of a page's row."""
+    """Runs the passes in sequence. width: of a page's row."""
     g = torch.Generator().manual_seed(5)
     tokens = torch.randint(TARGET.vocab_size, (2, 2 * PAGE_TOKENS), generator=g)
     tables = torch.randperm(4, generator=g).to(torch.int32).view(2, 2)
@@ -110,30 +112,33 @@ def computed(drafter: GpuServed, width: int, given: Sequence[DraftRows]) -> Resu
             feature = torch.randn(len(rows.slots), HIDDEN, generator=g).to(torch.bfloat16)
             normed, fed = drafter.read(feature, pages, rows, plane)
             passes.append((normed.clone(), fed.clone(), drafter.logits(normed)))
-    assert fallbacks == before, "an op took its reference"
+    assert fallbacks == before, "an op fell back to its reference"
     return Result(passes, plane)
 
 
 def run(folder: Path, rank: int) -> None:
-    """All passes that this rank has a part in."""
+    """All passes in which this rank takes part."""
     states, results = torch.load(folder / "states.pt"), {}
     groups = {ranks: Ranks(folder / f"inboxes-{ranks}", rank, ranks) for ranks in (2, 4) if rank < ranks}
     for (name, ranks), given in PASSES.items():
         if ranks in groups:
-            hopper.MOST_TOKENS_OF_RANKS = 2 if ranks == 2 else MOST_TOKENS  # two ranks finish rows in several parts
+            # with two ranks, rows are processed in several parts
+            hopper.MOST_TOKENS_OF_RANKS = 2 if ranks == 2 else MOST_TOKENS
             drafter = served(CONFIGS[name], states[name], groups[ranks])
             results[name, ranks] = tuple(computed(drafter, CONFIGS[name].kv_width, given))
     for group in groups.values():
-        assert not group.links.control[1], "somebody gave up waiting"
+        assert not group.links.control[1], "a rank gave up waiting"
     torch.save(results, folder / f"{rank}.pt")
 
 
 def main() -> None:
     torch.set_num_threads(1)
     for module in (linear, dense):
-        module.block_rows = lambda *_: 256  # Triton's interpreter takes as long for a small program
+        # Triton's interpreter takes as much time for a small program as for a large one
+        module.block_rows = lambda *_: 256
     folder, started = Path(sys.argv[1]), []
-    for rank in range(4):  # nothing has been computed, so there is one thread to copy; importing torch takes longest
+    # forked before any computation, so there is one thread to copy; the import of torch takes most of the time
+    for rank in range(4):
         started.append(os.fork())
         if not started[-1]:
             with contextlib.ExitStack() as end:

@@ -1,5 +1,6 @@
-"""The drafter's two ways through the same arithmetic: over pages through the ops (`forward.py`), and densely as in
-training (`module.py`)."""
+"""The drafter's two implementations of the same arithmetic: over pages through the ops (`forward.py`), and dense as in
+training (`module.py`).
+"""
 
 import contextlib
 import itertools
@@ -20,7 +21,7 @@ from redline.model.eagle3.one_call import draft_pass
 from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import tiny_model
 
-ROWS = 150  # of each job: pages end before places 64 and 128
+ROWS = 150  # rows of each job: pages end before positions 64 and 128
 TARGET = tiny_model().config
 CONFIGS = {
     "mla, 3.1": Eagle3Config.for_target(TARGET),
@@ -36,7 +37,7 @@ CONFIGS["llama, normed residual"] = replace(CONFIGS["llama, EAGLE-3"], norm_befo
 
 class Pair(NamedTuple):
     served: Eagle3
-    dense: Eagle3  # the same weights, as they are trained
+    dense: Eagle3  # the same weights in their training form
 
 
 def pair(config: Eagle3Config, folder: Path) -> Pair:
@@ -82,7 +83,7 @@ def densely(drafter: Eagle3, job: Job) -> tuple[Tensor, Tensor]:
 
 
 class Pages:
-    """Two slots' pages in random order, filled with NaN: what is read unwritten shows."""
+    """Two slots' pages in random order, filled with NaN, so that reads of unwritten rows show."""
 
     def __init__(self, config: Eagle3Config, dtype: torch.dtype = torch.float32) -> None:
         per_slot = ROWS // PAGE_TOKENS + 1
@@ -98,7 +99,7 @@ class Pages:
         chunks: bool,
         queries: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Rows of slots in one pass, as chunks of a prompt or as rows that decode."""
+        """Rows of slots in one pass, as chunks of a prompt or as decode rows."""
         slots = torch.tensor([slot for slot, _, rows in parts for _ in rows])
         positions = torch.tensor([t for _, _, rows in parts for t in rows])
         places = positions + 1
@@ -144,7 +145,9 @@ def test_pages_give_what_dense_attention_gives(drafters: Pair):
 @pytest.mark.parametrize("meaning", [False, True], ids=["kernels", "references"])
 @torch.no_grad()
 def test_a_pass_whose_rows_are_looked_up_gives_what_dense_attention_gives(drafters: Pair, meaning: bool):
-    """As the engine makes it: rows of two slots, some of them finished, then one more behind each, of a given token."""
+    """As the engine calls it: rows of two slots, some of them complete, then one more for each slot, with a given
+    token.
+    """
     served, dense = drafters
     pages, jobs, stops = Pages(served.config), (job(0), job(1)), (ROWS - 1, 64)
     tokens = torch.stack([each.tokens for each in jobs])
@@ -155,7 +158,7 @@ def test_a_pass_whose_rows_are_looked_up_gives_what_dense_attention_gives(drafte
     feature = torch.cat([served.fuse(each.features[:stop]) for each, stop in zip(jobs, stops, strict=True)])
     expected = [densely(dense, each) for each in jobs]
     behind = [int(each.tokens[stop + 1]) for each, stop in zip(jobs, stops, strict=True)]
-    places.tokens[[0, 1], [stop + 1 for stop in stops]] = 0  # the given ones are read in their place
+    places.tokens[[0, 1], [stop + 1 for stop in stops]] = 0  # the given tokens must be used instead
     with references() if meaning else contextlib.nullcontext():
         first = draft_pass(feature, served.served.layer, places, DraftRows(slots, positions, queries), pages.plane)
         then = torch.cat([served.fuse(each.features[stop : stop + 1]) for each, stop in zip(jobs, stops, strict=True)])
@@ -193,7 +196,7 @@ def test_the_drafters_words_are_the_same_in_training_and_serving(drafters: Pair)
 
 @torch.no_grad()
 def test_a_fed_back_row_is_a_step_of_training_time_test(drafters: Pair):
-    """A second step: a row's own output is the feature of the next; the pass leaves what it is fed as it is."""
+    """The second step: a row's own output is the feature of the next; the pass does not change its input."""
     served, dense = drafters
     pages, work = Pages(served.config), job(0)
     _, fed = pages.forward(served, [(0, work, range(100))], chunks=False, queries=[99])
@@ -246,7 +249,7 @@ def test_gradients_reach_every_weight(drafters: Pair):
 
 
 def test_a_pass_is_eight_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It runs once for each draft, where each call costs as much as its arithmetic."""
+    """It runs once per draft, and there the cost of a call is as large as that of its arithmetic."""
     from redline.model.eagle3 import forward as page
     from redline.model.k2 import forward as attention
 

@@ -1,4 +1,6 @@
-"""The drafter's folder: what engines read, name by name. What does not fit its target is refused with the reason."""
+"""The drafter's folder: the names that engines read, one by one. A drafter that does not fit its target is refused with
+the reason.
+"""
 
 import json
 from collections.abc import Callable
@@ -186,7 +188,7 @@ def test_fc_begins_as_the_mean_of_the_states():
     assert torch.allclose(drafter.fuse(states.flatten(1)), states.mean(1), atol=1e-6)
 
 
-# Files of other makers.
+# Files written by other projects.
 
 
 @pytest.fixture(params=["mla", "llama, reduced"])
@@ -208,7 +210,7 @@ def reduced(tmp_path: Path) -> Path:
 
 
 def change(folder: Path, config: dict[str, Any] | None = None, **tensors: Any) -> None:
-    """Sets keys and tensors; ... takes one away, a function changes it. `__` in a tensor's name stands for a dot."""
+    """Sets keys and tensors; ... removes one, a function changes it. `__` in a tensor's name represents a dot."""
     path = folder / "config.json"
     values = {**json.loads(path.read_text()), **(config or {})}
     path.write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
@@ -261,7 +263,7 @@ def test_a_full_head_needs_no_draft_vocabulary(mla: Path):
         ((0, 2), (0, 2), (0, 2)),
         ((0, 2), ..., (0, 2)),
         (..., (0, 2), (0, 2)),
-        (..., (1, 2), (2, 3)),  # what SGLang adds
+        (..., (1, 2), (2, 3)),  # keys that SGLang adds
         (..., ..., default_layer_ids(TINY.num_hidden_layers)),
     ],
 )

@@ -1,4 +1,6 @@
-"""A drafter's latent padded to its target's width: the same drafter to every reader, and as narrow again to ours."""
+"""A drafter's latent padded to its target's width: the same drafter for every reader, and narrowed
+again by our loader.
+"""
 
 import json
 from dataclasses import replace
@@ -34,7 +36,7 @@ def same(one: Eagle3, other: Eagle3) -> bool:
 
 
 def attended(of: Eagle3, size: float) -> tuple[Tensor, Tensor]:
-    """Keys and values, float32, of rows whose latents are of the order of `size`: small ones show epsilon."""
+    """Keys and values, float32, of rows with latents of magnitude `size`: with small ones epsilon matters."""
     of = of.float().requires_grad_(False)
     generator = torch.Generator().manual_seed(9)
     embedding, feature = torch.randn(2, 7, of.config.hidden_size, generator=generator)
@@ -43,7 +45,7 @@ def attended(of: Eagle3, size: float) -> tuple[Tensor, Tensor]:
 
 
 def read_whole(folder: Path) -> Eagle3:
-    """The folder as an engine reads it that drops nothing: every tensor of the file, in the widths of its config."""
+    """The folder as read by an engine that drops nothing: every tensor of the file, in the widths of its config."""
     whole = Eagle3(Eagle3Config.from_folder(folder, TARGET)).bfloat16()
     whole.load_state_dict(load_file(folder / "model.safetensors"))
     return whole
@@ -77,15 +79,15 @@ def test_a_ratio_that_is_no_power_of_four_is_right_to_the_rounding_of_a_weight()
     narrow, cut = cut_latent(*padded)
     assert narrow == config
     different = [name for name in stored if not torch.equal(cut[name], stored[name])]
-    assert different == [f"{AT}.kv_a_layernorm.weight"], "it alone is rounded"
+    assert different == [f"{AT}.kv_a_layernorm.weight"], "only this tensor is rounded"
 
 
 def test_padding_of_other_makers_is_dropped_too(tmp_path: Path):
-    """Rows as they were and the norm's weights alone halved: the mean square is a quarter, so epsilon weighs more."""
+    """The rows unchanged and only the norm's weights halved: the mean square is a quarter, so epsilon weighs more."""
     drafter().save(tmp_path, TARGET.kv_lora_rank)
     stored = load_file(tmp_path / "model.safetensors")
     stored[f"{AT}.kv_a_proj_with_mqa.weight"][:64] /= 2
-    stored[f"{AT}.kv_b_proj.weight"][:, 64:] = 3.0  # what multiplies zeros may be anything
+    stored[f"{AT}.kv_b_proj.weight"][:, 64:] = 3.0  # columns multiplied by zeros may have any value
     save_file(stored, tmp_path / "model.safetensors")
     opened = Eagle3.open(tmp_path, TARGET)
     assert opened.config == OWN

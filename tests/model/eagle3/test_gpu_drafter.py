@@ -1,4 +1,4 @@
-"""A drafter as a GPU runs it, against what its references say; where there is no GPU, its kernels are emulated."""
+"""A drafter as run on a GPU, compared with its references; without a GPU its kernels are emulated."""
 
 import contextlib
 import copy
@@ -29,10 +29,10 @@ from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LIMIT = 1e-2  # of a row's length
-KNOWN = 70, 5  # positions of each slot whose rows lie in its pages; the first slot goes on in its second page
+LIMIT = 1e-2  # relative to a row's norm
+KNOWN = 70, 5  # positions of each slot with rows in its pages; the first slot continues in its second page
 PLACES = 2 * PAGE_TOKENS
-HIDDEN = 96  # neither it nor twice it fills the 128 columns of a product
+HIDDEN = 96  # neither this width nor twice it fills the 128 columns of a product
 TARGET = tiny_config(
     hidden_size=HIDDEN,
     num_attention_heads=2,
@@ -105,7 +105,7 @@ def pair_of(name: str, head_bits: int = 16) -> Pair:
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes as long for a small program as for a large one."""
+    """Triton's interpreter takes as much time for a small program as for a large one."""
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda *_: 256)
@@ -141,7 +141,7 @@ def kernels() -> Iterator[None]:
     before = fallbacks.copy()
     with contextlib.nullcontext() if DEVICE.type == "cuda" else emulation(), torch.inference_mode():
         yield
-    assert fallbacks == before, "an op took its reference"
+    assert fallbacks == before, "an op fell back to its reference"
 
 
 @contextlib.contextmanager
@@ -151,14 +151,14 @@ def meaning() -> Iterator[None]:
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """Row by row."""
+    """Compare row by row."""
     assert ours.shape == theirs.shape
     errors = (ours.cpu().float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     assert (errors < LIMIT).all(), errors
 
 
 class Work:
-    """Two slots' tokens, and their pages in random order. What no row was written to, place 0 among it, is NaN."""
+    """Two slots' tokens, and their pages in random order. Unwritten rows, position 0 among them, are NaN."""
 
     def __init__(self, width: int = FULL.kv_width) -> None:
         """width: of a page's row."""
@@ -179,7 +179,7 @@ class Work:
     def read(
         self, drafters: Pair, rows: DraftRows, features: tuple[Tensor, Tensor]
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """-> (normed, fed) of ours, and of theirs."""
+        """-> (normed, fed) of the GPU drafter, and of the reference."""
         ours, theirs = (drafter.served for drafter in drafters)
         with kernels():
             pages = ours.pages(self.tokens.to(DEVICE), self.tables.to(DEVICE))
@@ -189,7 +189,7 @@ class Work:
         return given, wanted
 
     def assert_written(self, *passes: DraftRows) -> None:
-        """Exactly the rows of these passes, near to theirs."""
+        """Exactly the rows of these passes were written, and are near the reference's."""
         places = torch.tensor(
             [(slot, t + 1) for rows in passes for slot, t in zip(rows.slots, rows.positions, strict=True)]
         )
@@ -201,8 +201,8 @@ class Work:
         assert_near(plane[written], self.planes[1][written])
 
 
-# Of each architecture one reads many rows where kernels are emulated, and one of all finishes many: how many there are
-# is no matter of their config.
+# With emulated kernels, one drafter of each architecture reads many rows, and one of all completes many: the number of
+# rows does not depend on the config.
 LONG = ("reduced, normed residual", "Llama")
 CASES = [
     (config, name)
@@ -251,7 +251,7 @@ def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytes
 
     most = products.STREAMED
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(torch, "mm", product)  # a CPU's gives its inputs' type alone
+        monkeypatch.setattr(torch, "mm", product)  # a CPU's product can only return its inputs' type
         most = 72
         monkeypatch.setattr(products, "STREAMED", most)
     work, positions = Work(drafters.ours.config.kv_width), [range(66), range(most - 65)]
@@ -296,7 +296,7 @@ def test_a_gpus_head_in_8_bits_drafts_as_a_cpus_does(head: str, rows: int):
     assert known[drafted].all()
     with kernels():
         of_nothing = ours.likeliest(torch.full_like(normed, torch.nan).to(DEVICE)).cpu()
-    assert known[of_nothing].all(), "rows that are no numbers still draft tokens"
+    assert known[of_nothing].all(), "rows of NaN must still draft valid tokens"
 
 
 @pytest.mark.pairwise

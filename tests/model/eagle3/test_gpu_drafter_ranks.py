@@ -1,4 +1,4 @@
-"""A drafter that several ranks divide is the drafter, to rounding: kernels emulated, a process for each rank."""
+"""A drafter divided over several ranks equals the drafter, to rounding: emulated kernels, one process per rank."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from redline.model.k2.shard import rooms_of
 from tests import forked
 from tests.model.eagle3.ranks_program import CONFIGS, FEW, PASSES, TARGET, TWO, Ranks, Result, computed, served
 
-LIMIT = 1e-2  # of a row's length
+LIMIT = 1e-2  # relative to a row's norm
 State = dict[str, Tensor]
 
 
@@ -41,14 +41,14 @@ def state_of(config: Eagle3Config) -> State:
 
 
 def inboxes(file: Path, ranks: int) -> Path:
-    """A file of inboxes in which nobody has sent anything."""
+    """A file of inboxes to which no rank has sent anything."""
     file.write_bytes(UNSENT.to_bytes(4, "little") * (ranks * ranks * rooms_of(TARGET, ranks).words))
     return file
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes as long for a small program as for a large one."""
+    """Triton's interpreter takes as much time for a small program as for a large one."""
     for module in (linear, dense):
         monkeypatch.setattr(module, "block_rows", lambda *_: 256)
 
@@ -65,7 +65,7 @@ def states() -> dict[str, State]:
 
 
 def computed_by_ranks(folder: Path, states: Mapping[str, State]) -> list[dict[Any, Result]]:
-    """What each of four ranks has computed, of which two were two by themselves before."""
+    """The results of each of four ranks, two of which formed a group of two before."""
     torch.save(states, folder / "states.pt")
     files = [inboxes(folder / f"inboxes-{ranks}", ranks) for ranks in (2, 4)]
     command = [sys.executable, "-m", "tests.model.eagle3.ranks_program", str(folder)]
@@ -74,13 +74,15 @@ def computed_by_ranks(folder: Path, states: Mapping[str, State]) -> list[dict[An
     assert done.returncode == 0, done.stderr[-4000:]
     for file in files:
         left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
-        assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is unsent again"
+        assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), (
+            "a word that was read is not reset to unsent"
+        )
     loaded = [torch.load(folder / f"{rank}.pt") for rank in range(4)]
     return [{key: Result(*of) for key, of in each.items()} for each in loaded]
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:
-    """Row by row."""
+    """Compare row by row."""
     assert ours.shape == theirs.shape
     errors = (ours.float() - theirs.float()).norm(dim=-1) / theirs.float().norm(dim=-1)
     assert (errors < LIMIT).all(), errors
@@ -90,7 +92,7 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 def test_ranks_that_divide_a_drafter_draft_as_one_does_and_in_the_same_bits(
     states: Mapping[str, State], tmp_path: Path
 ):
-    """All cases at once: the ranks start once."""
+    """All cases in one test, so that the ranks start once."""
     found = computed_by_ranks(tmp_path, states)
     for case, given in PASSES.items():
         name, ranks = case
@@ -100,7 +102,7 @@ def test_ranks_that_divide_a_drafter_draft_as_one_does_and_in_the_same_bits(
         for ours, theirs in zip(first.passes, one.passes, strict=True):
             for a, b in zip(ours, theirs, strict=True):
                 assert_near(a, b)
-        assert torch.equal(first.plane, one.plane), f"{case}: a row is written by every rank, whole"
+        assert torch.equal(first.plane, one.plane), f"{case}: every rank must write complete rows"
         for other in found[1:ranks]:
             assert torch.equal(other[case].plane, first.plane), case
             for ours, theirs in zip(other[case].passes, first.passes, strict=True):
@@ -117,14 +119,14 @@ UNEVEN = {
 @emulated
 @pytest.mark.parametrize("config", UNEVEN.values(), ids=UNEVEN)
 def test_what_two_ranks_cannot_share_evenly_stays_whole_and_waits_for_nobody(config: Eagle3Config, tmp_path: Path):
-    """The other rank never comes."""
-    config = replace(config, draft_vocab_size=44)  # nor can its rows be shared
+    """The other rank never arrives."""
+    config = replace(config, draft_vocab_size=44)  # so that its rows cannot be divided either
     assert body_ranks(config, 2) == head_ranks(config, 2) == 1
     assert left_out(config, 2) == 0
     state, given = state_of(config), [TWO if config.architecture == "llama" else FEW]
     group = Ranks(inboxes(tmp_path / "inboxes", 2), 0, 2, seconds=0.1)
     ours, theirs = (computed(served(config, state, *of), config.kv_width, given) for of in ((group,), ()))
-    assert not group.links.control[1], "nobody was waited for"
+    assert not group.links.control[1], "a rank was waited for"
     assert torch.equal(ours.plane, theirs.plane)
     assert all(torch.equal(a, b) for a, b in zip(ours.passes[0], theirs.passes[0], strict=True))
 
@@ -137,7 +139,7 @@ def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
     config = CONFIGS[name]
 
     def held(*group: Ranks) -> int:
-        """Numbers of all tiles, padding left out."""
+        """Elements of all tiles, without padding."""
         drafter, numbers = served(config, states[name], *group), 0
         parts = [drafter, drafter._attention, getattr(drafter._attention, "_w", None)]
         for part in parts:
@@ -146,12 +148,13 @@ def test_numbers_that_are_left_out_are_those_that_a_rank_does_not_hold(
         return numbers
 
     of = held(Ranks(inboxes(tmp_path / "inboxes", ranks), ranks - 1, ranks))
-    shared = 0 if config.draft_vocab_size else (1 - 1 / ranks) * config.vocab_size * config.hidden_size  # its target's
+    # taken from its target
+    shared = 0 if config.draft_vocab_size else (1 - 1 / ranks) * config.vocab_size * config.hidden_size
     assert held() - of == left_out(config, ranks) + shared
 
 
 def test_ranks_divide_most_of_the_public_drafter():
-    """All but what fuses states, which the first of a round's passes reads alone, and what projects into attention."""
+    """All weights but the fusion, which only the first pass of a round reads, and the projections into attention."""
     config = Eagle3Config.for_target(KIMI_K26)
     whole = 7168 * 3 * 7168 + 2 * 7168 * (1536 + 576)
     everything = sum(one.numel() for one in meta(config).parameters() if one.dim() > 1)

@@ -1,4 +1,4 @@
-"""What is read ahead: pieces of files, near what is handed out, and nothing of what others see to."""
+"""Read-ahead: pieces of files near the tensors being read, and no part that other code reads."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ WAIT_S = 60
 
 
 class Advice:
-    """What the system is told, in the place of what tells it."""
+    """Records the read-ahead requests instead of passing them to the system."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pieces: list[tuple[int, int]] = []
@@ -45,7 +45,7 @@ def test_what_is_far_from_what_is_handed_out_waits(advice: Advice, tmp_path: Pat
     (tmp_path / "file").touch()
     reading = Ahead([(tmp_path / "file", first, first + 900) for first in range(100, 3700, 900)])
     near = [(100, 400), (500, 400), (900, 100), (1000, 400), (1400, 400), (1800, 100)]
-    assert advice.of(6) == near, "two tensors, the second of which begins within 1,000 bytes"
+    assert advice.of(6) == near, "two tensors, the second beginning within 1,000 bytes"
     reading.handed_out(800)
     assert advice.of(6) == near
     reading.handed_out(100)

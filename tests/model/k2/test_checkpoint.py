@@ -1,4 +1,6 @@
-"""Every layout of the family is read to the same numbers; a broken checkpoint is one line that says what is wrong."""
+"""Every layout of the family is read to the same numbers; a broken checkpoint raises a one-line error that names the
+fault.
+"""
 
 import json
 import os
@@ -38,7 +40,7 @@ PROJECTIONS = ("gate", "up", "down")
 
 
 def stored(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the shards, under its stored name, read by the safetensors library."""
+    """Every tensor of the shards under its stored name, read by the safetensors library."""
     return {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
 
 
@@ -59,7 +61,7 @@ def read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return values
 
 
-# What is read.
+# Layouts that are read.
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_int4_decodes_as_the_library_that_owns_the_format_decodes_it(tmp_path: P
 
 
 def renamed(folder: Path) -> dict[str, Tensor]:
-    """The tensors of an NVFP4 checkpoint under compressed-tensors' names, and their scales its way round."""
+    """The tensors of an NVFP4 checkpoint under compressed-tensors' names, with scales in its convention."""
     tensors: dict[str, Tensor] = {}
     for name, value in stored(folder).items():
         if name.endswith("weight_scale_2"):
@@ -182,7 +184,7 @@ def test_a_scale_that_is_no_number_is_zero_over_zeros_and_refused_elsewhere(tmp_
 
 
 def test_int4_codes_are_offset_binary(tmp_path: Path):
-    # Read as two's complement, the same bits would have their peak at 0 and 15.
+    # In two's complement, the same bits would have their peak at 0 and 15.
     random_checkpoint(tmp_path, tiny_config())
     expert = Checkpoint.open(tmp_path).expert(1, 0, "gate")
     assert isinstance(expert, Int4)
@@ -233,7 +235,7 @@ def test_what_the_text_model_does_not_need_is_skipped(tmp_path: Path):
     others = {
         "vision_tower.patch_embed.proj.weight": torch.zeros(8, 3, 14, 14),
         "mm_projector.proj.0.bias": torch.zeros(8),
-        f"{model}3.eh_proj.weight": torch.zeros(64, 128),  # the draft (MTP) layer follows the last one
+        f"{model}3.eh_proj.weight": torch.zeros(64, 128),  # the draft (MTP) layer after the last layer
         f"{model}3.mlp.experts.0.gate_proj.weight": torch.zeros(32, 64),
         f"{model}0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
         f"{model}0.self_attn.k_proj.k_scale": torch.ones(()),
@@ -288,7 +290,7 @@ def test_the_fingerprint_samples_the_start_the_middle_and_the_end_of_every_shard
         middle = (start + len(raw)) // 2
         assert middle + 8192 < len(raw)
         at = {
-            "header": raw.index(b'"pt"') + 1,  # of its metadata, which says nothing about the tensors
+            "header": raw.index(b'"pt"') + 1,  # in its metadata, which does not describe tensors
             "start": start,
             "start's end": start + 4095,
             "middle": middle,
@@ -311,7 +313,7 @@ def test_a_tensor_at_an_odd_offset_is_read(tmp_path: Path):
     raw = shard.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = raw[8 : 8 + length].rstrip(b" ")
-    # One space more in the header moves all data by one byte.
+    # One more space in the header moves all data by one byte.
     padded = header + b" " * (length - len(header) + 1)
     shard.write_bytes(len(padded).to_bytes(8, "little") + padded + raw[8 + length :])
     name = "layers.0.self_attn.o_proj.weight"
@@ -371,7 +373,7 @@ def test_reading_1_gb_takes_the_memory_of_one_tensor(big_checkpoint: Path):
 
 
 def sparse_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> None:
-    """A shard with a true header (dtype, shape, bytes of each tensor) and a hole for data."""
+    """A shard with a true header (dtype, shape, bytes of each tensor) and a sparse hole as data."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape, size) in tensors.items():
@@ -406,13 +408,13 @@ def test_a_kimi_of_full_size_is_proven_without_reading_it(tmp_path: Path):
     assert checkpoint.expert(60, 383, "down").shape == (7168, 2048)
 
 
-# What is refused.
+# Checkpoints that are refused.
 
 
 def break_tensor(
     change: Callable[[dict[str, Tensor]], object], quantization: Format = "int4"
 ) -> Callable[[Path], None]:
-    """Write the tiny checkpoint again after `change` to its tensors."""
+    """Write the tiny checkpoint with `change` applied to its tensors."""
 
     def write(folder: Path) -> None:
         random_checkpoint(folder, tiny_config(), 0, quantization)
@@ -479,7 +481,7 @@ def only_a_config(folder: Path) -> None:
 
 
 def lying_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    """Write the tiny checkpoint, and its header again after `change`, as long as it was."""
+    """Write the tiny checkpoint, then its header with `change` applied, at the same length."""
 
     def write(folder: Path) -> None:
         random_checkpoint(folder, tiny_config())
@@ -651,7 +653,7 @@ def test_a_header_whose_offsets_and_shape_disagree_is_refused(tmp_path: Path):
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
     end = header[NORM]["data_offsets"][1]
-    for entry in header.values():  # the two bytes are its neighbour's, so that there is no gap
+    for entry in header.values():  # the two bytes overlap its neighbour's, so that there is no gap
         entry["data_offsets"] = [place - 2 * (place == end) for place in entry.get("data_offsets", [])]
     del header["__metadata__"]
     text = json.dumps(header).encode()
@@ -681,7 +683,7 @@ def test_a_config_with_more_layers_than_the_files_is_refused(tmp_path: Path):
 @pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_chooses_experts_or_norms_must_be_finite(tmp_path: Path, name: str, value: float):
-    """NaN in a router gives other experts, and an answer that looks like any other."""
+    """A NaN in a router would choose other experts, without any visible sign in the answer."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         tensors[f"{AT}1.{name}"].view(-1)[3] = value

@@ -1,4 +1,4 @@
-"""Every spelling of the family's config.json is read to the same facts; what we cannot compute is refused by name."""
+"""Every spelling of the family's config.json gives the same facts; unsupported settings are refused by name."""
 
 import copy
 import json
@@ -22,12 +22,12 @@ FACTS = json.loads((Path(__file__).parents[1] / "kimi-k2.json").read_text())
 
 
 def flat(member: str = "k2.6", **changes: Any) -> dict[str, Any]:
-    """The text model's keys, as K2's and K2-Thinking's files have them."""
+    """The text model's keys, in the layout of K2's and K2-Thinking's files."""
     return copy.deepcopy({**FACTS["both"], **FACTS[member], **changes})
 
 
 def nested(text: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """As K2.5's and later files have them."""
+    """The layout of K2.5's and later files."""
     return {"model_type": "kimi_k25", "text_config": text, "tie_word_embeddings": False, **changes}
 
 
@@ -67,14 +67,14 @@ def test_frequencies_and_scale_are_those_of_transformers(member: str):
         qk_rope_head_dim=64, head_dim=64, num_attention_heads=64, hidden_size=4096, rope_parameters=rope
     )
     inv_freq, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
-    assert amplitude == 1.0  # cos and sin are not scaled: the temperature is in softmax_scale alone
+    assert amplitude == 1.0  # cos and sin are not scaled: the temperature is part of softmax_scale alone
     assert torch.allclose(config.inv_freq(), inv_freq, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(
     ("betas", "ends"),
     [
-        ((1e9, 1e-9), (0, 63)),  # pairs that there are not
+        ((1e9, 1e-9), (0, 63)),  # the computed bounds are outside of the existing pairs
         ((32.0, 1e-9), (8, 63)),
         ((1e9, 1.0), (0, 20)),
         ((600.0, 0.5), (0, 22)),  # the first pair turns 652 times
@@ -179,7 +179,7 @@ def test_low_rank_norms_use_the_models_eps_and_can_be_told_otherwise():
         ("hidden_size", 0),
         ("hidden_size", True),
         ("hidden_size", "7168"),
-        ("hidden_size", 7170),  # no whole number of INT4 groups
+        ("hidden_size", 7170),  # not a whole number of INT4 groups
         ("num_key_value_heads", 8),
         ("num_experts_per_tok", 385),
         ("qk_rope_head_dim", 63),

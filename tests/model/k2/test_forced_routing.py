@@ -1,4 +1,4 @@
-"""Routing in a speed run is what it says: distinct experts, all as likely, overlapping as asked."""
+"""Routing in a speed run: distinct experts, uniformly chosen, with the requested overlap."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_tokens_are_independent_without_overlap():
 @pytest.mark.parametrize("overlap", [0.2, OVERLAP, 0.8])
 def test_a_row_keeps_the_experts_that_it_was_asked_to(overlap: float):
     ids = draw(generator(3), 8000, 1, 2, E, K, overlap)
-    # n stay, and of the k - n others, drawn from E - n, some come back.
+    # n experts are kept, and some of the k - n others, drawn from E - n, are the same by chance.
     again = (1 - overlap) * K * ((1 - overlap) * K) / (E - overlap * K)
     assert shared_experts(ids) == pytest.approx(overlap * K + again, abs=0.05)
 

@@ -1,4 +1,4 @@
-"""K2 as a GPU runs it, against K2 as the references say it; where there is no GPU, its kernels are emulated."""
+"""K2 as run on a GPU, compared with K2 computed by the references; without a GPU its kernels are emulated."""
 
 import contextlib
 from collections.abc import Iterator
@@ -60,7 +60,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes as long for a small program as for a large one; tests/ops has the chip's sizes."""
+    """Triton's interpreter takes as much time for a small program as for a large one; tests/ops has
+    the chip's sizes.
+    """
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda *_: 256)
@@ -75,7 +77,7 @@ def kernels() -> Iterator[None]:
 def inputs(
     model: K2, chunks: tuple[Chunk, ...], contexts: tuple[int, ...], slots: tuple[int, ...], positions: int = 1
 ) -> Inputs:
-    """Chunks, then queries whose tokens are the last of `contexts` of their slots, so many to a row."""
+    """Chunks, then decode queries at the last tokens of `contexts` of their slots, `positions` to a row."""
     g = torch.Generator().manual_seed(5)
     places = [(c.slot, c.start + i) for c in chunks for i in range(c.count)]
     first = len(places)
@@ -114,7 +116,8 @@ STEPS = {
 }
 
 
-# Formats differ in their experts alone: of the others than INT4 a decode step and a chunk where kernels are emulated.
+# Formats differ in their experts alone: with emulated kernels, formats other than INT4 run one decode step and one
+# chunk.
 CASES = [
     (form, step)
     for form in ("int4", "nvfp4", "bf16")
@@ -142,18 +145,19 @@ def test_rows_that_are_too_many_for_lists_of_pairs(models: tuple[K2, K2]):
 @pytest.mark.parametrize("models", ["int4"], indirect=True)
 @pytest.mark.parametrize("step", ["one token", "a later chunk"])
 def test_over_fp8_pages_it_is_the_model_too(models: tuple[K2, K2], step: str):
-    """What is written falls to the other side of a step of e4m3 here and there, an eighth of the number away."""
+    """Some written values round to the neighbouring step of e4m3, an eighth of the value away."""
     agree(models, *STEPS[step], pages=(torch.float8_e4m3fn, torch.float8_e4m3fn), limit=3e-2)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="ranks are a GPU each")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="each rank needs a GPU")
 @pytest.mark.parametrize(("ranks", "divided"), [(4, 16), (2, 64)], ids=str)
 def test_ranks_that_divide_rows_are_the_model(
     ranks: int, divided: int, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
-    """A prompt's rows and some that decode, which no number of ranks shares evenly; below `divided` rows are whole.
+    """A prompt's rows and decode rows, in a number that no number of ranks divides; below `divided`, rows are not
+    divided.
 
-    What is done to single rows is left to the references, since Triton's interpreter takes its time for each.
+    Ops on single rows are left to the references, since Triton's interpreter is slow for each.
     """
     monkeypatch.setattr(streams, "DIVIDED", divided // ranks)
     monkeypatch.setattr(streams, "PART_ROWS", 16)
@@ -170,7 +174,7 @@ def test_ranks_that_divide_rows_are_the_model(
         pages, references = planes(ours, torch.bfloat16), fallbacks.copy()
         with kernels():
             hidden, features = ours.forward(inputs(ours, *step), pages, layers)
-        assert fallbacks == references, "an op took its reference"
+        assert fallbacks == references, "an op fell back to its reference"
         return hidden, features, pages
 
     meeting = Meeting(ranks)
@@ -182,7 +186,7 @@ def test_ranks_that_divide_rows_are_the_model(
         assert wanted is not None
         for other in given[1:]:
             assert other is not None
-            assert torch.equal(first, other), f"ranks have other {name}"
+            assert torch.equal(first, other), f"the ranks' {name} differ"
         error = (first.float() - wanted.float()).norm() / wanted.float().norm()
         assert error < 2e-2, f"{name}: {error:.1e}"
 
@@ -202,7 +206,7 @@ def agree(
     with kernels():
         hidden, features = ours.forward(inputs(ours, chunks, contexts, slots, positions), kept[0], (0, 1, 2))
         logits = ours.logits(hidden)
-    assert fallbacks == references, "an op took its reference"
+    assert fallbacks == references, "an op fell back to its reference"
     with torch.inference_mode():
         wanted, wanted_features = theirs.forward(inputs(theirs, chunks, contexts, slots), kept[1], (0, 1, 2))
         wanted_logits = theirs.logits(wanted)
@@ -234,7 +238,7 @@ def test_one_layer_by_itself(checkpoint: Checkpoint, layer: int, step: str):
 
 
 class Calls(TorchDispatchMode):
-    """Names of what torch is asked to do, but for views and empty memory, and for what a kernel's launch does."""
+    """Names of the torch operations called, except views, empty allocations, and those within a kernel's launch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,18 +256,18 @@ class Calls(TorchDispatchMode):
 def test_no_kernel_of_torch_runs_in_a_block_of_a_decode_step(
     models: tuple[K2, K2], rows: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """From 9 tokens on each would be a launch of its own beside ten that have work to do."""
+    """From 9 tokens on, each would be an additional launch next to the ten kernels of a block."""
     ours = models[0]
     assert isinstance(ours, hopper.GpuK2)
     step = inputs(ours, (), tuple(i // 4 + 1 for i in range(rows)), tuple(i % 4 for i in range(rows)))
     pages, norm, launch = planes(ours, torch.bfloat16)[0], ours.norm, streamed.launch
 
     def unseen(*args: Any, **given: Any) -> None:
-        with _disable_current_modes():  # the interpreter of Triton moves tensors by torch
+        with _disable_current_modes():  # Triton's interpreter moves tensors with torch operations
             launch(*args, **given)
 
     monkeypatch.setattr(streamed, "launch", unseen)
-    choose_experts._done(ours.device)  # the first launch of a process makes it
+    choose_experts._done(ours.device)  # created by the first launch of a process
     with kernels():
         for w in ours.gpu_blocks:
             stream = ResidualStream(*embed(step.ids_T, ours.embedding_VD, w.attention_norm))

@@ -1,4 +1,4 @@
-"""Loading takes the memory of the model, of one tensor, and little else: nothing is held twice."""
+"""Loading takes the memory of the model, of one tensor, and little more: nothing is held twice."""
 
 import sys
 from pathlib import Path
@@ -56,8 +56,8 @@ def test_loading_1_gb_takes_a_ranks_part_and_one_tensor(rank: int, ranks: int, b
         check=True,
     )
     stored, read, largest, kept, peak = map(int, child.stdout.split())
-    part = stored // ranks  # but for some MB that each has whole
+    part = stored // ranks  # except for some MB that each rank holds completely
     assert stored > 1_000_000_000
-    assert read == stored  # the progress bar ends at its end
+    assert read == stored  # the progress bar reaches its end
     assert abs(kept - part) < 100_000_000
-    assert peak <= part + largest + 100_000_000, f"{(peak - part) / 1e6:.0f} MB beside its part"
+    assert peak <= part + largest + 100_000_000, f"{(peak - part) / 1e6:.0f} MB in addition to its part"

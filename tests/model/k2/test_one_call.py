@@ -1,4 +1,4 @@
-"""What follows tokens whose logits are not all numbers."""
+"""Greedy tokens and log probabilities of rows with non-finite logits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random weights of the GPU's kernels leave what they multiply about as large as it was, through all layers."""
+"""Random weights for the GPU's kernels keep the magnitude of activations about constant through all layers."""
 
 from dataclasses import replace
 
@@ -17,4 +17,4 @@ def test_an_experts_output_is_about_as_large_as_its_input(quantization: Quantiza
     assert experts is not None
     for records in (experts.up, experts.down):
         gain = records.dense(0).float().std().item() * records.inputs**0.5
-        assert 0.7 < gain < 1.43, "scales are powers of two, so half of one either way"
+        assert 0.7 < gain < 1.43, "scales are powers of two, so the gain may be off by sqrt(2)"

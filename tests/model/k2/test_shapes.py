@@ -1,4 +1,4 @@
-"""The shapes that are known by name are those of the files."""
+"""The shapes known by name equal those of the published config files."""
 
 import json
 from pathlib import Path

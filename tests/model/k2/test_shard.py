@@ -1,4 +1,4 @@
-"""What a rank holds: parts that make the whole, and less memory."""
+"""A rank's weights: parts that make up the whole model, in less memory."""
 
 from dataclasses import replace
 
@@ -50,4 +50,4 @@ def test_kimi_comes_apart_into_eight() -> None:
 
 def test_a_rank_of_eight_counts_an_eighth_of_the_experts_and_all_of_the_embedding() -> None:
     one, eighth = Sizes(KIMI_K26).weight_bytes, Sizes(KIMI_K26, ranks=8).weight_bytes
-    assert one / 8 < eighth < one / 8 + 6e9, "a twentieth of the model's dense bytes is whole on every rank"
+    assert one / 8 < eighth < one / 8 + 6e9, "a twentieth of the model's dense bytes is replicated on every rank"

@@ -1,4 +1,4 @@
-"""What goes through pinned memory arrives as it was, and nothing is written where something has not left yet."""
+"""Data copied through pinned memory arrives unchanged, and no region is overwritten before its copy has completed."""
 
 import random
 from collections import deque
@@ -14,14 +14,14 @@ CPU = torch.device("cpu")
 
 
 class Events:
-    """Those of a device that is late: a place is reached when somebody waits for it."""
+    """Events of a slow device: an event completes only when it is waited for."""
 
     def __init__(self) -> None:
         self.recorded = 0
         self.waited: list[int] = []
 
     def __call__(self, device: torch.device) -> "Event":
-        assert device == CPU, "another device than has the copies"
+        assert device == CPU, "the event is recorded on another device than the copies"
         self.recorded += 1
         return Event(self, self.recorded - 1)
 
@@ -38,7 +38,7 @@ class Event:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.uint8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (300,), (64, 100), (7, 3, 20), (3, 5000)], ids=str)
 def test_a_tensor_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """In pieces of 1,000 bytes, or whole where one row is more."""
+    """In pieces of 1,000 bytes, or whole rows if a row is larger."""
     size = torch.Size(shape).numel()
     bits = torch.randint(0, 256, (size * dtype.itemsize,), generator=torch.Generator().manual_seed(0))
     given = bits.to(torch.uint8).view(dtype).view(shape)
@@ -61,22 +61,22 @@ def test_room_is_taken_again_once_what_lay_there_has_come() -> None:
     one = torch.zeros(1000, dtype=torch.uint8)
     for _ in range(3):
         staging.put(one)
-    assert events.waited == [], "three have room side by side"
+    assert events.waited == [], "three tensors fit at once"
     staging.put(one)
     assert events.waited == [0]
     staging.put(one[:300])
     assert events.waited == [0, 1]
     staging.put(one)
-    assert events.waited == [0, 1, 2], "behind 300 bytes, over the end of the second's place and into the third's"
+    assert events.waited == [0, 1, 2], "after 300 bytes, across the end of the second region and into the third"
     staging.wait()
     assert events.waited == [0, 1, 2, 3, 4, 5]
 
 
 def test_whatever_the_sizes_nothing_is_written_where_something_is_under_way() -> None:
-    """Beside a book of what lies where."""
+    """Compared with a record of the occupied regions."""
     random_, events = random.Random(0), Events()
     staging = Staging(CPU, 4096, 2048, events)
-    there: dict[int, tuple[int, int]] = {}  # by the event behind it
+    there: dict[int, tuple[int, int]] = {}  # by the number of the event that frees the region
     most = 0
     for number in range(500):
         size = random_.choice([1, 7, 255, 256, 257, 1000, 2048])
@@ -88,11 +88,11 @@ def test_whatever_the_sizes_nothing_is_written_where_something_is_under_way() ->
         assert not [place for place in there.values() if place[0] < last and first < place[1]]
         there[number] = first, last
         most = max(most, len(there))
-    assert most > 5, "several are under way at once"
+    assert most > 5, "several copies must be in flight at once"
 
 
 def test_a_tensor_takes_as_long_however_many_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model has thousands in a ring: those that are looked at are counted, not the seconds."""
+    """A small model has thousands in the ring; the test counts the entries inspected instead of seconds."""
     looked = 0
 
     class Counting(deque[tuple[int, int, Event]]):

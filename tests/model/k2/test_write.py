@@ -1,4 +1,4 @@
-"""What we write is what the libraries that own the formats read, and it appears whole or not at all."""
+"""The libraries that own the formats read our files, and a file is written completely or not at all."""
 
 import errno
 import json
@@ -83,7 +83,7 @@ def test_a_second_checkpoint_replaces_the_first(tmp_path: Path):
 
 
 def test_tensors_are_taken_one_by_one(tmp_path: Path):
-    """When a tensor is asked for, all but the last shard of those before it have been written."""
+    """When a tensor is requested, all but the last of the earlier shards have been written."""
 
     def stream() -> Iterator[tuple[str, Tensor]]:
         for i in range(6):
@@ -130,7 +130,7 @@ def test_fp8_comes_back_within_half_a_step(shape: tuple[int, int]):
 
 
 def test_the_largest_of_an_fp8_block_is_the_largest_e4m3():
-    """So every code is used: scaled to less, the blocks' small values would lose bits."""
+    """So every code is used: with a smaller scale, the blocks' small values would lose bits."""
     weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
     codes, _ = quantize_fp8(weight, Fp8Blocks(2, 4))
     largest = codes.float().abs().view(3, 2, 2, 4).amax((1, 3))
