@@ -10,9 +10,9 @@ import redline.clock
 
 
 class FakeClock:
-    """Seconds that pass when the test has them pass: `clock()` reads them, `clock.sleep(s)` and `clock.advance(s)` add.
+    """Seconds that pass when the test advances them: `clock()` reads them, `clock.sleep(s)` and `clock.advance(s)` add.
 
-    Give it to what takes a clock as a parameter; `installed()` puts it in the place of all clocks of `redline.clock`.
+    Pass it to code that takes a clock as a parameter; `installed()` replaces all clocks of `redline.clock` by it.
     """
 
     def __init__(self, now: float = 1_000.0) -> None:
@@ -22,21 +22,21 @@ class FakeClock:
         return self.now
 
     def ns(self) -> int:
-        """The same in nanoseconds."""
+        """The time in nanoseconds."""
         return round(self.now * 1e9)
 
     def advance(self, seconds: float) -> None:
         """Let `seconds` pass."""
-        assert seconds >= 0, "time goes forward"
+        assert seconds >= 0, "time must not go backwards"
         self.now += seconds
 
     sleep = advance
 
     @contextmanager
     def installed(self) -> Iterator["FakeClock"]:
-        """In here, what the package reads through `redline.clock` is this clock, and its sleeps move it.
+        """Within this context, `redline.clock` reads this clock, and its sleeps move it.
 
-        A default argument (`clock=clock.monotonic`) was read when its module was imported: pass this clock there.
+        A default argument (`clock=clock.monotonic`) was bound when its module was imported: pass this clock there.
         """
         read = ("monotonic", "perf_counter", "process_time", "thread_time", "now")
         clocks = dict.fromkeys(read, self) | {f"{name}_ns": self.ns for name in ("monotonic", "perf_counter", "now")}
@@ -45,26 +45,26 @@ class FakeClock:
 
     @contextmanager
     def drives(self, loop: asyncio.AbstractEventLoop) -> Iterator["FakeClock"]:
-        """In here, timers of `loop` (asyncio's own, not uvloop's) run when this clock has reached them.
+        """Within this context, timers of `loop` (asyncio's own, not uvloop's) run when this clock has reached them.
 
         `advance` is for coroutines of that loop; its timers then run in the next iterations (`tests.waiting.turns`).
-        Timers that were set before are meant by the real clock: enter this first.
+        Timers set earlier use the real clock: enter this context first.
         """
         with mock.patch.object(loop, "time", self):
             yield self
 
     @contextmanager
     def jumps(self, loop: asyncio.AbstractEventLoop, idle_s: float = 0.0) -> Iterator["FakeClock"]:
-        """As `drives`; and where nothing else is left to do, this clock goes on to the loop's next timer at once.
+        """As `drives`; and if nothing else is left to do, this clock advances to the loop's next timer at once.
 
-        idle_s: seconds without an event in which nothing is left to do, where the loop has sockets: what is sent to
-        another of its own takes the system a moment.
+        idle_s: seconds without an event after which the loop counts as idle, if the loop has sockets: the system needs
+        a moment to deliver data between sockets of this process.
         """
         selector = loop._selector  # type: ignore[attr-defined]
         select = selector.select
 
         def soon(timeout: float | None = None) -> Any:
-            self.advance(1e-9)  # a turn takes some time, so whoever waits for what rounding left over gets there
+            self.advance(1e-9)  # an iteration takes some time, so that a wait for a rounding remainder ends
             events = select(timeout if timeout is None else min(timeout, idle_s))
             if timeout and timeout > 0 and not events:
                 self.advance(timeout)
@@ -75,9 +75,10 @@ class FakeClock:
 
 
 class Timers:
-    """An event loop, uvloop's too, for what takes one as a parameter: its timers run in `advance` and at no other time.
+    """An event loop, also uvloop's, for code that takes one as a parameter: its timers run in `advance` and at no other
+    time.
 
-    Everything else is the real loop's.
+    Everything else is passed to the real loop.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,8 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter, whose bf16 has to be mended first.
+"""Without a GPU, Triton's kernels run in its interpreter; its bf16 arithmetic has to be corrected first.
 
-And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit. Tests run
-in half as many processes again as there are cores, since those of servers wait more than they compute. They are forks.
+Ctrl-C is enabled: if the tests run in the background of a shell, SIGINT is ignored, and child processes inherit that.
+The number of test processes is 1.5 times that of cores, since tests of servers wait more than they compute. The
+processes are forks.
 """
 
 import gc
@@ -25,7 +26,7 @@ from tests.waiting import LIMIT_S
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-native.instruction_set()  # what it names has bounded torch by now, which reads that when it first computes
+native.instruction_set()  # by now the variable has set torch's own limit, which torch reads at its first operation
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is decorated
@@ -43,22 +44,24 @@ PROGRAMS = (
     "lab/test_peers_gpu.py",
 )
 
-# Its examples are the same in each run as well, and no machine is too slow for them.
+# Its examples are the same in each run as well, and it has no deadline for slow machines.
 hypothesis.settings.register_profile(
     "redline", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 hypothesis.settings.load_profile("redline")
 
 
-@pytest.hookimpl(optionalhook=True)  # of a plugin that a test's own pytest leaves out
+@pytest.hookimpl(optionalhook=True)  # a hook of a plugin that a nested pytest does not load
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` means."""
+    """The number of processes for `-n auto`."""
     return processors() * 3 // 2
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """pytest-xdist starts the processes that run tests here. A fork cannot use a GPU that was looked for before it."""
+    """pytest-xdist starts the test processes here. A forked process cannot use a GPU if its parent has initialised
+    CUDA.
+    """
     if sys.platform == "linux" and getattr(session.config.option, "tx", None) and not torch.cuda.is_available():
         with forked.testers(session.config.invocation_params.args):
             return (yield)
@@ -67,16 +70,18 @@ def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests and the libraries that they import are kept to the end: nobody looks for garbage in them."""
+    """The thousands of tests and the imported libraries stay until the end: freeze them, so that the garbage collector
+    skips them.
+    """
     gc.disable()
     yield
     gc.freeze()
     gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are marked `slow` are left out
+@pytest.hookimpl(tryfirst=True)  # before the tests marked `slow` are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of measurement programs are slow, and so is what tests/pairwise.py leaves out."""
+    """Mark tests of measurement programs as slow, and those that tests/pairwise.py leaves out."""
     for item in items:
         if item.path.relative_to(real_time.TESTS).as_posix().startswith(PROGRAMS):
             item.add_marker(pytest.mark.slow)
@@ -92,15 +97,16 @@ def tests_read_no_real_clock() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def pages_of_tiers_are_waited_for() -> Iterator[None]:
-    """Whichever test a process begins with, and however slow the machine is, engines have the same limits."""
+    """Engines have the same limits whichever test a process runs first, on fast and on slow machines."""
     with mock.patch.multiple("redline.worker.tiers", READ_S=LIMIT_S, ROOM_S=LIMIT_S, FLUSH_S=LIMIT_S):
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def a_cpu_is_measured_in_a_moment() -> Iterator[None]:
-    """A floor that is printed divides by what a machine can do, which `bench.machine.measure` finds in 2 s of CPU. In
-    tests a CPU multiplies smaller matrices, reads a megabyte, and is tried once."""
+    """A printed floor divides by the machine's rates, which `bench.machine.measure` measures in 2 s of CPU. In tests a
+    CPU multiplies smaller matrices, reads a megabyte, and is measured once.
+    """
     read, multiply = machine.read_rate, machine.product_rate
 
     def read_rate(device: torch.device, size: int, rounds: int) -> float:
@@ -115,7 +121,9 @@ def a_cpu_is_measured_in_a_moment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def what_was_collected_is_looked_through_by_nobody() -> Iterator[None]:
-    """A load of `redline bench` thaws what it froze, and would thaw all that `pytest_collection` has frozen."""
+    """A load of `redline bench` unfreezes what it froze, and would also unfreeze everything that `pytest_collection`
+    has frozen.
+    """
     with mock.patch.object(gc, "unfreeze"):
         yield
 
@@ -128,7 +136,7 @@ def random_numbers_are_the_same_in_each_run() -> None:
 
 @pytest.fixture(autouse=True)
 def logs_are_heard() -> None:
-    """A server that ran in this process may have left its own level behind, or loggers that are off."""
+    """Reset levels and enable loggers, which a server that ran in this process may have changed."""
     logging.disable(logging.NOTSET)
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "redline"]:
         logger = logging.getLogger(name)
@@ -138,7 +146,9 @@ def logs_are_heard() -> None:
 
 @pytest.fixture(autouse=True)
 def signals_stay_as_they_are() -> Iterator[None]:
-    """What a test's process ignores from then on, those that it starts would too, and could not be ended."""
+    """Restore signal handlers: child processes would inherit signals that a test set to be ignored, and could not be
+    ended.
+    """
     before = [signal.getsignal(number) for number in forked.SIGNALS]
     yield
     assert [signal.getsignal(number) for number in forked.SIGNALS] == before

@@ -1,7 +1,8 @@
-"""Stand-ins that are stricter than what they stand in for.
+"""Fakes that are stricter than the objects they replace.
 
 `FakeRunner` keeps slots, proposals, page tables and page contents as the device would, and refuses any row that would
-read what is not there. `World` drives a planner against it and compares every answer with a pure function of the job.
+read data that is not there. `World` drives a planner against it and compares every answer with a pure function of the
+job.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ def page_hashes(tokens: tuple[int, ...], salt: str = "") -> tuple[PageHash, ...]
 
 
 def make_job(id: str, tokens: tuple[int, ...], *, max_tokens: int = 8, salt: str = "", **sampling: object) -> Job:
-    """A job whose hashes are right."""
+    """A job with the right hashes."""
     return Job(
         id=JobId(id),
         tokens=tokens,
@@ -60,17 +61,19 @@ def next_token(fingerprint: int, seed: int) -> int:
     return chain(fingerprint, seed) % VOCABULARY
 
 
-LONGEST_RUN = 20  # tokens that a fake grammar forces together, at most
-A_GRAMMAR = Grammar(text="a fake one, that allows whatever the fake model says")
+LONGEST_RUN = 20  # the most tokens that a fake grammar forces together
+A_GRAMMAR = Grammar(text="a fake one, that allows every token of the fake model")
 
 
 def forced_from(fingerprint: int) -> int:
-    """The fake grammar of a job that has one: how many tokens it forces behind these; now and then it begins a run."""
+    """The fake grammar of a job with a grammar: how many tokens it forces after these; now and then it begins a forced
+    run.
+    """
     return 1 + chain(fingerprint, 4) % LONGEST_RUN if chain(fingerprint, 3) % 12 == 0 else 0
 
 
 def whole_answer(job: Job, max_model_len: int) -> tuple[int, ...]:
-    """What the job must give, computed alone, at once, and without a planner."""
+    """The expected answer of the job, computed alone, at once, and without a planner."""
     fingerprint = 0
     for token in job.tokens:
         fingerprint = chain(fingerprint, token)
@@ -91,10 +94,10 @@ class _Slot:
     table: list[PageId]
     computed: int
     proposals: list[int] = field(default_factory=list)
-    asked: int = 0  # proposals that the last row asked for
-    forced: int = 0  # tokens that the slot comes to in any case, for all that was told
-    drafting: bool = False  # the drafter follows
-    read: int = 1  # drafter rows at places [1, read) are there; place 0 of a job has none
+    asked: int = 0  # proposals requested by the last row
+    forced: int = 0  # number of tokens that the slot will certainly reach, from all results sent so far
+    drafting: bool = False  # the drafter follows the slot
+    read: int = 1  # drafter rows at positions [1, read) exist; position 0 of a job has none
 
     @property
     def limit(self) -> int:
@@ -107,8 +110,9 @@ class _Slot:
 
 @dataclass
 class _Page:
-    """Per position: which tokens it stands for, and the bits that were written, which depend on the form used; and
-    which tokens the drafter's row at this place stands for."""
+    """Per position: the tokens it represents, and the bits that were written, which depend on the form of attention;
+    and the tokens that the drafter's row at this position represents.
+    """
 
     fingerprints: list[int] = field(default_factory=lambda: [0] * PAGE_TOKENS)
     drafter: list[int] = field(default_factory=lambda: [0] * PAGE_TOKENS)
@@ -120,14 +124,16 @@ class FakePending:
     result: StepResult
 
     def watch(self, meanwhile: Meanwhile) -> None:
-        """It has ended."""
+        """The step has already ended."""
 
     def wait(self) -> StepResult:
         return self.result
 
 
 class FakeRunner:
-    """Runs steps as a device would, on contents that can be verified. `fails(seed, position)` gives a row an error."""
+    """Runs steps as a device would, on contents that can be verified. `fails(seed, position)` returns true for a row
+    with an error.
+    """
 
     def __init__(
         self,
@@ -137,7 +143,7 @@ class FakeRunner:
         shapes: Sequence[Shape] = (),
         more: Sequence[Shape] = (),
     ) -> None:
-        """shapes: recorded at the start. more: recorded one by one while nothing runs."""
+        """shapes: captured at start. more: captured one by one while nothing runs."""
         self.recorded = Recorded(shapes=tuple(shapes))
         self.more = list(more)
         self.replays = 0  # steps that have named a shape
@@ -150,15 +156,15 @@ class FakeRunner:
         self.drafts = 0
         self.accepted = 0
         self.drafter_rows_from_cache = 0
-        self.lapses = 0  # jobs that the drafter has lost
+        self.lapses = 0  # jobs that the drafter has stopped following
         self.resumed = 0
         self.resumed_bits_compared = 0
-        # By seed (one job each): the bits of each position the first time; None: it began from pages with other bits
-        # than a prefill gives, which nobody can promise to find again.
+        # By seed (one job each): the bits of each position at first computation; None: the job began from pages with
+        # other bits than a prefill gives, and whether it finds these again is not guaranteed.
         self.first_bits: dict[int, list[int] | None] = {}
 
     def launch(self, step: Step) -> FakePending:
-        assert step.number == self.steps + 1, "steps are launched in order"
+        assert step.number == self.steps + 1, "steps must be launched in order"
         self.steps = step.number
         slots = [row.slot for row in step.rows]
         assert step.rows, "an empty step was launched"
@@ -179,16 +185,17 @@ class FakeRunner:
         return True
 
     def _verify_shape(self, step: Step) -> None:
-        """That the shape is recorded and holds the decode rows; and that it is the cheapest of those with as many
-        positions as they have, or with the most that there are."""
+        """Verify that the shape is captured and holds the decode rows; and that it is the cheapest of those with the
+        rows' number of positions, or with the largest number available.
+        """
         rows = [row for row in step.rows if row.start is None]
         longest = PAGE_TOKENS * max((len(self.slots[row.slot].table) for row in rows), default=0)
         holding = [shape for shape in self.recorded.shapes if shape.rows >= len(rows) and shape.longest >= longest]
         if step.shape is None:
-            assert not rows or not holding, f"{holding[0]} holds a step that names none"
+            assert not rows or not holding, f"{holding[0]} holds the step, but the step names no shape"
             return
         self.replays += 1
-        assert step.shape in holding, f"{step.shape} does not hold what names it, or is not recorded"
+        assert step.shape in holding, f"{step.shape} does not hold the step that names it, or is not captured"
         positions = min(max(row.count for row in rows), max(shape.positions for shape in holding))
         least = min(shape.rows * shape.positions for shape in holding if shape.positions >= positions)
         assert step.shape.positions >= positions
@@ -199,7 +206,7 @@ class FakeRunner:
         slot = _Slot(begin, [], [], list(begin.pages), len(begin.pages) * PAGE_TOKENS)
         for token in begin.tokens:
             slot.append(token)
-        assert slot.computed < len(slot.tokens), "nothing is left to sample from"
+        assert slot.computed < len(slot.tokens), "no position is left to sample from"
         self.slots[begin.slot] = slot
         self._verify_pages(slot, slot.computed)
         if begin.drafting:
@@ -210,7 +217,7 @@ class FakeRunner:
         seed, bits = begin.sampling.seed, self._bits(slot, slot.computed)
         if seed not in self.first_bits or len(begin.tokens) == begin.prompt:
             prefill = self._prefill_bits(begin.tokens[: slot.computed])
-            assert bits == prefill or len(begin.tokens) == begin.prompt, f"job {seed} goes on with other bits"
+            assert bits == prefill or len(begin.tokens) == begin.prompt, f"job {seed} continues with other bits"
             self.first_bits[seed] = bits if bits == prefill else None
             return
         self.resumed += 1
@@ -223,7 +230,7 @@ class FakeRunner:
         slot.table += row.new_pages
         assert row.count > 0
         assert 0 <= row.propose <= self.config.draft_tokens
-        assert row.samples or not row.propose, "drafts are asked for behind a token that is not known"
+        assert row.samples or not row.propose, "drafts are requested after an unknown token"
         result = self._known(slot, row, row.start) if row.start is not None else self._decode(slot, row, most)
         slot.asked = row.propose
         return result
@@ -243,7 +250,7 @@ class FakeRunner:
         self.computed_positions += row.count
         failed = self.fails(sampling.seed, start)
         if row.samples:
-            # 0 is garbage, for the rows that are launched before the error is known.
+            # 0 is garbage, for rows that are launched before the error is read.
             slot.append(0 if failed else next_token(slot.fingerprints[-1], sampling.seed))
         self._draft(slot, row, start)
         if failed:
@@ -262,11 +269,11 @@ class FakeRunner:
         )
 
     def _decode(self, slot: _Slot, row: Row, most: int | None) -> RowResult:
-        """most: drafts that are verified, at most."""
+        """most: the most drafts that are verified."""
         assert row.samples
         assert row.count == 1 + row.drafts
         told = row.drafts <= slot.asked or len(slot.tokens) + row.drafts <= slot.forced
-        assert told, "more drafts than were asked for, or are forced"
+        assert told, "more drafts than were requested or forced"
         start, sampling = len(slot.tokens) - 1, slot.begin.sampling
         assert start == slot.computed, f"a decode row at {start}, {slot.computed} positions are computed"
         assert start >= slot.begin.prompt, "a decode row in the prompt"
@@ -284,7 +291,7 @@ class FakeRunner:
             slot.append(draft)
             accepted += 1
         self._write(slot, start, start + 1 + accepted)
-        for position in range(start + 1 + accepted, end):  # what a rejected draft leaves behind
+        for position in range(start + 1 + accepted, end):  # rejected drafts leave garbage
             self.pages[slot.table[position // PAGE_TOKENS]].fingerprints[position % PAGE_TOKENS] = -1
         failed = self.fails(sampling.seed, start)
         slot.append(0 if failed else next_token(slot.fingerprints[-1], sampling.seed))
@@ -310,7 +317,7 @@ class FakeRunner:
         )
 
     def _forced(self, slot: _Slot) -> list[int]:
-        """What the grammar of the slot's job forces next: the rest of the longest run that has begun."""
+        """The next tokens forced by the grammar of the slot's job: the rest of the longest run that has begun."""
         if slot.begin.sampling.grammar is None:
             return []
         latest = slot.fingerprints[: -LONGEST_RUN - 1 : -1]
@@ -327,17 +334,17 @@ class FakeRunner:
         return count
 
     def _draft(self, slot: _Slot, row: Row, start: int) -> None:
-        """The drafter reads what is certain, and the slot's next drafts are left for its next row.
+        """The drafter reads the certain tokens, and stores the slot's next drafts for its next row.
 
-        The drafter's row at place p stands for token p, and needs the feature of position p - 1: of this row, or of a
-        page's last token, which is kept beside the page. A place that has no page yet waits for the next row.
+        The drafter's row at position p represents token p, and needs the feature of position p - 1: of this row, or of
+        a page's last token, which is stored with the page. A position that has no page yet waits for the next row.
         """
         paged = len(slot.table) * PAGE_TOKENS
         if not row.drafting:
             self.lapses += slot.drafting
             slot.drafting = False
         else:
-            assert slot.drafting, "the drafter has lost this job"
+            assert slot.drafting, "the drafter does not follow this job"
             assert slot.read == start + 1 or (slot.read == max(1, start) and start % PAGE_TOKENS == 0), (
                 f"the drafter has read {slot.read} tokens and cannot go on at {start}"
             )
@@ -352,11 +359,11 @@ class FakeRunner:
         room = slot.limit - length - 1
         if not row.samples or room <= 0 or not row.propose:
             return
-        assert length - 2 + row.propose < paged or slot.limit - 1 <= paged, "no page for what is to be drafted"
+        assert length - 2 + row.propose < paged or slot.limit - 1 <= paged, "no page for the drafts"
         assert not row.drafting or slot.read == length, "the drafter drafts from a token that it has not read"
         fingerprint, seed = slot.fingerprints[-1], slot.begin.sampling.seed
         asked = min(row.propose, room)
-        count = asked if row.drafting else min(asked, chain(fingerprint, 1) % 6)  # a suffix may match nothing
+        count = asked if row.drafting else min(asked, chain(fingerprint, 1) % 6)  # the suffix drafter may find no match
         for number in range(count):
             token = next_token(fingerprint, seed)
             if chain(fingerprint, 2) % 4 == 0:
@@ -364,18 +371,18 @@ class FakeRunner:
             slot.proposals.append(token)
             fingerprint = chain(fingerprint, token)
             place = length - 1 + number
-            if row.drafting and number:  # rows of its own drafts, which are not true
+            if row.drafting and number:  # rows of its own drafts, which are not final
                 self.pages[slot.table[place // PAGE_TOKENS]].drafter[place % PAGE_TOKENS] = -1
 
     def _verify_table(self, slot: _Slot, row: Row, end: int) -> None:
-        assert end <= len(slot.table) * PAGE_TOKENS, "row writes behind its last page"
+        assert end <= len(slot.table) * PAGE_TOKENS, "row writes past its last page"
         if not self.config.draft_tokens:
             asked = end if row.start is not None else len(slot.tokens) - 1 + row.count
             assert len(slot.table) == -(-asked // PAGE_TOKENS), "a page was sent before it was needed"
         assert len(slot.table) <= -(-max(slot.limit - 1, slot.begin.prompt) // PAGE_TOKENS), "a page beyond the limit"
 
     def _verify_drafter(self, slot: _Slot) -> None:
-        """For every place in [1, read), the slot's pages hold the drafter's row of those tokens."""
+        """Verify that for every position in [1, read) the slot's pages hold the drafter's row of those tokens."""
         pages = slot.table[: -(-slot.read // PAGE_TOKENS)]
         held = [fingerprint for page in pages for fingerprint in self.pages[page].drafter]
         assert held[1 : slot.read] == slot.fingerprints[1 : slot.read], (
@@ -398,7 +405,7 @@ class FakeRunner:
                     first.append(bits)
 
     def _verify_pages(self, slot: _Slot, stop: int) -> None:
-        """For every position below `stop`, the slot's pages hold what those tokens wrote."""
+        """Verify that for every position below `stop` the slot's pages hold the data of those tokens."""
         for index in range(-(-stop // PAGE_TOKENS)):
             start = index * PAGE_TOKENS
             count = min(PAGE_TOKENS, stop - start)
@@ -423,7 +430,7 @@ def _logprobs(tokens: list[int], position: int) -> TokenLogprobs:
 
 
 class Steady(FakeRunner):
-    """Its steps take `step_s` of a clock."""
+    """A runner with steps that take `step_s` of a clock."""
 
     def __init__(self, pages: int, config: PlanConfig, clock: FakeClock, step_s: float) -> None:
         super().__init__(pages, config)
@@ -435,8 +442,9 @@ class Steady(FakeRunner):
 
 
 class Rests(MemoryChannel):
-    """The inbox of a loop whose waits take no time: they move the clock. Where the loop would wait for ever, it is
-    given the next of `then`, and a Stop behind them."""
+    """The inbox of a loop with waits that take no time: they advance the clock. When the loop would wait for ever, it
+    receives the next of `then`, and after these a Stop.
+    """
 
     def __init__(self, clock: FakeClock, said: Sequence[Wire], then: Sequence[Wire] = ()) -> None:
         super().__init__()
@@ -454,7 +462,7 @@ class Rests(MemoryChannel):
 
 @dataclass
 class Story:
-    """What the world has seen of one job."""
+    """What the world has recorded about one job."""
 
     job: Job
     expected: tuple[int, ...]
@@ -469,7 +477,7 @@ class Story:
 
 
 class World:
-    """A planner, a fake runner, steps in flight between them, and the books of what every job was told."""
+    """A planner, a fake runner, the steps in flight between them, and a record of the deltas of every job."""
 
     def __init__(
         self,
@@ -483,8 +491,9 @@ class World:
         forecast: Forecast | None = None,
         **config: float,
     ) -> None:
-        """seconds: what the planner is told that a step took. shapes: that the runner has recorded. forecast: by which
-        steps are bounded."""
+        """seconds: the time of a step that is reported to the planner. shapes: captured by the runner. forecast: bounds
+        steps.
+        """
         self.config = PlanConfig(**config)  # type: ignore[arg-type]
         self.max_model_len = max_model_len
         self.pages = pages
@@ -511,7 +520,7 @@ class World:
         ttft_ms: float | None = None,
         **sampling: object,
     ) -> Story:
-        """given: tokens of the answer that another worker has given; all but its last, where it has fewer."""
+        """given: tokens of the answer already produced by another worker; if it has fewer, all but the last."""
         seed = len(self.stories)
         job = make_job(f"job-{seed}", tokens, max_tokens=max_tokens, salt=salt, seed=seed, **sampling)
         expected = whole_answer(job, self.max_model_len)
@@ -539,14 +548,14 @@ class World:
         self._tell(self.planner.settle(step, result, self._seconds(step, result) if self._seconds else None))
 
     def turn(self) -> None:
-        """As the loop does: launch one, settle the one before."""
+        """As the loop does: launch a step, settle the previous one."""
         before = len(self.flights)
         self.plan()
         if before:
             self.settle()
 
     def finish(self, most_turns: int = 20_000) -> None:
-        """Runs to the end, then proves that nothing is left behind."""
+        """Runs to the end, then checks that nothing is left."""
         for _ in range(most_turns):
             if self.planner.idle:
                 break
@@ -554,12 +563,12 @@ class World:
         self.check_end()
 
     def check_end(self) -> None:
-        assert self.planner.idle, "jobs did not come to an end"
+        assert self.planner.idle, "some jobs did not end"
         self.planner.check()
         load = self.planner.load()
         assert (load.running, load.waiting, load.pages_used) == (0, 0, 0), load
         for story in self.stories.values():
-            assert story.finish is not None, f"{story.job.id} was never told its end"
+            assert story.finish is not None, f"{story.job.id} got no final delta"
             if story.finish in ("stop", "length"):
                 assert tuple(story.tokens) == story.expected
                 stopped = bool(story.expected) and story.expected[-1] in story.job.sampling.stop_ids
@@ -568,8 +577,8 @@ class World:
     def _tell(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             story = self.stories[delta.job]
-            assert story.finish is None, f"{delta.job} is told something after its end"
-            assert delta.tokens or delta.finish or delta.prompt_logprobs or delta.notes_only, "a delta says nothing"
+            assert story.finish is None, f"{delta.job} got a delta after its end"
+            assert delta.tokens or delta.finish or delta.prompt_logprobs or delta.notes_only, "an empty delta"
             assert not story.deltas or delta.cached_tokens == story.deltas[0].cached_tokens or not story.tokens
             sampling = story.job.sampling
             if sampling.prompt_logprobs is not None and delta.finish not in ("error", "aborted"):
@@ -585,11 +594,14 @@ class World:
             assert delta.finish or not delta.tokens or len(delta.tokens) == delta.accepted + 1
             story.deltas.append(delta)
             story.tokens += delta.tokens
-            assert tuple(story.tokens) == story.expected[: len(story.tokens)], f"{delta.job} went astray"
+            assert tuple(story.tokens) == story.expected[: len(story.tokens)], (
+                f"{delta.job} got other tokens than expected"
+            )
 
     def _watch_the_oldest(self, step: Step) -> None:
-        """Of the jobs that have begun, the oldest that has rows left is passed over by a few steps at most, while older
-        steps settle."""
+        """While older steps settle, the oldest of the jobs that have begun and have rows left is passed over by a few
+        steps at most.
+        """
         oldest = next((story for story in self._begun.values() if story.finish is None and self._has_rows(story)), None)
         for begin in step.begins:
             story = self._of_slot[begin.slot] = self.stories[JobId(f"job-{begin.sampling.seed}")]

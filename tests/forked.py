@@ -1,17 +1,18 @@
-"""Processes of tests, forked from one that has imported what they import: 0.1 s of CPU each in the place of 4.
+"""A fork server for tests: processes are forked from one that has already imported their modules, for 0.1 s of CPU each
+instead of 4.
 
-`Popen` and `run` are subprocess's, for commands of this interpreter (`-m MODULE`, `-c PROGRAM`, `redline ...`). The
-process that they ask has no thread and has done nothing but import. Where one that it forks starts others (a server its
-workers, a worker its ranks), `subprocess.Popen` is this one there too. A fork that leads a session keeps such a process
-beside itself, whose forks are of its session and process group; /proc calls it NURSERY, and it ends with its leader.
-A fork that runs a module has the module's last name there.
+`Popen` and `run` replace those of subprocess, for commands of this interpreter (`-m MODULE`, `-c PROGRAM`, `redline
+...`). The fork server (`nursery`) has one thread and has only imported modules. In a fork that starts other processes
+(a server its workers, a worker its ranks), `subprocess.Popen` is replaced by this one too. A fork that leads a session
+has a fork server of its own, with forks that belong to its session and process group; /proc shows its name as NURSERY,
+and it ends with its leader. A fork that runs a module is shown under the module's last name.
 
-Where tests run side by side, the processes that run them are forks too (`testers`): of one that has collected them all,
-so what they import is imported once.
+If tests run in parallel, the processes that run them are forks too (`testers`): of a process that has collected all
+tests, so that modules are imported once.
 
-It is not a start of the interpreter: what libraries read of the environment while they are imported was read before,
-the parent of each is a nursery, and the end is `os._exit` once exit functions have run. So some tests of each kind of
-process start it really.
+A fork differs from a start of the interpreter: environment variables that libraries read at import were read before,
+the parent of each fork is a fork server, and the process ends with `os._exit` after its exit functions. So some tests
+of each kind of process start a real one.
 """
 
 import atexit
@@ -44,9 +45,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 REDLINE = str(Path(sys.executable).with_name("redline"))
 NURSERY = "nursery"
-MOST_BYTES, MOST_FILES = 1 << 17, 64  # of one start: what it is told, and its descriptors
-HIGH = 500  # descriptors from here on are free, while those below find their numbers
-# Where one test imports these, most of the processes that run tests would, each for itself.
+MOST_BYTES, MOST_FILES = 1 << 17, 64  # of one start: bytes of its message, and number of descriptors
+HIGH = 500  # free descriptors for temporary use, while the lower ones get their final numbers
+# If one test imports these libraries, most test processes would import them separately.
 LIBRARIES = (
     "anthropic",
     "openai",
@@ -55,30 +56,32 @@ LIBRARIES = (
     "transformers.models.deepseek_v3.modeling_deepseek_v3",
 )
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # of prctl(2)
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # constants of prctl(2)
 
-_start = subprocess.Popen  # really
-_address: bytes | None = None  # of the nursery that this process asks; None: there is none yet
+_start = subprocess.Popen  # the original
+_address: bytes | None = None  # of the fork server that this process uses; None: not started yet
 
 
 class Start(NamedTuple):
-    """What a nursery is told of a process: its command without the interpreter, and what it would inherit."""
+    """The description of a process for the fork server: its command without the interpreter, and its
+    inherited state.
+    """
 
     words: list[str]
     environment: dict[str, str]
     folder: str
-    files: list[int]  # the numbers that its descriptors have: 0, 1, 2 and what is passed
-    leads: bool  # a session of its own
-    controlled: bool  # by the terminal that is its standard input
+    files: list[int]  # the numbers of its descriptors: 0, 1, 2 and those passed
+    leads: bool  # starts a session of its own
+    controlled: bool  # controlled by the terminal that is its standard input
     cores: list[int]
     nice: int
-    blocked: list[int]  # signals
+    blocked: list[int]  # blocked signals
 
 
 class Popen(subprocess.Popen[Any]):
-    """subprocess.Popen whose process is a fork, where the command is of this interpreter; else that itself."""
+    """subprocess.Popen, with a forked process if the command runs this interpreter; otherwise unchanged."""
 
-    _told: socket.socket | None = None  # first its pid, then how it has ended
+    _told: socket.socket | None = None  # receives first the pid, then the exit status
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *more: Any):
         cwd, env, _, _, shell, *pipes = more[:11]
@@ -100,13 +103,13 @@ class Popen(subprocess.Popen[Any]):
             [*signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         )
         told = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own = pipes[0], pipes[3], pipes[5]  # its ends; -1: as this process has it
+        own = pipes[0], pipes[3], pipes[5]  # the child's ends; -1: inherited from this process
         files = [each if number == -1 else number for each, number in enumerate(own)]
         try:
             told.connect(nursery())
             socket.send_fds(told, [json.dumps(start).encode()], [*files, *pass_fds])
             self.pid = int(told.recv(100))
-        except (ConnectionError, ValueError):  # there is no nursery (`_serve`)
+        except (ConnectionError, ValueError):  # there is no fork server (`_serve`)
             told.close()
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *more)
             return
@@ -122,7 +125,8 @@ class Popen(subprocess.Popen[Any]):
         except BlockingIOError:
             return 0, 0
         self._told.close()
-        return self.pid, int(status or signal.SIGKILL)  # nothing: its nursery has been killed, and with it all
+        # empty: its fork server was killed, and all of its forks with it
+        return self.pid, int(status or signal.SIGKILL)
 
     def _internal_poll(self, *how: Any, **more: Any) -> int | None:
         if self._told is None:
@@ -149,18 +153,18 @@ def run(command: Sequence[Any], **how: Any) -> "subprocess.CompletedProcess[Any]
 
 @contextmanager
 def all_processes() -> Iterator[None]:
-    """What is started here is forked, whoever starts it, such as a worker's ranks."""
+    """Within this context, processes are forked whichever module starts them, such as a worker's ranks."""
     with mock.patch.object(subprocess, "Popen", Popen):
         yield
 
 
 def be_controlled() -> None:
-    """A preexec_fn: the terminal that is standard input controls the new session."""
+    """A preexec_fn: the terminal on standard input becomes the controlling terminal of the new session."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def words_of(command: Any) -> list[str] | None:
-    """The words of a command behind the interpreter; None: it is not of this interpreter."""
+    """The words of a command after the interpreter; None if the command does not run this interpreter."""
     if isinstance(command, (str, bytes, os.PathLike)):
         return None
     words = [os.fsdecode(word) for word in command]
@@ -171,7 +175,9 @@ def words_of(command: Any) -> list[str] | None:
 
 @contextmanager
 def testers(arguments: Sequence[str]) -> Iterator[None]:
-    """What pytest-xdist starts here are forks of a process that has collected the tests. arguments: pytest's own."""
+    """The processes that pytest-xdist starts within this context are forks of one that has collected the tests.
+    arguments: pytest's own.
+    """
     global _address
     program = "import sys; from tests import forked; forked.collected(int(sys.argv[1]), sys.argv[2:])"
     _address = _start_nursery(program, *arguments)
@@ -180,18 +186,21 @@ def testers(arguments: Sequence[str]) -> Iterator[None]:
 
 
 class Tester(Popen):
-    """A process that runs tests. Its command, `-u -c PROGRAM`, makes it hear what pytest-xdist wants."""
+    """A process that runs tests. Its command, `-u -c PROGRAM`, makes it read requests of pytest-xdist from standard
+    input.
+    """
 
     def __init__(self, command: Sequence[str], **how: Any) -> None:
-        interpreter, unbuffered, *words = command  # the pipes by which it hears are not the interpreter's streams
+        interpreter, unbuffered, *words = command  # it reads requests from pipes that are not the interpreter's streams
         assert unbuffered == "-u", command
         super().__init__([interpreter, *words], **how)
 
 
 def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
-    """What the interpreter, or a library, reads once of an environment, which a nursery has done.
+    """Environment variables that the interpreter, or a library, reads only once, which the fork server has done
+    already.
 
-    It has this folder's modules whatever the path says, and a fork's streams are made anew.
+    A fork server has the modules of this folder in any case, and a fork opens its standard streams again.
     """
     read = {
         name: value
@@ -203,7 +212,7 @@ def read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def nursery() -> bytes:
-    """The address of the process that is asked for forks; the first call of a session of tests starts it."""
+    """The address of the fork server; the first call of a test session starts it."""
     global _address
     if _address is None:
         _address = _start_nursery("import sys; from tests import forked; forked.first(int(sys.argv[1]))")
@@ -211,10 +220,12 @@ def nursery() -> bytes:
 
 
 def _start_nursery(program: str, *arguments: str) -> bytes:
-    """Its address; it ends with this process. program: is told the number of the socket that it reads."""
+    """Start a fork server; -> its address. It ends with this process. program: is called with the number of the socket
+    that it reads.
+    """
     with _listener() as listener:
         command = [sys.executable, "-c", program, str(listener.fileno()), *arguments]
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # numpy would start threads, which no fork has
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}  # numpy would start threads, which a fork does not have
         started = _start(command, cwd=ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], env=environment)
         atexit.register(_end, started)
         return listener.getsockname()
@@ -226,19 +237,20 @@ def _end(started: "subprocess.Popen[bytes]") -> None:
     started.wait()
 
 
-# ------------------------------------------------------------------------------------------------------- a nursery
+# ------------------------------------------------------------------------------------------------- the fork server
 
 
 def first(number: int) -> None:
-    """The nursery of a session of tests, which ends with its standard input. number: of the socket that it reads."""
+    """The fork server of a test session, which ends with its standard input. number: of the socket that it reads."""
     _import()
     _serve(socket.socket(fileno=number))
 
 
 def collected(number: int, arguments: Sequence[str]) -> None:
-    """The nursery of the processes that run tests, and beside it, begun before it knows of tests, that of all others.
+    """The fork server of the processes that run tests, and a second one, forked before tests are collected, for all
+    other processes.
 
-    number: of the socket that it reads; arguments: what pytest was called with.
+    number: of the socket that it reads; arguments: the arguments of pytest.
     """
     _import()
     listener, others = socket.socket(fileno=number), _listener()
@@ -253,13 +265,13 @@ def collected(number: int, arguments: Sequence[str]) -> None:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         pytest.main(
             [*arguments, "-n0", "--collect-only", "-qq"]
-        )  # what cannot be collected is said by those that run it
+        )  # collection errors are reported by the processes that run the tests
     _serve(listener, address)
 
 
 def _import() -> None:
-    """What the programs of Redline import."""
-    gc.disable()  # nothing of what is imported goes
+    """Import the modules of Redline's programs."""
+    gc.disable()  # no imported object is freed
     import redline.cli.chat
     import redline.cli.doctor
     import redline.cli.prompt
@@ -274,9 +286,11 @@ def _import() -> None:
 
 
 def _serve(listener: socket.socket, others: bytes | None = None) -> None:
-    """Forks until standard input is at its end. others: the nursery of what these forks start, if they run tests."""
+    """Forks until standard input is at its end. others: the fork server for processes that these forks start, if they
+    run tests.
+    """
     global _address
-    if len(os.listdir("/proc/self/task")) > 1:  # a fork has one thread, whatever the others held
+    if len(os.listdir("/proc/self/task")) > 1:  # a fork has one thread; locks held by other threads would stay locked
         print("tests: a library started a thread on import, so processes start anew, which is slower", file=sys.stderr)
         return
     start = _forks(listener, end=0)
@@ -290,17 +304,19 @@ def _serve(listener: socket.socket, others: bytes | None = None) -> None:
 
 
 def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
-    """Forks for whoever asks, and says how each has ended. Returns in the forks; and None once `end` is at its end."""
+    """Fork for each request, and report the exit status of each fork. Returns in the forks; and None once `end` is at
+    its end.
+    """
     global _address
     _address = listener.getsockname()
     _call_me(NURSERY)
-    for each in SIGNALS:  # they reach whole groups
+    for each in SIGNALS:  # signals are sent to whole process groups
         signal.signal(each, signal.SIG_IGN)
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     if end is not None:
         selector.register(end, selectors.EVENT_READ)
-    askers: dict[int, tuple[int, socket.socket]] = {}  # by what tells that a fork has ended: its pid, and who is told
+    askers: dict[int, tuple[int, socket.socket]] = {}  # pidfd of a fork -> its pid, and the socket for its status
     while True:
         for key, _ in selector.select():
             if key.fd == end:
@@ -308,7 +324,7 @@ def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
             if key.fileobj is listener:
                 asker, _ = listener.accept()
                 told, files, _, _ = socket.recv_fds(asker, MOST_BYTES, MOST_FILES)
-                if not told:  # who asked has ended
+                if not told:  # the requesting process has ended
                     asker.close()
                     continue
                 start = Start(*json.loads(told))
@@ -322,7 +338,7 @@ def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
                     return start
                 for number in files:
                     os.close(number)
-                with suppress(OSError):  # who asked has ended
+                with suppress(OSError):  # the requesting process has ended
                     asker.send(str(pid).encode())
                 ended = os.pidfd_open(pid)
                 askers[ended] = pid, asker
@@ -332,12 +348,12 @@ def _forks(listener: socket.socket, end: int | None = None) -> Start | None:
                 pid, asker = askers.pop(key.fd)
                 os.close(key.fd)
                 _, status = os.waitpid(pid, 0)
-                with asker, suppress(OSError):  # who asked has ended
+                with asker, suppress(OSError):  # the requesting process has ended
                     asker.send(str(status).encode())
 
 
 def _take(start: Start, files: list[int]) -> None:
-    """What a fork has of its starter."""
+    """Take over the starter's descriptors, environment and other inherited state."""
     high = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, HIGH) for number in files]
     for number in files:
         os.close(number)
@@ -356,14 +372,14 @@ def _take(start: Start, files: list[int]) -> None:
 
 
 def _lead(start: Start) -> Start:
-    """A nursery beside this process, in its session. Returns here, and in the forks of that one."""
+    """A fork server next to this process, in its session. Returns in this process, and in the forks of that server."""
     leader, listener = os.getpid(), _listener()
     if os.fork() == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != leader:
             os._exit(0)
         nobody = os.open(os.devnull, os.O_RDWR)
-        for number in start.files:  # they end with those that they are for
+        for number in start.files:  # these descriptors close with the processes that use them
             os.dup2(nobody, number)
         os.close(nobody)
         start = _forks(listener) or start
@@ -376,7 +392,7 @@ def _lead(start: Start) -> Start:
 
 def _listener() -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind("")  # any name that is free
+    listener.bind("")  # a free name, chosen by the system
     listener.listen(100)
     return listener
 
@@ -389,12 +405,12 @@ def _call_me(name: str) -> None:
 
 
 def _run(start: Start) -> NoReturn:
-    """The process that was asked for, to its end."""
+    """Run the requested command to its end."""
     module = start.words[1] if start.words[0] == "-m" else "python"
     _call_me(module.rpartition(".")[2])
-    random.seed()  # not all as their nursery would go on
+    random.seed()  # so that forks do not continue the fork server's sequence
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        nurserys = getattr(sys, name)  # which knows what its descriptor was
+        nurserys = getattr(sys, name)  # which has recorded its descriptor
         how = {"encoding": nurserys.encoding, "errors": nurserys.errors, "closefd": False}
         stream = open(number, mode, **how)  # noqa: SIM115
         if name == "stderr" or os.environ.get("PYTHONUNBUFFERED"):
@@ -423,11 +439,11 @@ def _run(start: Start) -> NoReturn:
 
 
 def _command(words: list[str]) -> None:
-    """As the interpreter would be told it."""
+    """Set sys.argv and run the command, as the interpreter would."""
     match words:
         case ["-m", module, *arguments]:
             sys.argv, sys.path[0] = [module, *arguments], os.getcwd()
-            sys.modules.pop(module, None)  # it is run as what it is not imported as
+            sys.modules.pop(module, None)  # it is run as __main__, not under the name of its import
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         case ["-c", program, *arguments]:
             sys.argv, sys.path[0] = ["-c", *arguments], ""

@@ -1,4 +1,4 @@
-"""Two workers within this process, one that computes prompts and one that answers, driven turn by turn."""
+"""A prefill worker and a decode worker within this process, driven iteration by iteration."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ from tests.tiny_model import Answer, joined
 
 
 class Box:
-    """The way to a worker: what is put arrives with its next turn."""
+    """The channel to a worker: a message arrives with the worker's next iteration."""
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
@@ -40,8 +40,9 @@ class Box:
 
 
 class Layered:
-    """A runner whose steps can be watched, as a GPU's are: while one runs, only the layers that it has computed hold
-    what they will hold, and all others something else."""
+    """A runner with steps that can be watched, as on a GPU: while a step runs, only the layers already computed have
+    their final contents, and all others have garbage.
+    """
 
     def __init__(self, engine: EngineCore) -> None:
         self._runner, self._planes = engine.runner, engine.runner.kv.planes
@@ -74,7 +75,7 @@ class _LayeredStep:
 
 
 class Side:
-    """A worker: its engine, its exchange, and the step that is in flight."""
+    """A worker: its engine, its KV transfers, and the step in flight."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Side:
         layered: bool = False,
         **how: Any,
     ) -> None:
-        """layered: its steps are watched."""
+        """layered: the worker's steps are watched."""
         self.engine = engine
         self.runner: Runner = Layered(engine) if layered else engine.runner
         self.box = boxes.setdefault(name, Box())
@@ -116,7 +117,7 @@ class Side:
         )
 
     def turn(self) -> list[Delta]:
-        """As `worker.loop.lead` does."""
+        """One iteration, as in `worker.loop.lead`."""
         if self.stopped:
             return []
         told: list[Delta] = []
@@ -146,7 +147,7 @@ class Side:
         return told
 
     def _depart(self, layers: int) -> None:
-        """As `worker.loop.lead` does."""
+        """Send computed layers, as in `worker.loop.lead`."""
         self.exchange.depart(layers)
         for message in self.box.take():
             if isinstance(message, Want | Taken):
@@ -156,7 +157,7 @@ class Side:
 
 
 class Pair:
-    """A worker that computes prompts, and one that answers."""
+    """A prefill worker and a decode worker."""
 
     def __init__(
         self,
@@ -169,8 +170,9 @@ class Pair:
         layered: bool = False,
         **how: Any,
     ) -> None:
-        """transport: of both; None: `memory`. carriers: makes those of each in its place. layered: whether steps of
-        the one that computes are watched, on a CPU."""
+        """transport: of both workers; None: `memory`. carriers: creates the transports of each instead. layered:
+        whether steps of the prefill worker are watched, on a CPU.
+        """
         self.boxes: dict[str, Box] = {}
         timed: dict[str, Any] = {} if clock is None else {"clock": clock}
         self.transport = transport or MemoryTransport(**timed)
@@ -180,25 +182,25 @@ class Pair:
         self.deltas: dict[str, list[Delta]] = {}
 
     def send(self, jobs: Sequence[Job]) -> None:
-        """As a gateway does."""
+        """Send the jobs to both workers, as a gateway does."""
         for job in jobs:
             self.deltas[job.id] = []
             self.answers.box.put(msgspec.structs.replace(job, pages_from=self.computes.as_other))
             self.computes.box.put(Prefill(job=job, to=self.answers.as_other))
 
     def turn(self) -> None:
-        """Each worker's turn."""
-        assert not self.computes.turn(), "whoever computes tells a client nothing"
+        """One iteration of each worker."""
+        assert not self.computes.turn(), "the prefill worker must not send deltas"
         for delta in self.answers.turn():
             self.deltas[delta.job].append(delta)
 
     def stop_computing(self) -> None:
-        """The worker that computes is gone, as far as the other is told."""
+        """End the prefill worker, and notify the decode worker."""
         self.computes.stopped = True
         self.answers.box.put(Gone(worker="prefill", epoch=1))
 
     def run(self, *waves: Sequence[Job], every: int = 3, most: int = 5000) -> dict[str, Answer]:
-        """All jobs to their ends; a wave of them comes every so many turns."""
+        """Run all jobs to their ends; a wave of them arrives every `every` iterations."""
         arriving, turns = list(waves), 0
         with torch.inference_mode():
             while arriving or not (self.answers.idle and (self.computes.stopped or self.computes.idle)):
@@ -206,11 +208,11 @@ class Pair:
                     self.send(arriving.pop(0))
                 self.turn()
                 turns += 1
-                assert turns < most, "no end"
+                assert turns < most, "the jobs did not end"
         return {name: joined(parts) for name, parts in self.deltas.items()}
 
     def close_exchanges(self) -> None:
-        """The engines may be others' from now on."""
+        """Close the KV transfers only: the engines may be reused by other tests."""
         for side in (self.computes, self.answers):
             side.exchange.close()
 

@@ -1,4 +1,4 @@
-"""The threads of `Matchers`, which run when a test says so."""
+"""The threads of `Matchers`, replaced by executors that run when a test asks for it."""
 
 import functools
 from collections import deque
@@ -13,7 +13,7 @@ from redline.run.grammar.matcher import Matchers
 
 
 class Later(Executor):
-    """Runs what is submitted when a test says so, in order. `compiled`: the texts of grammars, in that order."""
+    """Runs submitted calls when a test asks for it, in order. `compiled`: the texts of grammars, in that order."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -25,7 +25,7 @@ class Later(Executor):
         return future
 
     def run(self, count: int | None = None) -> None:
-        """So many calls at most; None: all."""
+        """Run at most `count` calls; None: all."""
         while self._waiting and count != 0:
             future, call = self._waiting.popleft()
             future.set_result(call())
@@ -33,8 +33,9 @@ class Later(Executor):
 
 
 def compile_later(monkeypatch: pytest.MonkeyPatch, count: int) -> list[Later]:
-    """The threads of the next so many `Matchers`, in the order in which those are made. A compiled grammar is its
-    text."""
+    """Replace the threads of the next `count` `Matchers`, in the order of their creation. A compiled grammar is
+    represented by its text.
+    """
     threads = [Later() for _ in range(count)]
     made = iter(threads)
 

@@ -1,4 +1,4 @@
-"""What befalls a rank in a step."""
+"""Faults of a rank in a step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from redline.worker.ranks import LeadingRunner
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
-    """Before this step is launched, `act` is called."""
+    """Call `act` before the step of this number is launched."""
     launch = LeadingRunner.launch
 
     def launched(self: LeadingRunner, step: Step) -> Any:

@@ -1,8 +1,8 @@
 """An independent K2: transformers' DeepseekV3ForCausalLM on the dequantised weights of any checkpoint that we read.
 
-Nothing here uses Redline's own loader, config or formats, so that a shared mistake cannot hide. INT4 is unpacked by
-compressed-tensors, the library that owns the format. Both libraries are test dependencies, and are imported
-where they are used.
+This module does not use Redline's own loader, config or formats, so that a common error cannot hide. INT4 is unpacked
+by compressed-tensors, the library that owns the format. Both libraries are test dependencies, and are imported inside
+the functions that use them.
 """
 
 import json
@@ -24,8 +24,8 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32, experts: str = "eager") -> Any:
     """A DeepseekV3ForCausalLM in evaluation mode, on the CPU. `experts`: eager, batched_mm or grouped_mm.
 
-    Its low-rank norms get the config's eps: vLLM and SGLang use it, transformers has a fixed 1e-6 there. Raises OSError
-    where config.json is missing, and RuntimeError where the tensors are not those of the config.
+    Its low-rank norms get the config's eps: vLLM and SGLang use it, while transformers has a constant 1e-6. Raises
+    OSError if config.json is missing, and RuntimeError if the tensors are not those of the config.
     """
     from transformers import DeepseekV3ForCausalLM
 
@@ -119,5 +119,5 @@ def _fused(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         order = [by_expert[e] for e in sorted(by_expert)]
         state[f"{place}.gate_up_proj"] = torch.stack([torch.cat([e["gate"], e["up"]]) for e in order])
         state[f"{place}.down_proj"] = torch.stack([e["down"] for e in order])
-    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])  # absent where they are tied
+    state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])  # absent if the weights are tied
     return state

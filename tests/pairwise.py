@@ -1,7 +1,8 @@
-"""Some cases in the place of all: every value of every parameter, and every pair of values that a case has.
+"""A subset of a test's cases that covers every value of every parameter, and every pair of values that occurs in a
+case.
 
-Most mistakes in a kernel show with one value of a parameter, or with two together. `make test` runs such a cover of the
-cases of emulated CUDA kernels, each of which costs tenths of a second or more; `make test-all` runs all of them.
+Most errors in a kernel show with one value of a parameter, or with two together. `make test` runs such a subset of the
+cases of emulated CUDA kernels, which cost tenths of a second or more each; `make test-all` runs all of them.
 """
 
 import itertools
@@ -12,8 +13,9 @@ import pytest
 
 
 def cover(rows: Sequence[frozenset[Hashable]]) -> list[int]:
-    """Ascending indices of rows that together have every value, and every pair of values, of any row: found greedily,
-    the same ones each time."""
+    """Ascending indices of rows that together have every value, and every pair of values, of any row: found by a greedy
+    search, with the same result each time.
+    """
     left = [{frozenset(pair) for pair in itertools.combinations_with_replacement(row, 2)} for row in rows]
     chosen: list[int] = []
     while any(left):
@@ -25,7 +27,7 @@ def cover(rows: Sequence[frozenset[Hashable]]) -> list[int]:
 
 
 def values(item: pytest.Item) -> frozenset[Hashable]:
-    """The words of a test's parameters, as its name shows them, each with the place of its parameter."""
+    """The parameters of a test as in its id, each with the index of its parameter."""
     parameters = item.name.partition("[")[2].removesuffix("]")
     return frozenset(
         (place, word)
@@ -36,7 +38,7 @@ def values(item: pytest.Item) -> frozenset[Hashable]:
 
 
 def mark_others_slow(items: Sequence[pytest.Item]) -> None:
-    """Mark as `slow` what is in no cover of its test function's cases."""
+    """Mark tests as `slow` that are not in the cover of their function's cases."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)

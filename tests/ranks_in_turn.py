@@ -1,6 +1,6 @@
-"""Ranks as threads of this process, one of which computes at a time, and what they add up exactly, in their order.
+"""Ranks as threads of this process, of which one computes at a time, with exact all-reduces in rank order.
 
-Kernels' emulator and Triton's interpreter are for one thread; a rank gives its turn away where it waits for the others.
+The kernels' emulator and Triton's interpreter are single-threaded; a rank yields whenever it waits for the others.
 """
 
 import threading
@@ -15,7 +15,9 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """What ranks have brought to their calls so far. said: names of calls and of their ends, by rank."""
+    """The tensors that ranks have contributed to their calls so far. said: names of calls and of their
+    ends, by rank.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -25,7 +27,7 @@ class Meeting:
         self._failed = False
 
     def run(self, work: Callable[["InTurn"], T]) -> list[T]:
-        """What each rank gives. Raises what a rank has raised."""
+        """The results of all ranks. Raises the exception of a rank that fails."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
 
@@ -33,7 +35,7 @@ class Meeting:
             with self._turn, torch.inference_mode():
                 try:
                     results[number] = work(InTurn(self, number))
-                except BaseException as error:  # whatever it is, the others must not wait
+                except BaseException as error:  # for any exception, the others must not wait
                     errors.append(error)
                     self._failed = True
                 self._turn.notify_all()
@@ -48,7 +50,9 @@ class Meeting:
         return [results[number] for number in range(self.ranks)]
 
     def bring(self, call: int, rank: int, given: Tensor) -> Callable[[], list[Tensor]]:
-        """Leaves a rank's tensor for its call of this number. -> what waits until all have, in the order of ranks."""
+        """Contributes a rank's tensor to its call of this number. -> a function that waits until all have, and returns
+        the tensors in rank order.
+        """
         brought = self._brought.setdefault(call, {})
         brought[rank] = given
         self._turn.notify_all()
@@ -56,14 +60,16 @@ class Meeting:
         def all_of_them() -> list[Tensor]:
             assert self._turn.wait_for(lambda: self._failed or len(brought) == self.ranks, WAIT_S), "a rank is missing"
             assert len(brought) == self.ranks, "another rank has failed"
-            assert len({each.shape for each in brought.values()}) == 1, "ranks bring as many rows"
+            assert len({each.shape for each in brought.values()}) == 1, (
+                "all ranks must contribute the same number of rows"
+            )
             return [brought[other] for other in range(self.ranks)]
 
         return all_of_them
 
 
 class InTurn:
-    """A rank's `Group`. What was given to a call is NaN until its end, and so is what it will give."""
+    """A rank's `Group`. Inputs of a call are NaN until its end, and so are its outputs."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.ranks = rank, meeting.ranks
@@ -100,19 +106,19 @@ class InTurn:
         return torch.cat(self._begin("gather", part_RV)(), 1)
 
     def check(self) -> None:
-        """Nobody is lost."""
+        """No rank is lost."""
 
     def allow(self, seconds: float) -> None:
-        """WAIT_S is allowed."""
+        """Does nothing: the timeout is always WAIT_S."""
 
     def lose(self, reason: str) -> None:
-        """Nobody is lost."""
+        """Does nothing: no rank is lost."""
 
     def close(self) -> None:
-        """Nothing is shared."""
+        """Does nothing: no resource is shared."""
 
     def _begin(self, name: str, given: Tensor) -> Callable[[], list[Tensor]]:
-        assert given.is_contiguous(), "NCCL takes nothing else"
+        assert given.is_contiguous(), "NCCL accepts contiguous tensors only"
         said, self._calls = self._meeting.said[self.rank], self._calls + 1
         said.append(name)
         end = self._meeting.bring(self._calls, self.rank, given.clone())

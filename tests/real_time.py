@@ -15,14 +15,15 @@ import redline.clock
 
 TESTS = Path(__file__).parent
 CLOCKS = "sleep", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"
-# Files of tests that may: they start real processes, or are how others wait for them.
+# Test files that may use real clocks: they start real processes, or implement waiting for them.
 ALLOWED = frozenset(["waiting.py"])
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """A context in which CLOCKS raise AssertionError for a caller in a file of tests, unless it is ALLOWED. A reference
-    that was taken before, such as a default argument, stays the real clock."""
+    """A context in which CLOCKS raise AssertionError for a caller in a test file, unless the file is ALLOWED. A
+    reference taken earlier, such as a default argument, remains the real clock.
+    """
     refusing = {name: _refusing(name, getattr(time, name)) for name in CLOCKS}
     with mock.patch.multiple(time, **refusing), mock.patch.multiple(redline.clock, **refusing):
         yield

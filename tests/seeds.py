@@ -1,8 +1,8 @@
-"""Random numbers of a test: the same in each run, whatever ran before it and on which machine.
+"""Random numbers of a test: the same in each run, after any other tests and on any machine.
 
-A seed comes from the test's name, and a test has one, however many generators it makes. REDLINE_TEST_SEED takes the
-place of all of them: a number, or `fresh` for others in each run, which a failure shows (`REDLINE_TEST_SEED=fresh make
-test-all` looks for what the usual numbers do not find).
+A seed is derived from the test's name, and a test has one seed for all of its generators. REDLINE_TEST_SEED replaces
+all seeds: with a number, or with `fresh` for new ones in each run, which a failure prints (`REDLINE_TEST_SEED=fresh
+make test-all` finds errors that the usual numbers do not).
 """
 
 import functools
@@ -17,20 +17,21 @@ FRESH = "fresh"
 
 
 def fresh_seed() -> int:
-    """Printed, so that pytest shows it where the test fails."""
+    """A new seed, printed, so that pytest shows it if the test fails."""
     seed = _seed()
     print(f"REDLINE_TEST_SEED={seed}")
     return seed
 
 
 def fresh_generator() -> torch.Generator:
-    """One with a `fresh_seed`."""
+    """A generator with a `fresh_seed`."""
     return torch.Generator().manual_seed(fresh_seed())
 
 
 def seed_globals() -> None:
-    """Have the generators that all share, torch's and Python's, begin this test alike in each run, or with the seed
-    that REDLINE_TEST_SEED asks for; one that no later run would find is printed."""
+    """Seed the global generators of torch and Python, so that each run of this test gets the same numbers, or those of
+    REDLINE_TEST_SEED; a seed that no later run would choose is printed.
+    """
     seed = fresh_seed() if os.environ.get("REDLINE_TEST_SEED") == FRESH else _seed()
     torch.manual_seed(seed)
     random.seed(seed)
@@ -45,7 +46,7 @@ def _seed() -> int:
 
 @functools.lru_cache(1)
 def _random(test: int) -> int:
-    """A random seed, the same from the first call of a test to its last. test: what tells it from the next one."""
+    """A random seed, the same from the first call of a test to its last. test: distinguishes tests."""
     return secrets.randbits(31)
 
 

@@ -1,4 +1,4 @@
-"""Every command of README.md and of the guides runs as written once `make serve` serves; the slow ones parse."""
+"""Every command of README.md and of the guides runs as written against `make serve`; slow commands are only parsed."""
 
 import os
 import re
@@ -18,38 +18,39 @@ from tests.waiting import LIMIT_S
 TEXTS = [ROOT / "README.md", *GUIDES]
 PROGRAMS = "redline", "make", "curl", "hf", "echo", "export", ".venv/bin/python", ".venv/bin/pip"
 
-# What is parsed and not run, by how a command begins, and why.
+# Commands that are parsed but not run, by their beginning, with the reason.
 NOT_RUN = {
-    "make serve": "the test's own server stands for it",
+    "make serve": "the test starts its own server",
     "make test": "this is one of its tests",
     "hf download": "594 GB",
-    "redline serve": "the server would stay; tests/fleet starts such ones",
-    "redline agent": "wants a server that waits for machines; tests/fleet/test_machines.py has one",
-    "redline doctor weights/kimi-k2.6": "a folder that a download makes",
+    "redline serve": "the server would keep running; tests/fleet starts servers",
+    "redline agent": "needs a server that waits for machines; tests/fleet/test_machines.py has one",
+    "redline doctor weights/kimi-k2.6": "needs a downloaded folder",
     "redline eval": "half an hour",
     "redline simulate": "half a minute",
     "redline bench decode": "half a minute",
-    "redline bench prefill": "wants a GPU; tests/cli/test_bench_prefill.py",
+    "redline bench prefill": "needs a GPU; tests/cli/test_bench_prefill.py",
     "redline bench speculate": "a quarter of an hour",
     "redline bench sweep": "four minutes",
     "redline bench accept": "two minutes",
-    "redline bench serve --base-url": "a minute; README's own is run",
+    "redline bench serve --base-url": "a minute; README's command is run",
     "redline verify": "half a minute; tests/bench/verify",
     "redline quantize": "half a minute; tests/quant",
     "redline audit": "a minute; tests/quant",
     "redline draft synth": "minutes; tests/draft",
-    "redline draft capture": "minutes, of a file that `synth` makes; tests/draft",
-    "redline draft train": "minutes, of a folder that `capture` makes; tests/draft",
-    "redline draft mine": "minutes, of a file that a server's traffic makes; tests/draft",
-    "redline draft eval": "minutes, of a folder that `train` makes; tests/draft",
+    "redline draft capture": "minutes, needs a file that `synth` writes; tests/draft",
+    "redline draft train": "minutes, needs a folder that `capture` writes; tests/draft",
+    "redline draft mine": "minutes, needs a file with a server's traffic; tests/draft",
+    "redline draft eval": "minutes, needs a folder that `train` writes; tests/draft",
     "redline draft run": "minutes; tests/draft",
-    "redline draft export": "of a folder that `train` makes; tests/draft",
+    "redline draft export": "needs a folder that `train` writes; tests/draft",
 }
 
 
 def commands(text: str) -> Iterator[str]:
-    """Of the fenced and indented blocks: a line that begins with a program, with what a backslash joins to it, and
-    without the words that explain it behind two spaces."""
+    """Commands of the fenced and indented blocks: lines that begin with a program, joined with those that a backslash
+    continues, without the explanations after two spaces.
+    """
     fenced = False
     for line in re.sub(r"\\\n\s*", "", text).splitlines():
         fenced ^= line.startswith("```")
@@ -62,9 +63,9 @@ ALL = [(page.name, command) for page in TEXTS for command in commands(page.read_
 
 
 def why_not_run(command: str) -> str | None:
-    """None: it is run. A conversation wants somebody who types."""
+    """The reason why a command is not run; None: it is run. A conversation needs a user at the keyboard."""
     if command == "redline chat":
-        return "it wants somebody who types; tests/cli/test_chat_in_a_terminal.py does"
+        return "it needs input from a user; tests/cli/test_chat_in_a_terminal.py covers it"
     return next((why for start, why in NOT_RUN.items() if command.startswith(start)), None)
 
 
@@ -85,7 +86,7 @@ def test_a_command_that_is_not_run_parses_and_its_reason_is_needed():
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
-    """As `make serve` does, at a free port."""
+    """A server as started by `make serve`, at a free port."""
     nano = ROOT / "models" / "kimi-nano"
     server = Server(nano, "--port", "0", "--draft", f"{nano}-eagle3", "--set", "engine.kv_memory=64MB")
     try:
@@ -95,7 +96,9 @@ def served() -> Iterator[Server]:
 
 
 def as_served(command: str, server: Server) -> str:
-    """With this server's address and key, which a reader copies from what the start printed, and a request's id."""
+    """The command with this server's address and key, which a reader copies from the output of the start, and a
+    request's id.
+    """
     admin = re.search(r"explain REQUEST (--url \S+ --key \S+)", server.said)
     assert admin is not None, server.said
     request = re.search(r"\b([0-9a-f]{32})\b", server.said.partition("flush=True)")[2])
@@ -120,7 +123,8 @@ def test_every_quick_command_runs_as_written(served: Server, tmp_path: Path):
     quick = list(dict.fromkeys(command for _, command in ALL if why_not_run(command) is None))
     for command in quick:
         line = as_served(command, served)
-        forks = line.startswith("redline ") and not set(line) & set("|&;<>()$`*?[]~#")  # the shell would change nothing
+        # without a shell, since the shell would not change the command
+        forks = line.startswith("redline ") and not set(line) & set("|&;<>()$`*?[]~#")
         done = (forked.run if forks else subprocess.run)(
             [str(REDLINE), *shlex.split(line)[1:]] if forks else line, shell=not forks, cwd=tmp_path,
             env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},

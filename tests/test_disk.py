@@ -1,4 +1,6 @@
-"""Places that results go to: looked at before the work, held by one process, named in one line where they are bad."""
+"""Destinations of results: checked before the work, held by one process, and named in a one-line error if they are
+unusable.
+"""
 
 import errno
 import os
@@ -52,13 +54,13 @@ def test_work_that_needs_more_than_is_free_does_not_begin(tmp_path: Path):
 
 def test_a_private_file_is_its_owners_alone_from_its_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, building = tmp_path / "said.json", tmp_path / ".said.json.writing"
-    building.touch(0o666)  # as a kill may leave it
+    building.touch(0o666)  # as a killed process may leave it
     modes = list[int]()
 
     def look(_: int) -> None:
         modes.extend(path.stat().st_mode & 0o777 for path in tmp_path.iterdir())
 
-    monkeypatch.setattr(os, "fsync", look)  # of the file while it is built, and of the folder once it is there
+    monkeypatch.setattr(os, "fsync", look)  # of the file while it is written, and of the folder once it is renamed
     save(path, b"secret", private=True)
     assert modes == [0o600, 0o600]
     assert path.read_bytes() == b"secret"

@@ -1,4 +1,4 @@
-"""A folder is named as what it is, from config.json and the first bytes of its files."""
+"""The kind of a folder is determined from config.json and the first bytes of its files."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The process that is asked for forks serves on, whatever becomes of those that ask."""
+"""The fork server continues to serve when processes that use it end in any way."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def test_an_asker_that_ends_before_its_answer_ends_nobody_else():
             asker.connect(forked.nursery())
             socket.send_fds(asker, [json.dumps(start).encode()], [nothing.fileno()] * 3)
         with forked.Popen([sys.executable, "-c", "pass"]) as after:
-            assert after._told is not None, "the nursery has ended, so this one was started anew"
+            assert after._told is not None, "the fork server ended, so this process was started without it"
         assert after.returncode == 0
         assert before.communicate("alive\n") == ("alive\n", None)
     assert before.returncode == 0

@@ -1,4 +1,4 @@
-"""The site and its guides: links lead to headings that exist, every page is in the nav, every command is one."""
+"""The site and its guides: links lead to existing headings, every page is in the nav, every command is valid."""
 
 import re
 import runpy
@@ -21,20 +21,20 @@ def name(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The ids that a page's headings get, where no two are alike."""
+    """The ids of a page's headings, if no two are equal."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
 def lost(page: Path) -> list[str]:
-    """The page's links to a heading that no page has."""
+    """The page's links to headings that no page has."""
     links = re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text())
     return [f"{path}#{anchor}" for path, anchor in links if anchor not in anchors(page.parent / path if path else page)]
 
 
 def wrong(line: str) -> str | None:
-    """What is wrong with a `redline` command line, None where it parses: its verb, its flags, its values."""
+    """The error of a `redline` command line, None if it parses: its verb, its flags, its values."""
     command: Any = typer.main.get_command(app)
     words = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     context = command.make_context("redline", [], resilient_parsing=True)
@@ -46,12 +46,12 @@ def wrong(line: str) -> str | None:
         context = command.context_class(command, parent=context, info_name=verb)
     try:
         values, left, _ = command.make_parser(context).parse_args(words)
-        context.resilient_parsing = True  # a folder that is named need not be here
+        context.resilient_parsing = True  # folders named in it need not exist
         for parameter in command.params:
             given = values.get(parameter.name)
             if parameter.opts[0].startswith("-"):
                 parameter.process_value(context, given)
-    except Exception as error:  # of click's, or of the copy of it that typer brings
+    except Exception as error:  # click's exception, or that of the copy of it in typer
         return str(error)
     return f"nobody reads {left}" if left else None
 

@@ -1,6 +1,7 @@
-"""What would go stale in silence: the list of what can be set, the docs, the dependencies, the laws of security.
+"""Checks of files that could become outdated unnoticed: the list of settings, the docs, the dependencies, security
+rules.
 
-A list that is frozen here is a visible decision: whoever adds a flag or a key adds a line.
+A list that is frozen here makes each change a visible decision: a new flag or key needs a new line.
 """
 
 import ast
@@ -39,7 +40,7 @@ PAGES = sorted(
 # ------------------------------------------------------------------------------------------------- what can be set
 
 
-# Flags that all verbs have which measure a server over HTTP.
+# Flags common to all verbs that measure a server over HTTP.
 OF_A_SERVER = (
     "--base-url --host --port --endpoint --backend --model --served-model-name --tokenizer --header --extra-body "
     "--insecure --html --disable-tqdm --ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec "
@@ -115,7 +116,7 @@ FLAGS = {
     "draft run": "--out --device",
 }
 
-# Of a peer's command line, which its users type here unchanged.
+# Flags of another project's command line, which its users type here unchanged.
 PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
@@ -142,7 +143,7 @@ KEYS = """
 
 @cache
 def flags() -> dict[str, set[str]]:
-    """verb -> its options, as typer has them."""
+    """verb -> its options, as registered with typer."""
     found: dict[str, set[str]] = {}
 
     def visit(command: Any, name: str) -> None:
@@ -158,8 +159,9 @@ def flags() -> dict[str, set[str]]:
 
 
 def keys(record: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The leaves of a tree of records; of a union of records all of them, and which of them it is. What a kind of
-    worker may say of its engine is what [engine] may say."""
+    """The leaves of a tree of records; for a union of records those of all of them, and the tag. The engine settings of
+    a kind of worker are those of [engine].
+    """
     for name, hint in get_type_hints(record).items():
         if record is Workers and name == "engine":
             continue
@@ -180,7 +182,7 @@ def test_the_keys_of_a_deployment_are_those_that_we_decided_on():
     assert set(keys(ServeConfig)) == set(KEYS.split())
 
 
-# Of what the flags of `serve` say in other words than the file: who drafts, which are two keys, and how.
+# Settings that the flags of `serve` spell differently from the file: the drafter, which is two keys, and its options.
 SPELLED = {"--draft": "type"} | {f"--draft-{key}": key for key in ("tokens", "head-bits", "trace")}
 
 
@@ -199,14 +201,15 @@ def test_make_serve_speculates_where_a_drafter_lies_beside_the_model(tmp_path: P
     def command(**variables: Any) -> str:
         words = [f"{name}={value}" for name, value in variables.items()]
         make = ["make", "--no-print-directory", "--dry-run", "serve", *words]
-        alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # not make's child
+        # without make's variables, so that it is not a child of make
+        alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
         done = subprocess.run(make, cwd=ROOT, env=alone, capture_output=True, text=True, check=True)
         return next(line for line in done.stdout.splitlines() if "redline serve" in line)
 
     model, drafter = tmp_path / "model", tmp_path / "model-eagle3"
     assert "--draft" not in command(MODEL=model)
     drafter.mkdir()
-    assert "--draft" not in command(MODEL=model), "an empty folder is no drafter"
+    assert "--draft" not in command(MODEL=model), "an empty folder is not a drafter"
     (drafter / "config.json").write_text("{}")
     assert f"--draft {drafter}" in command(MODEL=model)
     assert f"--draft {drafter}" in command(MODEL=f"{model}/")
@@ -259,7 +262,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def remarks(path: Path) -> Iterator[str]:
-    """A program's docstrings and comments; what follows # or // in a string counts as one."""
+    """A program's docstrings and comments; text after # or // in a string counts as one."""
     text = path.read_text()
     if path.suffix != ".py":
         yield from re.findall(r"//.*", text)
@@ -317,10 +320,10 @@ def test_the_changelog_knows_this_version():
 
 # ---------------------------------------------------------------------------------------------------- dependencies
 
-# uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a
-# paste is one question in every terminal, which input() cannot promise; jsonschema grades answers in `redline eval`;
-# markdown-it-py, Pygments, latex2mathml and nh3 render the page's answers, in a process of its own;
-# filelock, which torch needs too, keeps corpora and folders to one process.
+# uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a pasted text is
+# one question in every terminal, which input() cannot guarantee; jsonschema grades answers in `redline eval`;
+# markdown-it-py, Pygments, latex2mathml and nh3 render the page's answers, in a separate process; filelock, which torch
+# needs too, keeps corpora and folders to one process.
 RUN_TIME = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
@@ -330,7 +333,7 @@ RUN_TIME = {
     "latex2mathml": "latex2mathml", "nh3": "nh3",
 }  # fmt: skip
 # Plots, foreign vocabularies, training, RDMA, YAML, Ray and spans (`bench`, `draft`, `train`, `nixl`, `manifests`,
-# `ray`, `otel`); the peer of law 10, which `test` brings.
+# `ray`, `otel`); the library that law 10 compares with, which `test` installs.
 EXTRAS = {
     "matplotlib",
     "tokenizers",
@@ -346,7 +349,7 @@ EXTRAS = {
 }
 TRITON = (
     ROOT / "redline" / "kernels" / "hopper" / "triton"
-)  # comes with torch for CUDA; imported where a GPU's op is called
+)  # comes with torch for CUDA; imported when a GPU's op is called
 
 
 def test_the_run_time_parts_are_those_that_we_decided_on():
@@ -372,7 +375,9 @@ def test_what_an_extra_brings_is_imported_in_the_function_that_needs_it():
 
 
 def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
-    """Its channel is a border between processes, and has pyzmq; so have its handshakes and the sockets of events."""
+    """pyzmq is excepted: it is needed by the channel between processes, its handshakes, and the
+    sockets of KV events.
+    """
     core = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for room in ("ops", "kernels", "transport", "model", "run", "plan", "wire")
@@ -390,14 +395,14 @@ def test_what_is_looked_for_before_a_worker_is_started_are_run_time_parts():
 
 
 def test_the_emulator_is_the_tests_own():
-    """It is in no wheel, neither its Python nor its sources, and nothing that is in one imports it."""
+    """No wheel contains it, neither its Python nor its sources, and no module in a wheel imports it."""
     tools = PROJECT["tool"]["setuptools"]
     packages = find_namespace_packages(str(ROOT), **tools["packages"]["find"])
     assert {"redline.kernels.hopper", "redline.kernels.hopper.blocks", "redline.kernels.cpu.core"} <= set(packages)
     assert not [package for package in packages if package.startswith("redline.kernels.emulator")]
     for file in (ROOT / "redline/kernels/emulator").iterdir():
         if file.is_file():
-            # Of each package that is above it: a pattern of package-data reaches into folders below.
+            # Patterns of package-data of each parent package, which also match files in the folders below.
             above = ("kernels/emulator", "redline"), ("emulator", "redline.kernels")
             taken_out = tools["exclude-package-data"]
             assert all(any(fnmatch(f"{path}/{file.name}", p) for p in taken_out[name]) for path, name in above)
@@ -426,12 +431,12 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 @functools.cache
 def imported(path: Path) -> tuple[str, ...]:
-    """All modules that a program imports, wherever it does."""
+    """All modules that a program imports, at any place."""
     return tuple(imports(parsed(path)))
 
 
 def name_of(called: ast.expr) -> str:
-    """`a.b.c`, of what is called; empty for what has no name, as the result of another call."""
+    """`a.b.c`, the name of a called function; empty if it has none, such as the result of another call."""
     names: list[str] = []
     while isinstance(called, ast.Attribute):
         names.append(called.attr)
@@ -440,7 +445,7 @@ def name_of(called: ast.expr) -> str:
 
 
 def offences(tree: ast.AST, forbidden_calls: set[str]) -> list[str]:
-    """What the laws of security forbid, with its line."""
+    """Violations of the security rules, with their lines."""
     found = [module for module in imports(tree) if module.partition(".")[0] in FORBIDDEN_MODULES]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -457,7 +462,9 @@ def test_nothing_unpickles_evaluates_or_runs_a_checkpoints_code():
 
 
 def test_nothing_that_we_ship_executes_text():
-    """One exception, a program in a string: `redline eval --run-code` runs it in a closed child (run_code.py)."""
+    """One exception, a program in a string: `redline eval --run-code` runs it in a sandboxed child process
+    (run_code.py).
+    """
     found = {str(path): offences(parsed(path), FORBIDDEN_CALLS | EXECUTING_CALLS) for path in SHIPPED}
     assert not {path: lines for path, lines in found.items() if lines}
 
@@ -472,7 +479,7 @@ def test_the_search_for_offences_finds_them(source: str):
 
 @pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "simulate", "api", "transport"])
 def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
-    """The import laws are import-linter's; this also sees imports within functions."""
+    """import-linter checks the import laws; this test also sees imports within functions."""
     for path in (ROOT / "redline" / room).rglob("*.py"):
         assert not {"torch", "triton"} & {name.partition(".")[0] for name in imported(path)}
 
@@ -484,7 +491,9 @@ def test_the_import_laws_name_every_room():
 
 
 def test_no_two_files_import_each_other():
-    """Nor three, in a circle: as they are loaded one would see half of another. A function may import what it likes."""
+    """Nor may three or more in a circle: during loading, one would see another half-initialised. Imports inside
+    functions are free.
+    """
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "redline").rglob("*.py")}
     modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
     graph = {name: loaded(parsed(path)) & set(modules) - {name} for name, path in modules.items()}
@@ -493,7 +502,7 @@ def test_no_two_files_import_each_other():
 
 
 def loaded(tree: ast.AST) -> set[str]:
-    """The modules that are imported as this one is loaded, and what may be modules among the names."""
+    """The modules that are imported when this one is loaded, and imported names that may be modules."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):

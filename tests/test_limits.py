@@ -1,4 +1,4 @@
-"""What a container may take is less than what its machine has, and control groups say how much."""
+"""The limits of a container, from control groups, are below the resources of its machine."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,7 @@ V1 = "3{n} 31 0:3{n} {inside} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}
 
 
 class Machine:
-    """A folder that looks like the root of a machine with 64 GB available."""
+    """A folder with the layout of the root of a machine with 64 GB available."""
 
     def __init__(self, root: Path, group: str = "0::/", mounts: str = "") -> None:
         self.root = root
@@ -54,7 +54,7 @@ def test_a_containers_bound_counts_and_cached_files_give_way(tmp_path: Path):
 def test_every_group_around_counts_with_what_others_hold_in_it(tmp_path: Path):
     machine = Machine(tmp_path, "0::/pods/one", V2.format(inside="/"))
     machine.bound("sys/fs/cgroup/pods/one", 16 * GB, 2 * GB)
-    machine.bound("sys/fs/cgroup/pods", 20 * GB, 15 * GB)  # another pod holds 13
+    machine.bound("sys/fs/cgroup/pods", 20 * GB, 15 * GB)  # another pod uses 13
     assert free_memory(machine.root) == 5 * GB
 
 

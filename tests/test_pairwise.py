@@ -1,4 +1,4 @@
-"""A cover of cases: it has every pair of values, and is smaller than all of them."""
+"""A cover of cases: it has every pair of values, and is smaller than the set of all cases."""
 
 import itertools
 import random

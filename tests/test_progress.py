@@ -1,4 +1,4 @@
-"""What a long verb says of itself: a line every ten seconds where nobody sees a bar, by a clock that is the test's."""
+"""Progress of a long verb: a line every ten seconds if there is no terminal for a bar, by a clock of the test."""
 
 import io
 import re
@@ -12,7 +12,7 @@ from redline.progress import EVERY_S, Working
 
 
 class Clock:
-    """Moves when somebody waits; the work that `meanwhile` does is done in each wait. Ends the waits after the last."""
+    """Advances whenever a wait occurs; each wait does the work of `meanwhile`. Ends the waits after the last."""
 
     def __init__(self, *meanwhile: Callable[[], object]) -> None:
         self.now = 1000.0
@@ -91,8 +91,8 @@ def test_on_a_terminal_there_is_a_bar_and_a_name_keeps_its_brackets(monkeypatch:
         print("a result")
     assert "answers of [bold]" in stream.getvalue()
     assert "3 of 7 9 tokens/s" in stream.getvalue()
-    assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the bar is gone with the work"
-    assert out.getvalue() == "a result\n", "what is printed meanwhile goes where it would have gone"
+    assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the bar must be removed at the end"
+    assert out.getvalue() == "a result\n", "other output must go to its usual stream"
 
 
 def test_times_are_whole_at_80_columns_whatever_the_words(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,4 @@
-"""No test reads a real clock or sleeps, by whichever module it asks."""
+"""No test reads a real clock or sleeps, through any module."""
 
 import time
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""A test over random numbers has the same ones in each run, unless others are asked for; a failure says which."""
+"""A test with random numbers gets the same ones in each run, unless others are requested; a failure prints the seed."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def test_fails():
 
 
 def failure(folder: Path, **environment: str) -> tuple[str, str]:
-    """What pytest shows: the seed, and the numbers."""
+    """The seed and the numbers, from pytest's output."""
     (folder / "test_failing.py").write_text(FAILING)
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]

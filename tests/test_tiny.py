@@ -1,5 +1,5 @@
 """One request through the whole system, in one process: a checkpoint's folder, the engine, the gateway, the API, the
-official client. Read this first: every part stands here in the order in which a request meets it.
+official client. Read this first: the parts are created in the order in which a request passes them.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ TOKENS = 40
 
 
 def test_one_request_through_the_whole_system(tmp_path: Path):
-    # What is on disk: weights in Kimi's format, here random ones, and a tokenizer in Kimi's format.
+    # On disk: weights in Kimi's format, here random ones, and a tokenizer in Kimi's format.
     random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(tmp_path)
 
-    # The worker: model, pages, planner, runner, and a thread that runs the loop. `redline serve` gives it a process.
+    # The worker: model, pages, planner, runner, and a thread that runs the loop. `redline serve` runs it as a process.
     engine = EngineCore.load(tmp_path, EngineConfig(kv_memory=1_000_000, max_model_len=512))
     to_worker, from_worker = MemoryChannel(), MemoryChannel()
     worker = threading.Thread(target=engine.serve, args=(to_worker, from_worker))
@@ -42,17 +42,17 @@ def test_one_request_through_the_whole_system(tmp_path: Path):
         to_worker.put(Stop())
         worker.join()
 
-    assert len(streamed) > 1, "the answer came in pieces"
+    assert len(streamed) > 1, "the answer must arrive in several chunks"
     assert "".join(streamed) == whole.choices[0].text
     assert whole.choices[0].finish_reason == "length"
     assert whole.usage.completion_tokens == TOKENS
-    assert whole.usage.prompt_tokens_details.cached_tokens == 64, "the second request began from the first one's page"
+    assert whole.usage.prompt_tokens_details.cached_tokens == 64, "the second request must reuse the first one's page"
     engine.planner.check()
     assert engine.planner.load().pages_used == 0
 
 
 async def _ask(folder: Path, engine: EngineCore, to_worker: MemoryChannel, from_worker: MemoryChannel):
-    """The same greedy completion twice: as a stream, and whole."""
+    """The same greedy completion twice: streamed, and as one response."""
     # The API's process: text and protocol on one side, messages on the other.
     gateway = Gateway(Tokenizer.open(folder), style_of(folder), Metrics("tiny"))
     worker = gateway.join("worker", to_worker)

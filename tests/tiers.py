@@ -1,4 +1,4 @@
-"""Engines whose pages go to tiers below the prefix cache, driven turn by turn."""
+"""Engines with KV offload tiers below the prefix cache, driven iteration by iteration."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ from redline.worker.loop import StepInFlight, turn
 from redline.worker.tiers import Tiers
 from tests.tiny_model import Answer, joined, open_engine, tiny_model
 
-WAIT_S = 120.0  # at most, for the thread of the store
+WAIT_S = 120.0  # timeout for the store's thread
 
 
 def open_tiers(
     disk: Path | None = None, *, host_memory: int = 64 << 20, disk_size: int = 256 << 20, **engine: Any
 ) -> EngineCore:
-    """An engine of few pages; absent: memory of the host alone. Close it with `close`."""
+    """An engine with few pages; default: host memory as the only tier. Close it with `close`."""
     below: dict[str, Any] = {"host_memory": host_memory}
     if disk is not None:
         below |= {"disk": str(disk), "disk_size": disk_size}
@@ -39,12 +39,12 @@ def tier(engine: EngineCore, name: Tier) -> TierLoad:
 
 
 def run(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, Answer]:
-    """All jobs to their ends, as `worker.loop.lead` has it. settle: the store's thread is waited for, each turn."""
+    """Run all jobs to their ends, as `worker.loop.lead` does. settle: wait for the store's thread in each iteration."""
     return {name: joined(parts) for name, parts in told(engine, jobs, settle=settle).items()}
 
 
 def told(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dict[str, list[Delta]]:
-    """The same, as their deltas."""
+    """As `run`, but returns the deltas of the jobs."""
     tiers, deltas = tiers_of(engine), {str(job.id): list[Delta]() for job in jobs}
     flight: StepInFlight | None = None
     with torch.inference_mode():
@@ -65,7 +65,7 @@ def told(engine: EngineCore, jobs: Sequence[Job], *, settle: bool = True) -> dic
 
 
 def close(engine: EngineCore) -> None:
-    """As a worker that is told to stop."""
+    """Close the engine, as a worker does at Stop."""
     engine.planner.abort_all()
     engine.planner.check()
     tiers_of(engine).close()

@@ -32,7 +32,7 @@ FINGERPRINT = "tiny"
 VOCABULARY = 512
 CPU = torch.device("cpu")
 LEARNED = Learned(drafter="tiny", adaptive=False, suffix=False)  # always three drafts by `tiny_drafter`
-BOTH = Learned(drafter="tiny", adaptive=False)  # and matches of the text's own past above it
+BOTH = Learned(drafter="tiny", adaptive=False)  # with suffix matches in addition
 SUFFIX = Suffix(adaptive=False)
 
 
@@ -45,7 +45,7 @@ def kernel_config(**changes: Any) -> K2Config:
 
 @functools.cache
 def tiny_model() -> K2:
-    """One random model for all tests; nobody changes it."""
+    """One random model for all tests; it must not be modified."""
     with tempfile.TemporaryDirectory() as folder:
         random_checkpoint(folder, kernel_config())
         return load(Checkpoint.open(folder), CPU)
@@ -53,7 +53,7 @@ def tiny_model() -> K2:
 
 @functools.cache
 def tiny_drafter() -> Eagle3:
-    """One random drafter of `tiny_model`: it is hardly ever right."""
+    """One random drafter for `tiny_model`: it is rarely right."""
     torch.manual_seed(0)
     model = tiny_model()
     drafter = Eagle3(Eagle3Config.for_target(model.config))
@@ -76,9 +76,9 @@ def open_engine(
     drafter: Eagle3 | None = None,
     **config: Any,
 ) -> EngineCore:
-    """An engine over its own pages; `config` as in EngineConfig. Close its runner at the end.
+    """An engine with its own pages; `config` as in EngineConfig. Close its runner at the end.
 
-    drafter: what a Learned speculation names; absent: `tiny_drafter`.
+    drafter: the drafter of a Learned speculation; default: `tiny_drafter`.
     """
     layout = Layout(pages, max_model_len, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
     asked = EngineConfig(max_running=max_running, step_tokens=step_tokens, **config)
@@ -94,19 +94,19 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 def job(name: str, tokens: Sequence[int], **sampling: Any) -> Job:
-    """Greedy, 8 tokens and their 3 best alternatives unless told otherwise."""
+    """A greedy job of 8 tokens with their 3 best alternatives, by default."""
     asked = Sampling(**{"max_tokens": 8, "temperature": 0.0, "logprobs": 3, **sampling})
     return make_job(JobId(name), tuple(tokens), asked, FINGERPRINT)
 
 
 def drafter_rows(engine: EngineCore, slot: int, count: int) -> Tensor:
-    """Places [1, count) of a slot: place 0 of a job holds nothing."""
+    """The drafter's rows at positions [1, count) of a slot: position 0 of a job has none."""
     table = engine.runner.slots.tables[slot].long()
     return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
 
 
 class Answer(NamedTuple):
-    """What a client has been told in all."""
+    """The complete answer that a client gets."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -119,9 +119,10 @@ class Answer(NamedTuple):
 
 
 def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, Answer]:
-    """All jobs to their ends; a wave of them arrives every `every` turns of the loop.
+    """Run all jobs to their ends; a wave of them arrives every `every` iterations of the loop.
 
-    Their grammars are compiled before the next turn: else the number of steps would depend on the compiling threads.
+    Their grammars are compiled before the next iteration: otherwise the number of steps would depend on the compiling
+    threads.
     """
     deltas: dict[str, list[Delta]] = {job.id: [] for wave in waves for job in wave}
     arriving = list(waves)
@@ -141,7 +142,7 @@ def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, 
 
 
 def run_alone(model: K2, job: Job, **engine: Any) -> Answer:
-    """The job in an engine of its own."""
+    """The job's answer from an engine of its own."""
     opened = open_engine(model, **engine)
     try:
         return run(opened, [job])[job.id]

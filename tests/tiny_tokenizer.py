@@ -1,7 +1,7 @@
 """A tiny tokenizer in Kimi's own file format, for tests that need text but no real vocabulary.
 
-256 single bytes, a few merges, and 256 reserved ids laid out as Kimi lays them out: the named ones by offset, the
-rest `<|reserved_token_{id}|>`. Every text has ids here; a character beyond ASCII takes several.
+256 single bytes, a few merges, and 256 reserved ids in Kimi's order: the named ones by offset, the rest
+`<|reserved_token_{id}|>`. Every text can be encoded; a character beyond ASCII takes several ids.
 """
 
 import base64
@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 from redline.chat.tokenizer import Tokenizer
 
-# In rank order: each is the join of two tokens that stand before it, so that byte-pair encoding can reach it.
+# In rank order: each is the concatenation of two earlier tokens, so that byte-pair encoding can reach it.
 MERGES = (
     b"th", b"he", b"in", b"er", b"an", b"re", b"on", b"ll", b"lo", b" t", b" a", b" w", b"  ", b"    ",
     b"the", b" the", b"and", b" and", b"ing", b"llo", b"hello", b"un", b"ct", b"ion", b"ions", b"ctions", b"fun",
@@ -51,9 +51,9 @@ TINY_VOCAB = 256 + len(MERGES) + RESERVED
 
 
 def words(count: int) -> Iterator[bytes]:
-    """So many merges of which text is made in whole words: a space and up to four small letters.
+    """`count` merges that make tokens of whole words: a space and up to four small letters.
 
-    Raises ValueError where there are not so many.
+    Raises ValueError if there are fewer such words.
     """
     letters = [bytes([value]) for value in range(ord("a"), ord("z") + 1)]
     found: list[bytes] = []
@@ -67,7 +67,7 @@ def words(count: int) -> Iterator[bytes]:
 
 
 def write_tiny_tokenizer(folder: Path, merges: Iterable[bytes] = MERGES) -> Path:
-    """Writes `tiktoken.model` and `tokenizer_config.json` into `folder` (made if absent), and returns it.
+    """Writes `tiktoken.model` and `tokenizer_config.json` into `folder` (created if absent), and returns it.
 
     merges: as MERGES; the vocabulary is 256 bytes, these and RESERVED ids.
     """
@@ -91,6 +91,6 @@ def write_tiny_tokenizer(folder: Path, merges: Iterable[bytes] = MERGES) -> Path
 
 @cache
 def tokenizer() -> Tokenizer:
-    """The tiny one."""
+    """The tiny tokenizer."""
     with TemporaryDirectory() as folder:
         return Tokenizer.open(write_tiny_tokenizer(Path(folder)))

@@ -1,11 +1,12 @@
-"""Triton's interpreter keeps bf16 as raw 16-bit integers and computes with those; here it computes with their values.
+"""Triton's interpreter keeps bf16 as raw 16-bit integers and computes with those; this module makes it compute with
+their values.
 
-Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, float32 is cut, not rounded, and an
-integer becomes the bf16 of those bits.
+Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, float32 is truncated instead of
+rounded, and an integer becomes the bf16 of those bits.
 Seen in Triton 3.7: float32 that rounds up to the next power of two becomes half of it as e4m3.
 
-Seen in Triton 3.7: it looks through all of `triton.language`, to patch it, whenever a kernel calls a function, a third
-of what tests of small kernels took. Here it does so once for each kernel that runs.
+Seen in Triton 3.7: it searches all of `triton.language`, to patch it, whenever a kernel calls a function, which took a
+third of the time of tests of small kernels. Here it does so once for each kernel that runs.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ def widened(bits: np.ndarray) -> np.ndarray:
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """To the nearest bf16, ties to even; NaN stays NaN."""
+    """Rounded to the nearest bf16, ties to even; NaN stays NaN."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
@@ -73,10 +74,10 @@ def mend() -> None:
 
 
 def patch_once() -> None:
-    if not hasattr(interpreter, "_LangPatchScope"):  # a version that keeps what it has patched otherwise
+    if not hasattr(interpreter, "_LangPatchScope"):  # a version that records its patches differently
         return
     patch = interpreter._patch_lang
-    patched: set[int] = set()  # modules, by the kernel that runs
+    patched: set[int] = set()  # modules patched for the kernel that runs
 
     class Scope(interpreter._LangPatchScope):
         def restore(self) -> None:

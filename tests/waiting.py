@@ -1,7 +1,7 @@
-"""Waiting for an event: how a test waits for what another process, a thread or the event loop does.
+"""Waiting for an event of another process, a thread or the event loop.
 
-A limit is there to end a test that would hang. It is generous, since machines differ, and nothing is asserted about how
-long a wait took.
+A limit only ends a test that would hang. It is generous, since machines differ, and no test asserts how long a wait
+took.
 """
 
 import asyncio
@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], what: str | Callable[[], str] = "", limit_s: float = LIMIT_S) -> T:
-    """Poll `condition` until it is true, and return what it gave. Raises AssertionError at the limit.
+    """Poll `condition` until it is true, and return its value. Raises AssertionError at the limit.
 
-    what: is said then, or gives what is said.
+    what: the message of the error, or a function that returns it.
     """
     deadline = time.monotonic() + limit_s
     while not (given := condition()):
@@ -30,12 +30,13 @@ def until(condition: Callable[[], T], what: str | Callable[[], str] = "", limit_
 
 
 async def eventually(condition: Callable[[], T], what: str = "", limit_s: float = LIMIT_S) -> T:
-    """As `until`, while the event loop runs on. It may be used on a loop whose clock is a `tests.clocks.FakeClock`."""
+    """As `until`, while the event loop runs. Works on a loop with a `tests.clocks.FakeClock` as its clock, too."""
     deadline = time.monotonic() + limit_s
     while not (given := condition()):
         assert time.monotonic() < deadline, f"not within {limit_s:.0f} s: {what or condition}"
         await turns()
-        time.sleep(0.0002)  # for other threads and processes, which a loop that never blocks would keep from a core
+        # gives the core to other threads and processes, since a loop that never blocks would occupy it
+        time.sleep(0.0002)
     return given
 
 

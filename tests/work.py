@@ -1,4 +1,4 @@
-"""How much work a call is, counted: a bound that holds on any machine, in the place of seconds."""
+"""The amount of work of a call, counted: a bound that holds on any machine, instead of seconds."""
 
 import sys
 import tracemalloc
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lines(work: Callable[[], object]) -> int:
-    """How many lines of Python `work` executes in this thread, those of what it calls included."""
+    """How many lines of Python `work` executes in this thread, including those of functions that it calls."""
     count = 0
 
     def trace(_: FrameType, event: str, __: Any) -> Any:
@@ -26,8 +26,9 @@ def lines(work: Callable[[], object]) -> int:
 
 
 class Memory:
-    """Python's memory in a `with` block: behind it, `peak_bytes` is the most that was held at once beyond what was
-    there before."""
+    """Python's memory in a `with` block: afterwards, `peak_bytes` is the most memory held at once in addition to the
+    memory held before.
+    """
 
     peak_bytes = 0
 
@@ -41,7 +42,7 @@ class Memory:
         tracemalloc.stop()
 
     def restart(self) -> int:
-        """Begin anew, with what is there now. Returns the peak until now."""
+        """Start again from the present amount. Returns the peak until now."""
         now, peak = tracemalloc.get_traced_memory()
         before, self._before = getattr(self, "_before", now), now
         tracemalloc.reset_peak()
@@ -49,8 +50,9 @@ class Memory:
 
 
 def costs(work: Callable[[Callable[[], object]], object]) -> tuple[int, int]:
-    """(lines, bytes) of a work in parts: lines of Python, and the sum of its parts' peaks, which grows with the square
-    of their number where each copies what came before it. work: calls what it is given after each of its parts."""
+    """(lines, bytes) of work done in parts: lines of Python, and the sum of its parts' peaks, which grows with the
+    square of their number if each copies all earlier ones. work: calls its argument after each of its parts.
+    """
     peaks: list[int] = []
     with Memory() as memory:
         work(lambda: peaks.append(memory.restart()))

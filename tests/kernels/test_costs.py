@@ -22,10 +22,10 @@ from redline.ops.op import Case, Op
 
 OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)))
 
-# Weights stored in tiles, whose padding is multiplied too. Kimi's sizes have no padding; those of Kimi-Nano and of
+# Weights stored in tiles, with padding that is multiplied too. Kimi's sizes have no padding; those of Kimi-Nano and of
 # these tests do.
 TILED = {"project_a", "project_q", "project_out", "gates", "head", "head_8"}
-# Ops whose references read every key of a chunk, or empty parts, and use many torch ops for what a kernel does in one.
+# Ops with references that read every key of a chunk, or empty parts, and use many torch ops in place of one kernel.
 WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb"}
 
 

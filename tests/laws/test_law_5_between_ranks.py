@@ -122,7 +122,7 @@ def test_pages_below_the_cache_come_back_to_every_rank(
     """From host memory, from disk by way of host memory, and directly from disk if host memory has no room."""
     engine = engines("2 more")
     assert engine.tiers is not None
-    engine.tiers.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # all is fetched
+    engine.tiers.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # always fetch all pages
     store = engine.tiers.store
     assert counted(tiers.run(engine, jobs(folder)), expected, near=1e-3) == 0
     for tier, room in (("host", store._room), ("disk", store._room), ("disk", lambda: None)):

@@ -305,7 +305,7 @@ def test_the_drafter_misses_no_row_in_pages_that_come_back_from_host_memory(
     try:
         answers, here = both.run(asked), both.answers.engine
         below = tiers.tiers_of(here)
-        below.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # all is fetched
+        below.prefills.observed = lambda *_: None  # type: ignore[method-assign]  # always fetch all pages
         here.planner.forget_idle()
         below.store.flush(tiers.WAIT_S)
         here.runner.kv.draft.fill_(POISON)

@@ -167,7 +167,7 @@ def beside_one(first_ms: float | None, second_ms: float | None, **config: float)
     ("first_ms", "second_ms", "expected"),
     [
         (None, None, 192),
-        # 600 tokens in 0.9 x 100 ms need 6.67 per ms: one first token is at stake, as many as answers
+        # 600 tokens in 0.9 x 100 ms need 6.67 per ms: one first token is at stake, against one answer
         (100.0, None, 192),
         (100.0, 180.0, 384),  # together 1,250 tokens in 0.9 x 180 ms need 7.72 per ms
         (100.0, 240.0, 192),  # 5.8 per ms, which chunks of 192 reach

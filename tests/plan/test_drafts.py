@@ -15,7 +15,7 @@ from tests.fakes import World, hash_page, make_job, page_hashes
 from tests.plan.test_planner import prompt
 
 DEAR = StepCosts(rows=(1, 64), counts=(1, 8), target_ms=((1, 8), (64, 512)), draft_ms=(1, 64))
-"""A position costs as much as a token, and so does a drafter pass."""
+"""A position and a drafter pass each cost the same as a token."""
 
 
 def drafts(step: Step) -> list[int]:

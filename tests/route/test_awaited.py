@@ -1,4 +1,4 @@
-"""Jobs whose answers a worker is to write once another has computed their prompts."""
+"""Jobs that a decode worker will answer once a prefill worker has computed their prompts."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def job(number: int) -> Job:
 
 @pytest.fixture
 def links() -> Links:
-    """One for prompts, one that answers. A prompt takes a second, an answer of 20 tokens a fifth of one."""
+    """One prefill worker and one decode worker. A prompt takes a second, an answer of 20 tokens 0.2 s."""
     found = Links(lambda: 0.0)
     for name, role in (("p", "prefill"), ("d", "decode")):
         link = Link(name, MemoryChannel(), role)  # type: ignore[arg-type]
@@ -53,10 +53,10 @@ def test_they_count_as_answers_until_prompts_wait_for_longer_than_an_answer_is_w
     assert first.prefill is p
     assert (d.jobs, d.awaited) == (1, 1)
     assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 0, (
-        "its prompt takes a second, and its answer a fifth"
+        "its prompt takes 1 s, and its answer 0.2 s"
     )
     links.pace.answered("", 10_000)
-    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1, "now answers are long"
+    assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1, "answers are long now"
     links.computed(first, one.id)
     assert (d.jobs, d.awaited) == (1, 0)
     assert links.candidate(d, job(2), {}, waits_s=links.prompts_wait_s).answers == 1
@@ -68,7 +68,9 @@ def test_of_many_that_wait_for_prompts_few_are_answers_at_once(links: Links) -> 
     for number in range(2, 41):
         links.sent(route, job(number))
     assert (d.jobs, d.awaited, p.jobs) == (40, 40, 40)
-    assert links.candidate(d, job(50), {}, waits_s=links.prompts_wait_s).answers <= 1, "one comes each second"
+    assert links.candidate(d, job(50), {}, waits_s=links.prompts_wait_s).answers <= 1, (
+        "one prompt is finished each second"
+    )
 
 
 def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(links: Links) -> None:
@@ -90,7 +92,9 @@ def test_no_transfer_is_chosen_whose_pages_can_be_had_neither_there_nor_here(lin
     computed_by(0, 0)
     route, one = sent(links, 1)
     assert route.prefill is p
-    assert computed_by(0, 0) is None, "the first takes the pages of both, though they have not said so yet"
+    assert computed_by(0, 0) is None, (
+        "the first job will take pages of both workers, though their loads do not show it yet"
+    )
     links.computed(route, one.id)
     assert computed_by(0, 32) is p
     assert computed_by(32, 32) is None

@@ -1,4 +1,4 @@
-"""What a vLLM worker tells of its cache, as our index takes it in; bytes are made by hand, as the format says."""
+"""KV events of a vLLM worker, added to our page index; the bytes are written by hand according to the format."""
 
 import random
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def batch(*events: Any) -> bytes:
 
 
 def stored(first: int, count: int, size: int, parent: int | bytes | None = None, **more: Any) -> dict[str, Any]:
-    """Blocks [first, first + count) of PROMPT, block i by the name i."""
+    """A stored event for blocks [first, first + count) of PROMPT; block i has the hash i."""
     tokens = list(PROMPT[first * size : (first + count) * size])
     return {
         "type": "BlockStored", "block_hashes": list(range(first, first + count)), "parent_block_hash": parent,
@@ -42,7 +42,7 @@ def removed(*names: int, **more: Any) -> dict[str, Any]:
 
 
 class Followed:
-    """An index beside one worker's blocks."""
+    """A page index with the blocks of one worker."""
 
     def __init__(self) -> None:
         self.blocks, self.index, self._number = Blocks("vllm-0", named), PageIndex(), 0
@@ -100,7 +100,7 @@ def test_what_comes_behind_a_block_that_has_gone_is_known_once_that_comes_again(
     assert followed.blocks.left_out == 0
     followed.says(removed(1))
     followed.says(stored(1, 1, 64, parent=0))
-    assert followed.blocks.left_out == 1, "what block 0 was is not known any more"
+    assert followed.blocks.left_out == 1, "the contents of block 0 are no longer known"
 
 
 def test_an_older_releases_arrays_are_read_too() -> None:
@@ -195,7 +195,7 @@ def test_nothing_is_known_of_before_a_gap_or_of_another_start() -> None:
 
 
 class Said:
-    """Keeps what is sent."""
+    """Keeps the messages that are sent."""
 
     def __init__(self) -> None:
         self.batches: list[bytes] = []
@@ -251,7 +251,7 @@ def test_whatever_comes_and_goes_the_pages_that_are_known_are_those_that_are_who
     for size in (16, 32):
         followed, there, each = Followed(), set[int](), PAGE_TOKENS // size
         for _ in range(300):
-            if there and draw.random() < 0.4:  # from the end, as a cache forgets
+            if there and draw.random() < 0.4:  # from the end, as a cache evicts
                 gone = max(there)
                 there.discard(gone)
                 followed.says(removed(gone))

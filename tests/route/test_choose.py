@@ -1,4 +1,4 @@
-"""Who gets a job: pure functions over what is known of the workers."""
+"""Choosing a worker for a job: pure functions of the known state of the workers."""
 
 import pytest
 
@@ -11,7 +11,9 @@ TARGETS = Targets(ttft_s=1.0, itl_s=0.05)
 
 
 def measured(step_s: float = 0.005, row_s: float = 0.001, output: int = 100) -> Pace:
-    """Prompts of 10,000 tokens a second, steps so long, answers of so many tokens."""
+    """A pace of 10,000 prompt tokens a second, with the given step time, time per row, and length of
+    answers in tokens.
+    """
     pace = Pace(StepModel(base=1e3 * step_s, row=1e3 * row_s, prompt=0.1))
     pace.answered("", output)
     return pace
@@ -29,7 +31,7 @@ def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_ar
         return chosen(2000, empty, pages._replace(queue=queue), targets=promised_nothing)
 
     assert goes(0) == "pages"
-    # What is computed counts twice, and half once more for an answer that it holds up.
+    # Computed tokens count twice, and a half for each answer that they hold up.
     beside = 0.5 * (3 * 80 - 2000)
     worth = 2 * 1920 - beside
     assert goes(int(0.99 * worth)) == "pages"
@@ -38,15 +40,19 @@ def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_ar
 
 def test_a_conversation_leaves_its_pages_where_answers_are_slow() -> None:
     pages, empty = Candidate("pages", 4000, 0, 20, 9999), Candidate("empty", 0, 0, 2, 9999)
-    assert chosen(5000, empty, pages, pace=measured(row_s=0.0)) == "pages", "a row adds nothing"
-    assert chosen(5000, empty, pages, pace=measured(row_s=0.002)) == "empty", "they lose 0.45 of what is promised"
+    assert chosen(5000, empty, pages, pace=measured(row_s=0.0)) == "pages", "a row must not lengthen steps"
+    assert chosen(5000, empty, pages, pace=measured(row_s=0.002)) == "empty", (
+        "other answers would lose 0.45 of their SLO target"
+    )
 
 
 def test_an_answer_avoids_a_worker_that_computes_prompts() -> None:
     idle, busy = Candidate("idle", 0, 0, 5, 9999), Candidate("busy", 0, 0, 4, 9999)
     assert chosen(100, idle, busy, pace=measured()) == "busy"
     assert chosen(100, idle, busy._replace(busy=0.7), pace=measured()) == "idle"
-    assert chosen(100, idle, busy._replace(busy=9.0), pace=measured()) == "idle", "more comes than it can compute"
+    assert chosen(100, idle, busy._replace(busy=9.0), pace=measured()) == "idle", (
+        "the worker gets more prompts than it can compute"
+    )
 
 
 def test_among_workers_alike_the_one_with_fewest_answers_and_of_those_the_first() -> None:
@@ -57,7 +63,7 @@ def test_among_workers_alike_the_one_with_fewest_answers_and_of_those_the_first(
 
 
 def test_where_costs_are_as_good_as_equal_a_conversation_returns_to_its_pages() -> None:
-    """As where few steps were measured, and the fit finds that tokens of prompts cost nothing."""
+    """As after few measured steps, if the fit finds that prompt tokens cost nothing."""
     flat = Pace(StepModel(base=190.0))
     pages, empty = Candidate("pages", 384, 0, 0, 9999, 0.0025), Candidate("empty", 0, 0, 0, 9999, 0.0020)
     for pair in ((pages, empty), (empty, pages)):
@@ -85,7 +91,9 @@ def expected(
 
 
 def test_a_prompt_whose_pages_fit_nowhere_now_is_computed_where_it_is_answered() -> None:
-    """A transfer takes its pages twice. Without room on either side it is computed, given up and computed again."""
+    """A transfer needs pages on both workers. If neither has room, the prompt would be computed, given up and computed
+    again.
+    """
 
     def one(worker: str, room: int, queue: int = 0) -> Predicted:
         (found,) = predict(4000, [Candidate(worker, 0, queue, 0, 9999, room=room)], measured(), "", TARGETS)
@@ -96,7 +104,7 @@ def test_a_prompt_whose_pages_fit_nowhere_now_is_computed_where_it_is_answered()
         ([roomy, full], [full], (0, 0)),
         ([full, roomy], [full], (1, 0)),
         ([full, full], [roomy], (0, 0)),
-        ([full, full], [full, busy], (0, 1)),  # there it may wait until some are free here
+        ([full, full], [full, busy], (0, 1)),  # that prefill worker may wait until pages are free on the decode worker
         ([full, full], [full], (0, None)),
         ([full, full], [full, full], (0, None)),
     ):
@@ -106,10 +114,12 @@ def test_a_prompt_whose_pages_fit_nowhere_now_is_computed_where_it_is_answered()
 def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left_where_the_answer_is() -> None:
     nothing, most = expected("d", 0), expected("e", 3900)
     assert apart([nothing, nothing], [expected("p", 0)]) == (0, 0)
-    assert apart([nothing, most], [expected("p", 0)]) == (1, None), "100 tokens are left"
-    assert apart([nothing, most], [expected("p", 3900)]) == (1, 0), "as many there, where nobody is held up"
-    assert apart([nothing, expected("e", 3500, answers=9)], [expected("p", 3000)])[1] == 0, "9 would wait"
-    assert apart([nothing, nothing], [expected("p", 0, queue=9000)]) == (0, None), "others wait there"
+    assert apart([nothing, most], [expected("p", 0)]) == (1, None), "only 100 tokens are uncached"
+    assert apart([nothing, most], [expected("p", 3900)]) == (1, 0), (
+        "the prefill worker has the same pages cached, and no answers to hold up"
+    )
+    assert apart([nothing, expected("e", 3500, answers=9)], [expected("p", 3000)])[1] == 0, "9 answers would wait"
+    assert apart([nothing, nothing], [expected("p", 0, queue=9000)]) == (0, None), "the prefill worker has a long queue"
     assert apart([nothing, nothing], [expected("p", 0, queue=9000), expected("q", 0)]) == (0, 1)
     assert apart([expected("d", 0, answers=4), expected("e", 0, answers=2)], [expected("p", 0)]) == (1, 0)
     assert apart([expected("d", 0, answers=1), nothing], []) == (1, None)
@@ -117,7 +127,7 @@ def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left
 
 @pytest.mark.parametrize(("answers", "waits"), [(1, True), (40, False)])
 def test_answers_near_their_promise_are_not_held_up_for_a_first_token_that_has_time(answers: int, waits: bool) -> None:
-    """Beside 40 rows two tokens are 46 ms apart, and 50 are promised."""
+    """With 40 decode rows the inter-token latency is 46 ms; the target is 50."""
     promised = Targets(ttft_s=3.0, itl_s=0.05)
     here = expected("d", 2000, answers=answers, targets=promised)
     there = expected("p", 2000, queue=5000, targets=promised)
@@ -125,8 +135,9 @@ def test_answers_near_their_promise_are_not_held_up_for_a_first_token_that_has_t
 
 
 def test_a_first_token_that_is_late_anyway_is_not_bought_with_the_answers_of_others() -> None:
-    """In the queue for prompts it would wait for 12 s where 3 are promised; where 30 answers are for none, but for 2 s
-    of its own, and then all of these would be late."""
+    """In the prefill queue the prompt would wait for longer than its TTFT target; on a worker with 30 answers it would
+    start at once and take 2 s, but then all of these answers would miss their target.
+    """
     promised = Targets(ttft_s=1.5, itl_s=0.05)
     here = expected("d", 0, answers=30, tokens=20_000, targets=promised)
     assert apart([here], [expected("p", 0, queue=100_000, tokens=20_000, targets=promised)]) == (0, 0)
@@ -135,15 +146,15 @@ def test_a_first_token_that_is_late_anyway_is_not_bought_with_the_answers_of_oth
 def test_costs_are_seconds_where_nothing_is_promised() -> None:
     (found,) = predict(1000, [Candidate("a", 200, 300, 0, 9999)], Pace())
     assert found.first_token_s == pytest.approx(1100 * FRESH_TOKEN_S)
-    assert found.computing_cost_s == pytest.approx(1900 * FRESH_TOKEN_S), "its own, and who comes behind"
-    assert found.held_up_cost_s == pytest.approx(0.5 * 800 * FRESH_TOKEN_S), "an answer that may come is held up"
+    assert found.computing_cost_s == pytest.approx(1900 * FRESH_TOKEN_S), "its own time, and that of later prompts"
+    assert found.held_up_cost_s == pytest.approx(0.5 * 800 * FRESH_TOKEN_S), "a possible answer is held up"
 
 
 GPU = StepModel(base=1.5, experts=9.0, row=0.03, prompt=0.0064, experts_of=384, experts_chosen=8)
 
 
 def on_a_gpu() -> Pace:
-    """What four layers of Kimi's widths take on one: a step of 64 tokens reads three quarters of all experts."""
+    """Steps of four layers of Kimi's widths on one GPU: a step of 64 tokens reads three quarters of all experts."""
     pace = Pace(GPU)
     pace.step_tokens = 8192
     for _ in range(9):
@@ -156,14 +167,16 @@ def test_a_short_prompt_costs_a_step_that_reads_nearly_all_experts() -> None:
     short, long = (
         predict(tokens, [Candidate("d", 0, 0, 8, 99_999)], on_a_gpu(), "", promised)[0] for tokens in (64, 512)
     )
-    assert short.own_s > 0.5 * long.own_s, "eight times as many tokens"
+    assert short.own_s > 0.5 * long.own_s, "the long prompt has eight times the tokens"
     (waits,) = predict(64, [Candidate("p", 0, 9000, 0, 99_999)], on_a_gpu(), "", promised)
     assert waits.first_token_s == pytest.approx(9000 * on_a_gpu().token_s(GPU) + 1e-3 * GPU.prompt_ms(0, 64, 8192))
-    assert apart([short], [waits]) == (0, 0), "nobody is held up for a first token that has time"
+    assert apart([short], [waits]) == (0, 0), "answers must not be held up for a first token that is not urgent"
 
 
 def test_answers_that_are_late_are_cared_for_where_a_prompt_can_go_elsewhere() -> None:
-    """Tokens come 6 ms apart where 5 are promised. Of two that do both, late answers weigh no more than their time."""
+    """Tokens are 6 ms apart with a target of 5. If only two mixed workers were available, late answers would weigh no
+    more than their time.
+    """
     promised = Targets(ttft_s=0.376, itl_s=0.005)
     (late,) = predict(512, [Candidate("d", 0, 0, 28, 99_999)], on_a_gpu(), "", promised)
     assert late.between_s > 0.005
@@ -192,6 +205,6 @@ def test_what_holds_answers_up_counts_more_where_each_makes_steps_longer() -> No
 
 def test_a_queue_for_prompts_is_no_crowd_where_answers_are() -> None:
     assert beside(3, 0, 2.0, 60.0) == 3
-    assert beside(3, 4, 2.0, 0.0) == beside(3, 4, 2.0, 1.0) == 7, "they are there before an answer ends"
-    assert beside(3, 60, 2.0, 60.0) == 5, "one comes each second, and stays for two"
+    assert beside(3, 4, 2.0, 0.0) == beside(3, 4, 2.0, 1.0) == 7, "the prompts arrive before an answer ends"
+    assert beside(3, 60, 2.0, 60.0) == 5, "one arrives each second, and its answer takes two"
     assert beside(0, 60, 0.0, 60.0) == 0

@@ -1,4 +1,4 @@
-"""The index of pages is what the workers' caches are, whatever happens between them."""
+"""The page index equals the workers' prefix caches after any sequence of events."""
 
 import random
 
@@ -15,12 +15,12 @@ WORKERS = "abc"
 
 
 def chain(of: int, length: int) -> list[PageHash]:
-    """Prompts that begin alike share their first hashes."""
+    """Hashes of a prompt; prompts with a common prefix share their first hashes."""
     return [PageHash(b"%d of %d" % (n, of if n >= 3 else of % 2)) for n in range(length)]
 
 
 class Told:
-    """A worker's prefix cache, and what it would tell."""
+    """A worker's prefix cache, and the events that it would publish."""
 
     def __init__(self) -> None:
         self.pool = PagePool(6)
@@ -36,7 +36,7 @@ class Told:
         return Cached(number=self.number, stored=tuple(stored), removed=tuple(removed), whole=whole)
 
     def prompt(self, pages: list[PageHash]) -> None:
-        """Computes a prompt: what is cached is used, the rest takes pages, perhaps of others."""
+        """Computes a prompt: cached pages are reused, new ones take free pages, possibly evicting others."""
         held: list[PageId] = self.cache.match(pages)
         self.cache.use(held, of_tokens=0)
         for number in range(len(held), len(pages)):
@@ -76,7 +76,7 @@ def test_it_says_what_the_caches_have_after_any_prompts_restarts_and_gaps(data: 
                 index.forget(name)
                 index.begin(name)
             case _:
-                workers[name].news()  # lost on the way
+                workers[name].news()  # these events are lost
                 workers[name].prompt(chain(9, 2))
         news = workers[name].news()
         if news is not None and not index.take(name, news):
@@ -86,7 +86,7 @@ def test_it_says_what_the_caches_have_after_any_prompts_restarts_and_gaps(data: 
         news = workers[name].news(whole=True)
         assert news is not None
         assert index.take(name, news)
-    for name, worker in workers.items():  # a gap behind which nothing was said is not noticed before the next word
+    for name, worker in workers.items():  # a gap is detected only with the next message after it
         worker.prompt(chain(7, 1))
         news = worker.news()
         if news is not None and not index.take(name, news):
@@ -111,7 +111,7 @@ def test_what_was_missed_is_asked_for_once() -> None:
     page, other = chain(1, 2)
     assert index.take("a", Cached(number=1, stored=(page,), whole=True))
     assert not index.take("a", Cached(number=3, stored=(other,)))
-    assert index.cached([page]) == {"a": 0}, "what is not sure is not told"
+    assert index.cached([page]) == {"a": 0}, "uncertain pages must not be reported"
     assert index.take("a", Cached(number=4, removed=(page,)))
     assert len(index) == 0
     assert index.take("a", Cached(number=5, stored=(other,), whole=True))
@@ -120,7 +120,7 @@ def test_what_was_missed_is_asked_for_once() -> None:
 
 
 class Looks(dict[PageHash, int]):
-    """A dictionary that counts how often it is looked into."""
+    """A dictionary that counts its lookups."""
 
     count = 0
 
@@ -144,4 +144,4 @@ def test_a_prompt_of_100_000_tokens_is_looked_up_among_64_workers_with_one_look_
     index.forget("63")
     looks.count = 0
     assert max(index.cached(pages).values()) == 20 * 62
-    assert looks.count == 20 * 62 + 1, "nobody has what comes behind"
+    assert looks.count == 20 * 62 + 1, "no worker has the pages after these"

@@ -1,10 +1,10 @@
-"""What was asked lately: what is remembered, for how long, and what is said of answers that have not ended."""
+"""Recent requests: which are kept, for how long, and the reported lengths of answers that have not ended."""
 
 from redline.route.lately import KNOWN, MOST, Lately, Length
 
 
 class Clock:
-    """Tells the seconds that it is set to."""
+    """A clock that shows the seconds it is set to."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,9 @@ def test_an_answer_that_has_not_ended_becomes_as_long_as_those_of_its_class_that
 
 
 def test_where_no_answer_of_the_window_has_ended_those_before_it_say_how_long_they_become() -> None:
-    """Answers that take longer than the window: of these some were short, and one that runs on is none of the short."""
+    """Answers that take longer than the window: the short ones among earlier answers count, except for shorter ones
+    than an answer that is still running.
+    """
     clock = Clock()
     lately = Lately(clock)
     lately.remember()
@@ -70,7 +72,7 @@ def test_what_came_before_the_window_does_not_count() -> None:
     for _ in range(30):
         lately.came("", 10)
     clock.now += 10
-    assert lately.rate(60) == 3, "there is a clock for 10 s"
+    assert lately.rate(60) == 3, "the clock has run for 10 s"
     clock.now += 90
     assert lately.rate(60) == 0
     assert lately.lengths(60) == []

@@ -1,4 +1,4 @@
-"""What is learned of prompts, steps and answers while they come."""
+"""Times of prompts, steps and answers, learned during operation."""
 
 import random
 
@@ -18,7 +18,7 @@ def test_a_prompts_pace_follows_what_is_measured() -> None:
     assert pace.token_s(pace.model) == FRESH_TOKEN_S
     for _ in range(9):
         stepped(pace, 0.01, 2, rows=2, context=900)
-    assert pace.token_s(pace.model) > FRESH_TOKEN_S, "a full step takes what others take, and its prompts"
+    assert pace.token_s(pace.model) > FRESH_TOKEN_S, "a full step takes the time of other steps and of its prompts"
     for tokens in (100, 400) * 25:
         stepped(pace, 0.02 + 1e-3 * tokens, 0, prompt=tokens)
     assert pace.model.prompt_ms(0, 200, 512) == pytest.approx(220, rel=0.02)
@@ -28,7 +28,7 @@ def test_a_prompts_pace_follows_what_is_measured() -> None:
 
 
 def test_what_a_step_takes_whatever_is_in_it_counts_for_a_short_prompt() -> None:
-    """All experts are read for 64 tokens as for 512, which a line through the origin does not know of."""
+    """64 tokens read all experts as 512 do, which a line through the origin cannot represent."""
     pace, draw = Pace(), random.Random(1)
     pace.experts(384, 8)
     pace.step_tokens = 512
@@ -38,7 +38,7 @@ def test_what_a_step_takes_whatever_is_in_it_counts_for_a_short_prompt() -> None
         took_ms = real.step_ms(Work(prompt=tokens, rows=rows, context=900 * rows)) * draw.uniform(0.95, 1.05)
         stepped(pace, took_ms / 1e3, rows, prompt=tokens, rows=rows, context=900 * rows, expanded=tokens)
     assert pace.model.prompt_ms(0, 64, 512) == pytest.approx(real.prompt_ms(0, 64, 512), rel=0.1)
-    assert pace.model.prompt_ms(448, 64, 512) < pace.model.prompt_ms(0, 512, 512) - 5, "what is cached costs little"
+    assert pace.model.prompt_ms(448, 64, 512) < pace.model.prompt_ms(0, 512, 512) - 5, "cached tokens cost little"
     assert pace.token_s(pace.model) == pytest.approx(1e-3 * (42 / 512 + 0.02), rel=0.1)
     assert pace.context == pytest.approx(900)
 
@@ -51,7 +51,7 @@ def test_what_a_row_adds_is_found_from_steps_that_differ() -> None:
         stepped(pace, (4 + 0.5 * rows) * 1e-3 * draw.uniform(0.9, 1.1), rows, rows=rows)
     assert pace.between_s(0) == pytest.approx(4e-3, rel=0.1)
     assert pace.between_s(1) - pace.between_s(0) == pytest.approx(0.5e-3, rel=0.2)
-    for _ in range(400):  # the load is another now, and with it the rows' contexts
+    for _ in range(400):  # the load, and with it the rows' contexts, is different now
         rows = draw.randint(1, 12)
         stepped(pace, (4 + 1.5 * rows) * 1e-3, rows, rows=rows)
     assert pace.between_s(1) - pace.between_s(0) == pytest.approx(1.5e-3, rel=0.1)

@@ -1,4 +1,4 @@
-"""When a job that has lost its pages is expected to go on."""
+"""The expected time until a pre-empted job continues."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def lost(short: int, again: int = 100) -> Preempted:
 
 
 def paced() -> Pace:
-    """A millisecond for a prompt's token, 10 between two of an answer, which becomes 50 tokens."""
+    """A millisecond per prompt token, 10 between two tokens of an answer, answers of 50 tokens."""
     pace = Pace(StepModel(base=10.0, prompt=1.0))
     pace.answered("", 50)
     return pace
@@ -27,6 +27,6 @@ def test_where_there_are_pages_it_only_computes_again() -> None:
 def test_it_waits_for_as_many_answers_to_end_as_hold_what_it_wants() -> None:
     soon, later = Beside(4, 90, 100, ""), Beside(4, 10, 100, "")
     pace = paced()
-    assert goes_on(lost(5), [later, soon], pace).wait_s == pytest.approx(0.1), "10 tokens are left to it at most"
-    assert goes_on(lost(6), [later, soon], pace).wait_s == pytest.approx(0.5), "the mean of an answer"
-    assert goes_on(lost(60), [later, soon], pace).wait_s == pytest.approx(0.5), "nobody else is known of"
+    assert goes_on(lost(5), [later, soon], pace).wait_s == pytest.approx(0.1), "that answer has at most 10 tokens left"
+    assert goes_on(lost(6), [later, soon], pace).wait_s == pytest.approx(0.5), "the mean time of an answer"
+    assert goes_on(lost(60), [later, soon], pace).wait_s == pytest.approx(0.5), "no other answers are known"

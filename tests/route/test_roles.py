@@ -1,4 +1,4 @@
-"""Which worker can take which role, and when it is in it."""
+"""Which worker can take which role, and when the switch is complete."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from redline.wire.news import Beat, Ready, Role, TakeRole
 
 
 class Told:
-    """An outbox that keeps what was put."""
+    """An outbox that keeps the messages put into it."""
 
     def __init__(self) -> None:
         self.messages: list[Wire] = []
@@ -20,7 +20,7 @@ class Told:
 
 
 class Fleet:
-    """Workers a, b ... with these roles, ready and heard of at `now`."""
+    """Workers a, b ... with these roles, ready and with a heartbeat at `now`."""
 
     def __init__(self, *roles: Role, area: bytes = b"here") -> None:
         self.now = 0.0
@@ -105,14 +105,14 @@ def test_a_role_is_taken_once_the_worker_knows_and_what_it_answered_has_ended() 
     fleet = Fleet("decode", "decode")
     a, _ = fleet.of
     fleet.links.turn(a, "prefill")
-    assert not is_done(a, 0), "it may not have heard of it"
+    assert not is_done(a, 0), "the worker may not have received the message"
     a.told = "prefill"
     assert not is_done(a, 1)
     assert is_done(a, 0)
     a.turning = None
     fleet.links.turn(a, "both")
     a.told = "both"
-    assert is_done(a, 3), "whoever answers may"
+    assert is_done(a, 3), "a worker that answers may take any role"
 
 
 def test_a_silent_worker_for_prompts_is_found_since_answers_may_be_left_there() -> None:

@@ -1,4 +1,6 @@
-"""A GPU's driver as a book, for the transport `peer`: host memory stands for a GPU's, and copies take a while."""
+"""A record in place of a GPU's driver, for the transport `peer`: host memory replaces a GPU's, and copies take several
+polls.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from redline.transport.memory import host_memory
 
 
 class Exported:
-    """Memory that is in the book as long as it is not freed."""
+    """Memory that is recorded as exported until it is freed."""
 
     def __init__(self, book: "Book", size: int) -> None:
         self._book, self._memory = book, host_memory(size)
@@ -22,9 +24,9 @@ class Exported:
 
 
 class Book:
-    """What the GPUs of one host have exported, mapped and copied.
+    """The exports, mappings and copies of the GPUs of one host.
 
-    polls: so many times a copy is asked in vain. refuse: why nothing can be mapped. fail: why nothing can be copied.
+    polls: the number of polls before a copy is complete. refuse: the error of mappings. fail: the error of copies.
     """
 
     def __init__(self, polls: int = 0) -> None:
@@ -35,14 +37,14 @@ class Book:
         self.polls = polls
         self.refuse: str | None = None
         self.fail: str | None = None
-        self.change: Callable[[int, int], None] | None = None  # told what has come
+        self.change: Callable[[int, int], None] | None = None  # called with each completed copy
 
     def gpu(self) -> "BookGpu":
         return BookGpu(self)
 
 
 class BookGpu:
-    """One of them, as `transport.peer.Chip`."""
+    """One of the GPUs, with the interface of `transport.peer.Chip`."""
 
     device = None
 

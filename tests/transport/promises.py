@@ -1,6 +1,6 @@
-"""What every transport promises (`redline.transport.base`), as tests: a subclass says how to make a pair.
+"""The contract of every transport (`redline.transport.base`), as tests: a subclass provides a pair of ends.
 
-Both ends live in this process; that they can live in two is tried beside it.
+Both ends are in this process; each transport's own tests also run them in two.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def wait(reading: Reading) -> None:
 
 
 class Promises:
-    """host: memory of the reader, which the transport has been told of."""
+    """Tests for a transport. host: memory of the reader, which is registered with the transport."""
 
     LARGE = SIZE
 
@@ -57,7 +57,7 @@ class Promises:
 
     @pytest.fixture
     def theirs(self, ours: Transport) -> Iterator[Transport]:
-        """The reader's transport, which is another object as it would be in another process."""
+        """The reader's transport, a separate object as in another process."""
         transport = self.transport()
         yield transport
         transport.close()
@@ -90,7 +90,7 @@ class Promises:
         ]
         for reading in readings:
             wait(reading)
-            assert reading.done(), "a reading that is done stays done"
+            assert reading.done(), "a completed read must stay completed"
         for i in range(10):
             assert landing[i * piece : (i + 1) * piece] == data[(9 - i) * piece : (10 - i) * piece]
 
@@ -111,7 +111,7 @@ class Promises:
         assert landing[:half] == before
         try:
             assert reading.done()
-            assert landing[:half] == bytes([1]) * half, "a read that says it is done has brought all"
+            assert landing[:half] == bytes([1]) * half, "a read reported as done must have all of its bytes"
         except TransferFailed:
             with pytest.raises(TransferFailed):
                 reading.done()
@@ -146,7 +146,7 @@ class Promises:
         theirs.landing(Memory(ctypes.addressof(ctypes.c_char.from_buffer(into)), 8, owner=into))
 
         def read() -> None:
-            """Where it cannot be known yet that the area has gone, the first read finds it."""
+            """If the closed area cannot be detected at connect, the first read fails."""
             wait(theirs.connect(area.told).read(0, into, 8, 2.0))
 
         area.close()
@@ -170,5 +170,5 @@ class Promises:
 
 
 def read_behind(peer: Peer, landing: bytearray, first: int) -> None:
-    """Bring as many bytes again to behind the first so many: what is under way would come meanwhile."""
+    """Read the rest of the area, after the first `first` bytes: reads in flight would arrive during this."""
     wait(peer.read(first, memoryview(landing)[first:], len(landing) - first, LIMIT_S))

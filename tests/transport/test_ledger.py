@@ -1,4 +1,4 @@
-"""No two parcels overlap, every byte comes back, and only the words of its own ticket return a space."""
+"""No two leases overlap, every byte is returned, and only messages with its own ticket release a region."""
 
 import ctypes
 from itertools import pairwise
@@ -19,7 +19,7 @@ AREA = 40 * ALIGNED + 100
 
 
 class Book(RuleBasedStateMachine):
-    """Every order of lending, filling, taking, leaving and running out; beside it a model that is one byte map."""
+    """Any order of lending, filling, reading, leaving and expiry; compared with a model that is a byte map."""
 
     filling = Bundle("filling")
     tickets = Bundle("tickets")
@@ -28,9 +28,9 @@ class Book(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.lender = Lender(AREA, lambda: self.now, first_epoch=100)
-        self.owner: dict[int, Parcel] = {}  # unit of ALIGNED bytes -> whose it is
-        self.filled: set[int] = set()  # epochs of parcels that are offered
-        self.lost: set[int] = set()  # epochs of parcels whose reader will not come
+        self.owner: dict[int, Parcel] = {}  # unit of ALIGNED bytes -> the parcel that holds it
+        self.filled: set[int] = set()  # epochs of parcels that have been offered
+        self.lost: set[int] = set()  # epochs of parcels that will not be read
         self.epochs: set[int] = set()
 
     def units(self, parcel: Parcel) -> range:
@@ -53,7 +53,7 @@ class Book(RuleBasedStateMachine):
             need, run = -(-size // ALIGNED), 0
             for unit in range(AREA // ALIGNED):
                 run = 0 if unit in self.owner else run + 1
-                assert run < need, "there was room"
+                assert run < need, "there was room for the parcel"
             return multiple()
         assert parcel.epoch not in self.epochs
         assert (parcel.size, parcel.to, parcel.deadline) == (size, to, self.now + seconds)
@@ -159,7 +159,7 @@ def test_no_two_lenders_have_an_epoch_in_common_though_the_clock_stands_still():
         lender = Lender(256 * 1000)
         epochs = [parcel.epoch for _ in range(1000) if (parcel := lender.lend(1, "a", 1.0)) is not None]
         assert epochs == list(range(epochs[0], epochs[0] + 1000))
-        assert epochs[-1] < 2**63, "it fits where integers of messages have 64 bits"
+        assert epochs[-1] < 2**63, "epochs must fit into 64-bit message fields"
         return range(epochs[0], epochs[-1] + 1)
 
     with FakeClock().installed():
@@ -195,7 +195,7 @@ def test_the_proof_finds_a_book_that_is_wrong():
 
 
 def test_a_late_reader_is_told_by_its_checksum_or_has_what_it_was_promised():
-    """A space is used again under an old ticket."""
+    """A region is reused while an old ticket for it is still in use."""
     lender, memory = Lender(1024, lambda: 0.0), host_memory(1024)
 
     def offered(data: bytes) -> Ticket:
@@ -218,9 +218,9 @@ def test_a_late_reader_is_told_by_its_checksum_or_has_what_it_was_promised():
     assert not holds(old)
     lender.expire(2.0)
     again = offered(bytes(1000))
-    assert holds(old), "the very bytes that it was promised"
+    assert holds(old), "the bytes are the ones that were offered"
     assert old.checksum != again.checksum
-    assert not holds(msgspec.structs.replace(again, epoch=old.epoch)), "a ticket of two"
+    assert not holds(msgspec.structs.replace(again, epoch=old.epoch)), "a ticket mixed from two must not match"
     assert not lender.taken(old.id, old.epoch)
     assert lender.taken(again.id, again.epoch)
 

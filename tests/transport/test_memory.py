@@ -1,4 +1,4 @@
-"""Reads within one process, and links that are slow, drop, tear and corrupt."""
+"""Reads within one process, and links that are slow, drop, tear and corrupt data."""
 
 import ctypes
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Reads between GPUs of one host, over a book in the place of the driver."""
+"""Reads between GPUs of one host, with a record in place of the driver."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ class TestPromises(Promises):
 
 
 class Two:
-    """An owner and a reader, and what lies between them."""
+    """An owner and a reader, and the record of the driver between them."""
 
     def __init__(self, polls: int = 2) -> None:
         self.book = Book(polls)
@@ -66,7 +66,7 @@ def test_a_cancelled_copy_is_waited_for_and_its_space_is_free_afterwards():
 
 
 def test_a_copy_that_never_ends_is_the_end_of_the_worker(monkeypatch: pytest.MonkeyPatch):
-    """Its space can never be used again, so nobody may go on."""
+    """Its destination can never be reused safely, so the worker must end."""
     monkeypatch.setattr(peers, "HANG_S", 0.05)
     two = Two(polls=1 << 60)
     reading = two.theirs.connect(two.area.told).read(0, two.into.address, SIZE, 0.0)

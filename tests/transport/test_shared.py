@@ -1,4 +1,4 @@
-"""Reads between processes of one host, through files in memory."""
+"""Reads between processes of one host, through files in shared memory."""
 
 import signal
 import subprocess

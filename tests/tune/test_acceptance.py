@@ -1,4 +1,4 @@
-"""What was accepted says what will be."""
+"""Past acceptance predicts future acceptance."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_before_anything_was_seen_each_draft_has_the_same_chance():
 
 
 def test_a_rate_is_of_the_drafts_that_were_reached():
-    """The second draft is reached in half of the rounds, and holds in all of them."""
+    """The second draft is reached in half of the rounds, and accepted in all of these."""
     counts = Acceptance(3)
     for _ in range(40):
         counts.fade(KEEPS)

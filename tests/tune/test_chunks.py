@@ -1,4 +1,6 @@
-"""How long a chunk is, by hand: 10 ms a step, 0.1 ms a token of a prompt, and where pairs count 1 ms for 1,000."""
+"""The length of a chunk, computed by hand: 10 ms a step, 0.1 ms a prompt token, and in tests with
+pairs 1 ms for 1,000.
+"""
 
 import math
 
@@ -26,7 +28,7 @@ def with_pairs(work: Work) -> float:
         (22.7 / SHARE, 64),
         (22.9 / SHARE, 128),
         (59.9 / SHARE, 448),
-        (60.1 / SHARE, 500),  # all that there may be, though it is no page
+        (60.1 / SHARE, 500),  # the most tokens of a step, though not a whole number of pages
         (math.inf, 500),
     ],
 )
@@ -51,7 +53,7 @@ def test_prompts_that_end_in_the_step_take_no_more_than_they_have() -> None:
 
 
 def test_a_step_is_shared_as_the_planner_shares_it() -> None:
-    """Half for the shorter ones, the least first; the oldest has the rest."""
+    """Half goes to shorter prompts, the shortest first; the oldest gets the rest."""
     answers = Answers(rows=3, context=700.0)
     prompts = [Prompt(1000, before=100), Prompt(2000), Prompt(60, before=640), Prompt(90)]
     work = work_of(256, prompts, answers)
@@ -63,15 +65,16 @@ def test_a_step_is_shared_as_the_planner_shares_it() -> None:
 
 def test_what_a_prompt_attends_to_is_weighed_where_it_has_a_share() -> None:
     deep = Prompt(5000, before=1000)
-    assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep]) == 64  # 128 of them take 159 ms, 64 take 82
-    # Half of 128 is for the shorter one, whose 64 take 2 ms of pairs: 90 ms in all.
+    assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep]) == 64  # 128 of its tokens take 159 ms, 64 take 82
+    # Half of 128 goes to the shorter prompt; its 64 tokens take 2 ms for pairs: 90 ms in all.
     assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, Prompt(200)]) == 128
     assert chunk_tokens(with_pairs, 500, 110 / SHARE, ONE, [deep, Prompt(200)], sharing=1) == 64
 
 
 def test_where_no_page_keeps_the_time_answers_wait_in_all_a_third_longer_than_by_whole_chunks() -> None:
-    """Each token adds 0.1 ms whatever a chunk's length: then it is a page. Where each chunk adds 40 ms, a token adds
-    0.180 ms in one of 500, 0.225 in one of 320, and 0.256 in one of 256."""
+    """Each token adds 0.1 ms for any chunk length: then a chunk is one page. If each chunk adds 40 ms in addition, a
+    token adds 0.180 ms in a chunk of 500, 0.225 in one of 320, and 0.256 in one of 256.
+    """
     assert chunk_tokens(ms, 500, 16.3 / SHARE, ONE, [LONG]) == 64
     assert chunk_tokens(ms, 500, 1.0, ONE, [LONG]) == 64
     assert chunk_tokens(lambda work: ms(work) + 40 * (work.prompt > 0), 500, 50.0, ONE, [LONG]) == 320
@@ -81,14 +84,15 @@ def test_where_no_page_keeps_the_time_answers_wait_in_all_a_third_longer_than_by
     ("due", "tokens"),
     [
         ([(1000, math.inf)] * 2, 64),
-        ([(190, 0.1), (190, 0.1)], 64),  # 3.8 a ms for both; of 64 there are 3.9
-        ([(199, 0.1), (199, 0.1)], 64),  # 3.98, but 2.0 for the first: one is at stake, as many as answer
-        ([(400, 0.1), (10, 0.1)], 64),  # likewise
-        ([(400, 0.1), (400, 0.2)], 128),  # 4.0 a ms each; of 128 there are 5.6
-        ([(400, 0.1), (400, 0.1)], 448),  # 8.0; of 448 there are 8.2
-        ([(410, 0.1), (410, 0.1)], 500),  # 8.2; of all there are 8.3
-        ([(400, 0.1), (900, 0.1), (400, 0.2)], 448),  # the second is late in any case, and before nobody
-        ([(400, 0.1), (400, -1.0), (900, 0.1)], 64),  # one is late already, one in any case
+        ([(190, 0.1), (190, 0.1)], 64),  # both need 3.8 tokens per ms; chunks of 64 give 3.9
+        # both need 3.98, the first alone 2.0: one first token is at stake, against one answer
+        ([(199, 0.1), (199, 0.1)], 64),
+        ([(400, 0.1), (10, 0.1)], 64),  # the same
+        ([(400, 0.1), (400, 0.2)], 128),  # each needs 4.0 per ms; chunks of 128 give 5.6
+        ([(400, 0.1), (400, 0.1)], 448),  # both need 8.0; chunks of 448 give 8.2
+        ([(410, 0.1), (410, 0.1)], 500),  # both need 8.2; all 500 give 8.3
+        ([(400, 0.1), (900, 0.1), (400, 0.2)], 448),  # the second is late in any case, and delays no other
+        ([(400, 0.1), (400, -1.0), (900, 0.1)], 64),  # one is late already, one is late in any case
     ],
 )
 def test_more_first_tokens_that_would_be_late_than_answers_lengthen_it(

@@ -1,4 +1,4 @@
-"""What a step costs: read from a grid, corrected by what steps take."""
+"""The cost of a step: read from a measured grid, and corrected by the times of steps."""
 
 import math
 from dataclasses import replace
@@ -39,9 +39,11 @@ def test_without_measurements_every_step_costs_the_same():
 
 
 def test_a_round_has_the_positions_of_its_rows():
-    """Four rows of which one has a draft; the drafter follows two."""
+    """Four rows, one of them with a draft; the drafter follows two."""
     assert RoundTimes(COSTS).ms(4, 1, 2, drafted=1) == pytest.approx(COSTS.step_ms(4, 1.25, 1, 2))
-    assert RoundTimes(COSTS).ms(4, 0, 2) == pytest.approx(COSTS.step_ms(4, 1, 1, 2)), "it reads all the same"
+    assert RoundTimes(COSTS).ms(4, 0, 2) == pytest.approx(COSTS.step_ms(4, 1, 1, 2)), (
+        "the drafter reads tokens even without drafts"
+    )
     padded = replace(COSTS, padded=True)
     assert RoundTimes(padded).ms(4, 1, 2, drafted=1) == pytest.approx(COSTS.step_ms(4, 2, 1, 4))
 
@@ -54,11 +56,13 @@ def test_a_machine_that_is_slower_than_measured_is_found_out(padded: bool):
         rows = (1, 4, 16)[step % 3]
         times.observed(rows, 1, rows, rows, 1.5 * fresh.ms(rows, 1, rows))
     assert times.ms(4, 1, 4) == pytest.approx(1.5 * fresh.ms(4, 1, 4), rel=0.03)
-    assert times.ms(1, 7, 0) == pytest.approx(1.5 * fresh.ms(1, 7, 0), rel=0.35), "nobody went there, yet it follows"
+    assert times.ms(1, 7, 0) == pytest.approx(1.5 * fresh.ms(1, 7, 0), rel=0.35), (
+        "an unobserved point must follow the others"
+    )
 
 
 def test_a_wrong_point_is_mended_and_the_others_stay():
-    """Two positions for one row cost twice what the grid says; one position costs what it says."""
+    """Two positions for one row cost twice the grid's value; one position costs the grid's value."""
     times = RoundTimes(COSTS)
     for _ in range(400):
         times.observed(1, 1, 0, 1, 24.0)

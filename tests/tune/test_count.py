@@ -1,4 +1,4 @@
-"""How many workers are to run: soon more, late fewer, and what a start takes counts."""
+"""The number of workers to run: raised soon, lowered late, with the time of a start taken into account."""
 
 import pytest
 
@@ -19,7 +19,7 @@ LIMITS = Limits(least=1, most=4, spare_s=100.0, start_s=10.0)
 
 
 def looks(*wanted: int, every_s: float = 10.0) -> list[Look]:
-    """The newest at 0."""
+    """Observations at intervals of `every_s`, the newest at 0."""
     first = -every_s * (len(wanted) - 1)
     return [Look(first + place * every_s, each) for place, each in enumerate(wanted)]
 
@@ -41,15 +41,15 @@ def test_more_than_there_may_be_are_not_run() -> None:
 def test_the_longer_a_start_takes_the_longer_have_looks_to_want_it() -> None:
     slow = LIMITS._replace(start_s=300.0)
     assert WANTED_STARTS * slow.start_s == 30
-    assert choose_count(looks(1, 2, 2, 2), 1, slow, 0.0).workers == 1, "30 s ago one was enough"
+    assert choose_count(looks(1, 2, 2, 2), 1, slow, 0.0).workers == 1, "one worker was enough 30 s ago"
     assert choose_count(looks(1, 2, 2, 2, 2), 1, slow, 0.0).workers == 2
-    assert choose_count(looks(2, 2, 2), 1, slow, 0.0).workers == 1, "looks do not go back so far"
+    assert choose_count(looks(2, 2, 2), 1, slow, 0.0).workers == 1, "the observations do not go back 30 s"
 
 
 def test_fewer_run_once_no_look_has_wanted_more_for_long() -> None:
-    one = looks(*[1] * 11)  # since 100 s
+    one = looks(*[1] * 11)  # for the last 100 s
     assert choose_count(one, 3, LIMITS, 0.0).workers == 1
-    assert choose_count(one[1:], 3, LIMITS, 0.0).workers == 3, "looks do not go back so far"
+    assert choose_count(one[1:], 3, LIMITS, 0.0).workers == 3, "the observations do not go back 100 s"
     for wanted in (2, 3):
         some = [Look(-50.0, wanted) if look.at == -50 else look for look in one]
         assert choose_count(some, 3, LIMITS, 0.0).workers == wanted
@@ -76,7 +76,7 @@ def test_so_many_run_in_any_case() -> None:
 
 @pytest.mark.parametrize(("count", "old"), [(0, 0), (5, 0), (11, 0), (12, 0), (13, 1), (31, 19)])
 def test_old_looks_are_forgotten_but_for_the_one_that_shows_how_far_the_others_go_back(count: int, old: int) -> None:
-    """At 0, -10, ...: those before -100 are old."""
+    """Observations at 0, -10, ...: those before -100 are old."""
     some = looks(*[1] * count)
     assert forgotten(some, 100.0, 0.0) == old
     if count > 11:

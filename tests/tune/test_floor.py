@@ -1,10 +1,10 @@
-"""The least time of a step, by hand arithmetic."""
+"""The minimum time of a step, computed by hand."""
 
 import pytest
 
 from redline.tune.floor import Counted, StepFloor, StepWork
 
-# 8 experts of which a position chooses 2; two layers of 4 heads and latents of 10 + 2 values.
+# 8 experts, of which a position chooses 2; two layers of 4 heads and latents of 10 + 2 values.
 WORK = StepWork(
     weight_bytes=1000, head_bytes=300, expert_bytes=800, experts_of=8, experts_chosen=2, latent_bytes=48,
     position_ops=700, head_ops=300, pair_ops=352, prompt_pair_ops=160, draft_bytes=90, draft_ops=90,

@@ -1,4 +1,4 @@
-"""What a worker's own steps say of its next one."""
+"""The forecast of a worker's next step from its past steps."""
 
 import pytest
 
@@ -42,11 +42,11 @@ def test_nothing_is_known_before_steps_of_both_kinds_have_run() -> None:
 
 def test_the_pace_follows_a_machine_that_becomes_slower_before_the_fit_does() -> None:
     forecast, asked = shown(), STEPS[-1]
-    for _ in range(NEW_STEPS):  # so that the next fit is far
+    for _ in range(NEW_STEPS):  # so that the next fit is many steps away
         forecast.took(asked, TRUE.step_ms(asked))
     forecast.ms(asked)
     for _ in range(NEWEST // 2 + 1):
         forecast.took(asked, 1.5 * TRUE.step_ms(asked))
     assert forecast.ms(asked) == pytest.approx(1.5 * TRUE.step_ms(asked), rel=0.02)
-    forecast.took(asked, 100 * TRUE.step_ms(asked))  # one step that something else held up says nothing
+    forecast.took(asked, 100 * TRUE.step_ms(asked))  # a single step disturbed by something else changes nothing
     assert forecast.ms(asked) == pytest.approx(1.5 * TRUE.step_ms(asked), rel=0.02)

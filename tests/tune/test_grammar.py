@@ -1,4 +1,4 @@
-"""What following a grammar may cost."""
+"""The permitted cost of following a grammar."""
 
 from redline.tune.grammar import AHEAD_S, EACH_S, LONGEST_S, Budget, told
 

@@ -1,4 +1,4 @@
-"""Which roles workers get: by what comes, by what is promised, and only where a change pays."""
+"""Which roles workers get: depending on traffic and SLO targets, and only if a change pays."""
 
 from collections.abc import Sequence
 
@@ -74,7 +74,7 @@ def test_without_traffic_everything_stays():
 
 
 def test_what_is_not_promised_is_kept():
-    """And no number on the way is one that numpy warns of."""
+    """And no intermediate value causes a numpy warning."""
     anything = {"": Targets(ttft_s=float("inf"), itl_s=float("inf"))}
     for rate in (0.1, 24.0, 1000.0):
         traffic = LONG_PROMPTS._replace(rate=rate)
@@ -95,7 +95,7 @@ def test_of_roles_that_are_as_good_the_nearest_are_chosen():
 
 
 def test_short_prompts_beside_long_ones_are_computed_where_they_are_answered():
-    """Chat beside documents: few workers for prompts are enough, since chat does not wait there."""
+    """Chat and documents together: few prefill workers suffice, since chat prompts do not wait for them."""
     mixed = Traffic(20.0, [Asked(0, 200, 300)] * 9 + [Asked(0, 30_000, 100)])
     strict = {"": Targets(ttft_s=1.5, itl_s=0.03)}
     predicted = predict_roles(mixed, Fleet(8, MODEL), strict, Roles(prefill=2, decode=6))
@@ -110,7 +110,9 @@ def test_what_cannot_be_asked_is_refused():
 
 
 def test_a_prompt_shorter_than_a_step_takes_what_its_own_step_takes():
-    """And one of several steps what these take: each expands the positions up to its own end, not to a whole step's."""
+    """For a prompt of several steps, each step is charged for its own length: it expands positions up to its own end,
+    not up to a whole step's.
+    """
     steps = StepModel(base=1.0, prompt=0.5, expand=0.2)
     model = WorkerModel(name="made", steps=steps, step_tokens=512, slots=64, kv_tokens=1_000_000)
     for cached, uncached in ((0, 64), (640, 64), (0, 512), (128, 1600)):
@@ -121,8 +123,9 @@ def test_a_prompt_shorter_than_a_step_takes_what_its_own_step_takes():
 
 
 def test_an_answer_is_one_more_beside_those_that_it_finds():
-    """Where rows cost more than a step itself, as on a CPU, one that is alone takes a row's time, and answers that come
-    by chance share the worker: as many are there as in a queue that is shared, load / (1 - load)."""
+    """If rows cost more than a step itself, as on a CPU, an answer that is alone takes a row's time, and answers that
+    arrive at random share the worker: their mean number is that of a processor-sharing queue, load / (1 - load).
+    """
     model = WorkerModel(
         name="rows", steps=StepModel(base=0.0, row=5.0, prompt=0.01), step_tokens=512, slots=64, kv_tokens=1_000_000
     )
@@ -132,7 +135,7 @@ def test_an_answer_is_one_more_beside_those_that_it_finds():
         assert least <= found.attainment <= most
     half = predict_roles(
         Traffic(1.0, [Asked(0, 1, 100)]), fleet, {"": Targets()}, alone
-    )  # of its time: 100 rows a second
+    )  # half of the worker's time, at 100 rows a second
     assert half.decode * model.slots == pytest.approx(1.0, rel=0.02)
 
 
@@ -143,10 +146,11 @@ BOTH, NEARER, APART, FURTHER = (Roles(n, 8 - n) if n else Roles(both=8) for n in
     ("now", "shares", "best"),
     [
         (BOTH, {BOTH: 0.5, APART: 0.8, FURTHER: 0.7}, APART),
-        (BOTH, {BOTH: 0.85, APART: 0.94, FURTHER: 0.7}, BOTH),  # too little to gain
-        (NEARER, {NEARER: 0.5, APART: 0.985, FURTHER: 0.99}, APART),  # as good, and nearer
-        (APART, {BOTH: 0.98, APART: 0.98, FURTHER: 0.985}, BOTH),  # as good, and for any traffic
-        (APART, {BOTH: 0.60, APART: 0.60, FURTHER: 0.5}, APART),  # where all is bad nothing is said for it
+        (BOTH, {BOTH: 0.85, APART: 0.94, FURTHER: 0.7}, BOTH),  # the gain is too small
+        (NEARER, {NEARER: 0.5, APART: 0.985, FURTHER: 0.99}, APART),  # equally good, and closer to the present roles
+        (APART, {BOTH: 0.98, APART: 0.98, FURTHER: 0.985}, BOTH),  # equally good, and independent of the traffic
+        # all attainments are low, so mixed workers have no advantage
+        (APART, {BOTH: 0.60, APART: 0.60, FURTHER: 0.5}, APART),
         (APART, {BOTH: 0.95, APART: 0.60, FURTHER: 0.5}, BOTH),
         (FURTHER, {BOTH: 0.05, APART: 0.08, FURTHER: 0.01}, FURTHER),
     ],

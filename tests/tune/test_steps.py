@@ -1,4 +1,4 @@
-"""The step model: what it finds again in steps that it is shown, and how far it is off on recorded ones."""
+"""The step model: it recovers a known model from synthetic steps, and its errors on recorded ones."""
 
 import json
 import random
@@ -39,7 +39,7 @@ def some_steps(count: int, seed: int = 1) -> list[Work]:
 
 
 def fitted(runs: Mapping[str, Sequence[tuple[Work, float]]], experts_of: int, experts_chosen: int) -> StepModel:
-    """The model of the runs named `fit`."""
+    """The model fitted to the runs named `fit`."""
     fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
     for name, steps in runs.items():
         if name.startswith("fit"):
@@ -49,7 +49,7 @@ def fitted(runs: Mapping[str, Sequence[tuple[Work, float]]], experts_of: int, ex
 
 
 def errors(model: StepModel, steps: Sequence[tuple[Work, float]]) -> dict[str, float]:
-    """How far predictions are off: on the mean of single steps, and of the sum of all of them."""
+    """Errors of predictions: the mean over single steps, and of the sum of all steps."""
     predicted = [model.step_ms(work) for work, _ in steps]
     single = statistics.fmean(abs(a / ms - 1) for a, (_, ms) in zip(predicted, steps, strict=True))
     whole = sum(predicted) / sum(ms for _, ms in steps) - 1
@@ -57,14 +57,14 @@ def errors(model: StepModel, steps: Sequence[tuple[Work, float]]) -> dict[str, f
 
 
 def read(path: Path) -> tuple[dict[str, list[tuple[Work, float]]], dict[str, Any]]:
-    """The runs of a saved result, and all else that it says."""
+    """The runs of a saved result, and its other fields."""
     record = json.loads(path.read_text())
     runs = {name: [(Work(*line[:-1]), line[-1]) for line in lines] for name, lines in record.pop("runs").items()}
     return runs, record
 
 
 def test_runs_of_other_lengths_and_loads_are_predicted_within_a_tenth():
-    """Recorded on a CPU: fitted to four loads, held against three of other lengths and other numbers of jobs."""
+    """Recorded on a CPU: fitted to four loads, and tested on three with other lengths and other numbers of jobs."""
     runs, said = read(RECORDED)
     model = fitted(runs, said["experts_of"], said["experts_chosen"])
     held = {name: errors(model, steps) for name, steps in runs.items() if name.startswith("held")}
@@ -142,7 +142,7 @@ def test_a_prompts_time_is_that_of_its_steps():
 
 
 def test_where_one_step_in_five_takes_eight_times_as_long_the_mean_of_many_is_told():
-    """As on a machine that others use: a fit by relative errors says what a step usually takes, an answer is a sum."""
+    """As on a shared machine: a fit by relative errors gives the usual time of a step, but an answer takes the sum."""
     draw, fit, steps = random.Random(5), StepFit(experts_of=384, experts_chosen=8), list[tuple[Work, float]]()
     for work in some_steps(3000):
         steps.append((work, TRUE.step_ms(work) * draw.choice((1, 1, 1, 1, 8))))
@@ -188,7 +188,7 @@ def test_sums_find_what_steps_take_and_say_nothing_of_none():
 
 
 def test_sums_follow_a_machine_that_becomes_slower_by_the_mean_of_what_happens():
-    """Every tenth step takes five times as long: many together take 1.4 times what one usually does."""
+    """Every tenth step takes five times as long: many steps together take 1.4 times the usual time."""
     works = some_steps(400, 5)
     found = summed(works * 2, [TRUE.step_ms(w) for w in works] + [2 * TRUE.step_ms(w) for w in works]).model()
     assert found is not None

@@ -1,4 +1,4 @@
-"""What a stated acceptance means: rates, lengths, and what is neither."""
+"""The meaning of a configured synthetic acceptance: rates, lengths, and values that are neither."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What readings and prompts are predicted to take, and how many pages are fetched for it."""
+"""Predicted times of tier reads and of prefill, and the number of pages to fetch that follows."""
 
 import random
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from redline.tune.steps import StepModel
 from redline.tune.tiers import LEAST, Choice, PrefillTimes, ReadTimes, choose
 
 PAGE_TOKENS, STEP_TOKENS = 64, 512
-TRUE = StepModel(base=2.0, prompt=0.5, pair=5e-4, expand=0.2)  # of Kimi-Nano on a core, nearly
+TRUE = StepModel(base=2.0, prompt=0.5, pair=5e-4, expand=0.2)  # approximately Kimi-Nano on one core
 BEGIN_S, HOST_S, DISK_S = 0.002, 0.0005, 0.003
 Noise = Callable[[], float]
 
 
-KINDS = ((1, 0), (4, 0), (64, 0), (16, 3), (0, 20), (128, 0))  # pages of a reading, by tier
+KINDS = ((1, 0), (4, 0), (64, 0), (16, 3), (0, 20), (128, 0))  # pages of a read, by tier
 
 
 def true_s(pages: tuple[int, int]) -> float:
@@ -28,7 +28,9 @@ def predicted_s(times: ReadTimes, pages: tuple[int, int]) -> float:
 
 
 def readings(count: int, noise: Noise, seed: int = 1) -> list[float]:
-    """Of so many readings, after a guess that is wrong by half and twice: how far each of the later half was off."""
+    """Relative errors of the later half of `count` reads, after initial estimates that are too low by half and too high
+    by two.
+    """
     times, draw, off = ReadTimes(0.001, (0.00025, 0.006)), random.Random(seed), list[float]()
     for number in range(count):
         pages = draw.choice(KINDS)
@@ -40,7 +42,7 @@ def readings(count: int, noise: Noise, seed: int = 1) -> list[float]:
 
 
 def learnt(noise: Noise = lambda: 1.0, prompts: int = 12, seed: int = 1) -> PrefillTimes:
-    """After prompts of all lengths, each step of which took what is true, times the noise."""
+    """Prefill times learned from prompts of all lengths; each step took the true time multiplied by the noise."""
     times, draw = PrefillTimes(), random.Random(seed)
     for _ in range(prompts):
         computed(times, draw.randrange(100, 4000), noise)
@@ -83,7 +85,7 @@ def test_readings_of_now_count_more_than_those_of_before() -> None:
 
 
 def test_a_prompt_behind_cached_pages_is_predicted_from_prompts_that_had_none() -> None:
-    """Its keys and values are expanded for all positions before it, which pairs and tokens alone do not say."""
+    """Keys and values are expanded for all cached positions, a cost that neither pairs nor tokens alone include."""
     times = learnt()
     for first, end in ((0, 500), (1024, 1100), (3968, 4033), (0, 3000)):
         true_s = TRUE.prompt_ms(first, end - first, STEP_TOKENS) / 1e3
@@ -138,7 +140,7 @@ def test_steps_that_mostly_decode_say_nothing_of_prompts() -> None:
 
 
 def test_a_pace_that_the_fit_has_learnt_is_not_counted_twice() -> None:
-    """A machine that was slow for a worker's first prompts and is fast from then on: soon nothing is off."""
+    """A machine that was slow for a worker's first prompts and is fast from then on: the predictions are soon right."""
     times, draw, off = PrefillTimes(), random.Random(4), list[float]()
     for number in range(26):
         slow, positions = 1.7 if number < 6 else 1.0, draw.randrange(100, 1000)
@@ -151,7 +153,7 @@ def test_a_pace_that_the_fit_has_learnt_is_not_counted_twice() -> None:
 
 
 def test_the_few_tokens_behind_what_was_read_do_not_read_every_expert() -> None:
-    """As one H100 computes all layers of Kimi K2.6: 64 tokens read three quarters of the experts, 1,024 all."""
+    """All layers of Kimi K2.6 on one H100: 64 tokens read three quarters of the experts, 1,024 all."""
     true = StepModel(base=56.0, experts=196.0, prompt=0.09, expand=0.005, experts_of=384, experts_chosen=8)
     times, draw = PrefillTimes(384, 8), random.Random(5)
     for _ in range(24):
@@ -166,7 +168,9 @@ def test_the_few_tokens_behind_what_was_read_do_not_read_every_expert() -> None:
 
 
 def test_steps_of_about_the_size_say_most_of_one() -> None:
-    """Where the fit is wrong of one size, since steps of another take what no term of it tells."""
+    """If the fit is wrong for one size, because the time of its steps has a part that no term of the
+    model represents.
+    """
     times, off = PrefillTimes(), list[float]()
     for number in range(60):
         for first, count in ((0, 500), (0, 250), (1024, 40), (1024, 64 + number % 3 * 20)):

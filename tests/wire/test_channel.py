@@ -1,4 +1,4 @@
-"""Channels deliver every message once, in order, to threads and to asyncio; strangers deliver nothing."""
+"""Channels deliver every message once, in order, to threads and to asyncio; without the key nothing is delivered."""
 
 import asyncio
 import contextlib
@@ -52,12 +52,12 @@ def test_what_is_lost_when_a_connection_is_cut_is_told_in_its_place(tmp_path: Pa
     with SocketInbox(address) as inbox, SocketOutbox(address) as first, SocketOutbox(address) as other:
         first.put(delta(0))
         assert inbox.drain(wait=True, timeout=LIMIT_S) == [delta(0)]
-        first._sent += 2  # what was on the way
+        first._sent += 2  # messages lost in flight
         first.put(delta(3))
         assert inbox.drain(wait=True, timeout=LIMIT_S) == [Missed(messages=2, writer=first._writer), delta(3)]
         first.put(delta(4))
         assert inbox.drain(wait=True, timeout=LIMIT_S) == [delta(4)]
-        other._sent += 1  # its first
+        other._sent += 1  # its first message is lost
         other.put(delta(6))
         assert inbox.drain(wait=True, timeout=LIMIT_S) == [Missed(messages=1, writer=other._writer), delta(6)]
 
@@ -162,7 +162,7 @@ def test_asyncio_reads_a_socket():
 
 
 class Arrived:
-    """In the place of an inbox's socket: messages that have all arrived, and how long it was asked to wait for more."""
+    """Replaces an inbox's socket: all messages have already arrived; records the timeouts of polls."""
 
     def __init__(self, *messages: Wire) -> None:
         self._data = deque(_HEAD.pack(bytes(8), number) + encode(message) for number, message in enumerate(messages))
@@ -178,12 +178,12 @@ class Arrived:
 
 
 def test_a_late_reader_lets_the_event_loop_go_on(monkeypatch: pytest.MonkeyPatch):
-    """Else its turns grow with its delay, and its delay with its turns."""
+    """Otherwise the work of an iteration grows with its delay, and the delay with the work."""
     sent = 5 * MOST_AT_ONCE
 
     async def main() -> list[list[int]]:
         with AsyncSocketInbox("tcp://127.0.0.1:*", KEY) as inbox, SocketOutbox(inbox.address, KEY) as outbox:
-            outbox.put(delta(0))  # which stays, so that the socket is readable
+            outbox.put(delta(0))  # stays in the socket, so that it is readable
             with monkeypatch.context() as patch:
                 patch.setattr(inbox, "_socket", Arrived(*map(delta, range(sent))))
                 turns: list[list[int]] = []
@@ -197,7 +197,7 @@ def test_a_late_reader_lets_the_event_loop_go_on(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wait_of_less_than_a_millisecond_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Else a loop that looks again soon takes a whole core."""
+    """Otherwise a loop that polls again soon uses a whole core."""
     socket = Arrived()
     with SocketInbox(ipc_address(tmp_path / "run", "worker")) as inbox, monkeypatch.context() as patch:
         patch.setattr(inbox, "_socket", socket)
@@ -207,7 +207,7 @@ def test_a_wait_of_less_than_a_millisecond_waits(tmp_path: Path, monkeypatch: py
 
 
 def refusals_of(socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """Where it is told that the other end has not let this socket in."""
+    """A socket that reports refused handshakes and disconnects."""
     failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     return socket.get_monitor_socket(failed | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_DISCONNECTED)
 
@@ -223,7 +223,7 @@ def test_a_stranger_with_another_key_or_none_delivers_nothing():
         refusals.append(refusals_of(other._socket))
         other.put(delta(2))
         for refused in refusals:
-            assert refused.poll(1e3 * LIMIT_S), "let in"
+            assert refused.poll(1e3 * LIMIT_S), "the connection was accepted"
             refused.close()
         with SocketOutbox(inbox.address, KEY) as friend:
             friend.put(delta(3))
@@ -340,7 +340,9 @@ def test_an_address_is_free_once_its_reader_has_closed_and_closing_again_leaves_
 
 
 def bound(address: str) -> SocketInbox:
-    """ZeroMQ gives a port back in a thread of its own, a little after the close."""
+    """An inbox bound to this address. ZeroMQ releases a port in a thread of its own, shortly after the
+    close, so retry.
+    """
 
     def try_it() -> SocketInbox | None:
         with contextlib.suppress(ConfigError):
@@ -350,7 +352,7 @@ def bound(address: str) -> SocketInbox:
     return until(try_it)
 
 
-# What is too large to travel
+# Messages over the size limit
 
 
 def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one_arrives(tmp_path: Path):
@@ -375,7 +377,8 @@ def test_what_waits_for_a_silent_reader_is_bounded_and_what_was_lost_is_told(tmp
             while len(heard) < 10:
                 heard += inbox.drain(wait=True)
             number = 50
-            while not any(isinstance(message, Missed) for message in heard):  # room comes back some time after a read
+            # the sender gets room some time after a read
+            while not any(isinstance(message, Missed) for message in heard):
                 outbox.put(Abort(job=JobId(f"{number}")))
                 number += 1
                 heard += inbox.drain(wait=True, timeout=0.01)
@@ -383,7 +386,7 @@ def test_what_waits_for_a_silent_reader_is_bounded_and_what_was_lost_is_told(tmp
     missed, *after = heard[at:]
     assert isinstance(missed, Missed)
     assert heard[:at] == [Abort(job=JobId(f"{number}")) for number in range(at)]
-    assert after[0] == Abort(job=JobId(f"{at + missed.messages}")), "the next behind those that were lost"
+    assert after[0] == Abort(job=JobId(f"{at + missed.messages}")), "the next message after the lost ones"
     assert at < 50
 
 
@@ -402,7 +405,7 @@ async def _received_after_another_reader(tmp_path: Path) -> list[Wire]:
         address = ipc_address(tmp_path / "sockets", f"{number}")
         with AsyncSocketInbox(address) as inbox, SocketOutbox(address) as outbox:
             reading = asyncio.create_task(inbox.get())
-            await turns(5)  # it waits
+            await turns(5)  # the reader is waiting now
             if number:
                 outbox.put(Stop())
                 return await asyncio.wait_for(reading, LIMIT_S)
@@ -413,5 +416,5 @@ async def _received_after_another_reader(tmp_path: Path) -> list[Wire]:
 
 
 def test_a_reader_in_the_place_of_another_that_was_closed_is_read(tmp_path: Path) -> None:
-    """It is given the descriptor of the first, which the event loop must not watch any more."""
+    """The second inbox gets the file descriptor of the first, which the event loop must no longer watch."""
     assert asyncio.run(_received_after_another_reader(tmp_path)) == [Stop()]

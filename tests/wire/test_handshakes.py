@@ -1,4 +1,6 @@
-"""Connections that do not finish their handshake are few and short, and disturb nobody who has the key."""
+"""Connections that do not finish their handshake are limited in number and time, and do not disturb clients that have
+the key.
+"""
 
 import socket
 from collections.abc import Callable
@@ -15,7 +17,7 @@ MOST = 8
 
 
 class Silent:
-    """A TCP connection that says nothing."""
+    """A TCP connection that sends nothing."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -26,7 +28,7 @@ class Silent:
         """Whether the other side has closed it."""
         while not self._ended:
             try:
-                self._ended = not self.socket.recv(1000)  # its greeting comes first
+                self._ended = not self.socket.recv(1000)  # the server's greeting comes first
             except BlockingIOError:
                 break
             except ConnectionResetError:
@@ -56,7 +58,7 @@ def test_of_silent_connections_the_oldest_are_ended() -> None:
         silent = [Silent(port_of(inbox)) for _ in range(5 * MOST)]
         until(lambda: sum(each.ended() for each in silent) >= 4 * MOST)
         assert [each.ended() for each in silent] == [True] * 4 * MOST + [False] * MOST
-        assert delivered(writer, inbox), "whoever has finished keeps its connection"
+        assert delivered(writer, inbox), "a completed connection must stay open"
         with SocketOutbox(inbox.address, KEY) as another:
             assert delivered(another, inbox)
         for each in silent:
@@ -101,7 +103,7 @@ def test_a_descriptor_that_is_something_else_by_now_is_left_alone() -> None:
         client.connect(listener.getsockname())
         server, _ = listener.accept()
         with server, open(__file__) as file:
-            unfinished.accepted(server.fileno(), 1)  # it was at another port
+            unfinished.accepted(server.fileno(), 1)  # accepted at another port before
             unfinished.accepted(file.fileno(), 1)
             unfinished.accepted(1_000_000, 1)
             client.sendall(b"a")

@@ -1,4 +1,4 @@
-"""KV events over sockets: numbers, what was missed, other starts."""
+"""KV events over sockets: sequence numbers, missed events, restarts of the publisher."""
 
 import socket
 import threading
@@ -20,21 +20,21 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[report
 
 
 def heard_until(subscriber: Subscriber, enough: Callable[[list[Numbered]], bool]) -> list[Numbered]:
-    """What comes until there is enough of it."""
+    """The events received until `enough` returns true."""
     found: list[Numbered] = []
     until(lambda: found.extend(subscriber.receive(0.1)) or enough(found))
     return found
 
 
 def all_kept(subscriber: Subscriber, count: int) -> list[Numbered]:
-    """So many that were said before, once the publisher's thread has said them."""
+    """`count` events published earlier, once the publisher's thread has stored them."""
     found: list[Numbered] = []
     until(lambda: found.extend(subscriber.catch_up()) or len(found) >= count)
     return found
 
 
 def joined(publisher: Publisher, subscriber: Subscriber) -> int:
-    """Says something again and again until it is heard: the number of the last that was said."""
+    """Publishes until the subscriber has received something; -> the number of the last event published."""
 
     def hears() -> bool:
         publisher.send(b"hello")
@@ -69,7 +69,7 @@ def test_who_comes_late_or_has_missed_some_asks_and_hears_each_once(tmp_path: Pa
         heard: list[Numbered] = []
 
         def hears() -> bool:
-            publisher.send(b"last")  # what was said before it was connected is missed, and asked for
+            publisher.send(b"last")  # events before the connection are missed, and requested
             heard.extend(listens.receive(0.1))
             return any(each.batch == b"last" for each in heard)
 
@@ -85,7 +85,7 @@ def test_who_comes_late_or_has_missed_some_asks_and_hears_each_once(tmp_path: Pa
 
 
 def lose(subscriber: Subscriber) -> Numbered:
-    """One message that reaches the socket and is never heard."""
+    """One event that reaches the socket and is removed before the subscriber reads it."""
     assert subscriber._sub.poll(1e3 * LIMIT_S)
     _, number, batch = subscriber._sub.recv_multipart()
     return Numbered(int.from_bytes(number, "big"), batch)
@@ -101,7 +101,8 @@ def test_what_is_said_while_others_are_said_again_is_not_lost(tmp_path: Path) ->
         for _ in range(200):
             publisher.send(b"more")
         publisher.send(b"end")
-        until(lambda: publisher._kept[-1].batch == b"end")  # all can be said again, when the first follows a gap
+        # all events can be replayed when the first one reveals the gap
+        until(lambda: publisher._kept[-1].batch == b"end")
         heard = heard_until(listens, lambda found: any(each.batch == b"end" for each in found))
         assert heard[0] == missed
         assert [each.number for each in heard] == list(range(missed.number, missed.number + 202))
@@ -123,7 +124,7 @@ def test_of_another_start_all_is_heard_whether_it_has_come_as_far_or_not(tmp_pat
         heard: list[Numbered] = []
 
         def hears() -> bool:
-            again.send(b"hello")  # what was said before it was connected anew is missed
+            again.send(b"hello")  # events before the reconnection are missed
             heard.extend(listens.receive(0.1))
             return bool(heard)
 

@@ -222,7 +222,7 @@ def test_a_connection_that_has_failed_is_closed_once_what_others_read_over_it_is
     both = pair(book)
     arrivals = both.answers.exchange._ways["peer"].arrivals
     under_way = arrivals.under_way
-    arrivals._memory._looks = 1 << 30  # type: ignore[attr-defined]  # what has come is not added up before it is told to be
+    arrivals._memory._looks = 1 << 30  # type: ignore[attr-defined]  # no checksum completes yet
     try:
         both.send([asked(), asked("other", seed=2)])
         with torch.inference_mode():

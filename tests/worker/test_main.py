@@ -27,7 +27,7 @@ from redline.wire.job import Job
 from redline.worker import engine, main, pulse
 drain, heard = SocketInbox.drain, []
 def all_jobs(self, **how):
-    # The first are heard together, however they come.
+    # The first jobs are received together, independent of timing.
     heard.extend(found := drain(self, **how))
     while found and sum(isinstance(each, Job) for each in heard) < {jobs}:
         heard.extend(more := drain(self, wait=True))
@@ -36,7 +36,7 @@ def all_jobs(self, **how):
 SocketInbox.drain = all_jobs
 load = engine.EngineCore.load
 def broken(*arguments, **named):
-    assert named["alone"], "as the worker was told"
+    assert named["alone"], "the worker is configured to be alone"
     loaded = load(*arguments, **named)
     loaded.model.predict = fails
     return loaded
@@ -119,7 +119,7 @@ def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
                 messages.extend(inbox.drain(wait=False))
                 return any(isinstance(message, Failed) for message in messages)
 
-            until(failed, "it says why it ends")
+            until(failed, "the worker reported no failure")
             assert process.wait(LIMIT_S) == 1
         finally:
             process.kill()

@@ -1,4 +1,4 @@
-"""Ranks that end, stop, fall behind, or sample other tokens: all ranks end within seconds, and one line names the rank,
+"""Ranks that end, stop, lag, or sample other tokens: all ranks end within seconds, and one line names the rank,
 the step and the reason.
 """
 

@@ -20,7 +20,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture
 def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A machine with a GPU whose properties the test sets."""
+    """A machine with a GPU that has the properties the test sets."""
     kept = driver.why_not
     kept.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -18,7 +18,7 @@ EMBED = launch_record("decode/embed.cu", "EmbedLaunch")
 
 
 def given(**others: Any) -> dict[str, Any]:
-    """Arguments for one token of 128 columns, whose table row is all ones."""
+    """Arguments for one token of 128 columns, with a table row of ones."""
     floats = {name: torch.ones(1, 128) for name in ("gamma", "residual")}
     bf16 = {name: torch.ones(1, 128).to(torch.bfloat16) for name in ("table", "x")}
     return {**floats, **bf16, "ids": torch.zeros(1).long(), "squares": torch.zeros(1, 8), "tokens": 1, **others}

@@ -220,7 +220,7 @@ def test_a_group_that_has_lost_a_rank_waits_for_nobody_at_its_end(
     chips: Chips, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     zero, _ = opened(tmp_path / "meet", 2)
-    zero.links.control[1] = 1 + 1  # as written by a kernel whose wait timed out
+    zero.links.control[1] = 1 + 1  # as written by a kernel after its wait timed out
     with pytest.raises(RankLost, match="rank 1 has kept rank 0 waiting for 120 s"):
         zero.check()
     monkeypatch.setattr(zero, "_store", None)  # the store, through which it would notify the others and wait

@@ -1,4 +1,4 @@
-"""Pages with a stride: one layer of a pool whose pages hold several layers gives the bits of a separate plane."""
+"""Pages with a stride: one layer of a pool with several layers in a page gives the bits of a separate plane."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ WRITES = [
 
 @pytest.mark.pairwise
 @needs_compiler
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs if there is no GPU")
 @pytest.mark.parametrize("how", ["run", "reference"])
 @pytest.mark.parametrize(("kernel", "case"), WRITES)
 def test_a_row_is_written_into_its_page(kernel: Kernel[Any, Any, Any], case: Any, how: str):

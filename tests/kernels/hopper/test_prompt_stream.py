@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two_sublayers(residual_TD: Tensor, weights_RDD: Tensor, gammas: Tensor, group: Group) -> tuple[Tensor, ...]:
-    """Run two sublayers whose partial sums are products with this rank's weight; -> the input of each, and the last
+    """Run two sublayers, each with this rank's weight giving partial sums; -> the input of each, and the last
     residual.
     """
     tokens, weights = residual_TD.shape[0], weights_RDD[group.rank]

@@ -134,7 +134,7 @@ def run(folder: Path, rank: int) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     for module in (linear, dense):
-        # Triton's interpreter takes as much time for a small program as for a large one
+        # Triton's interpreter is as slow for a small program as for a large one
         module.block_rows = lambda *_: 256
     folder, started = Path(sys.argv[1]), []
     # forked before any computation, so there is one thread to copy; the import of torch takes most of the time

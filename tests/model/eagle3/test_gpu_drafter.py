@@ -105,7 +105,7 @@ def pair_of(name: str, head_bits: int = 16) -> Pair:
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes as much time for a small program as for a large one."""
+    """Triton's interpreter is as slow for a small program as for a large one."""
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda *_: 256)

@@ -48,7 +48,7 @@ def inboxes(file: Path, ranks: int) -> Path:
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes as much time for a small program as for a large one."""
+    """Triton's interpreter is as slow for a small program as for a large one."""
     for module in (linear, dense):
         monkeypatch.setattr(module, "block_rows", lambda *_: 256)
 

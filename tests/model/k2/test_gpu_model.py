@@ -60,9 +60,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes as much time for a small program as for a large one; tests/ops has
-    the chip's sizes.
-    """
+    """Triton's interpreter is as slow for a small program as for a large one; tests/ops has the chip's sizes."""
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda *_: 256)

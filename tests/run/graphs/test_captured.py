@@ -167,7 +167,7 @@ def test_memory_is_counted_for_all_that_is_recorded(captured: Open):
         while runner.record_more():
             pass
         assert set(runner.recorded.shapes) == set(counted.shapes)
-        largest = runner.recorded.shapes[0]  # the first captured shape, whose memory pool all others share
+        largest = runner.recorded.shapes[0]  # the first captured shape; all others share its memory pool
         assert counted.shapes[largest].between == counted.between
     finally:
         runner.close()
@@ -493,7 +493,7 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
 ):
     """The drafter's GPU kernels, emulated thread by thread on the CPU; a reduced vocabulary, its head in 8 bits.
 
-    Few Triton programs are launched, since Triton's interpreter takes as long for a small one as for a large one.
+    Few Triton programs are launched, since Triton's interpreter is as slow for a small one as for a large one.
     """
     monkeypatch.setattr(grouped, "_PROGRAMS", 12)
     for products in (linear, streamed):
