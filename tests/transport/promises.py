@@ -23,7 +23,7 @@ def pattern(size: int, salt: int = 0) -> bytes:
 
 
 def wait(reading: Reading) -> None:
-    until(reading.done, "the reading neither ends nor fails")
+    until(reading.done, "the read neither completes nor fails")
 
 
 class Promises:

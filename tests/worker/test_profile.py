@@ -108,7 +108,7 @@ def test_spans_leave_in_the_order_in_which_they_came():
     assert ([span.name for span in spans.take(9)], spans.left_out) == (["2"], 2)
 
 
-@pytest.mark.skipif(native.find_compiler() is None, reason="the kernels write down their own times")
+@pytest.mark.skipif(native.find_compiler() is None, reason="the kernels record their own times")
 def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each op of a step is within that step's `forward` span or the neighbouring spans, on the same clock."""
     asked = list[Profiling]()
@@ -145,7 +145,7 @@ def test_a_cpus_kernels_say_when_each_op_ran(tmp_path: Path, monkeypatch: pytest
     assert set(parts) == {"begin", "inputs", "forward", "choose"}
 
 
-@pytest.mark.skipif(native.library() is None, reason="the kernels write down their own times")
+@pytest.mark.skipif(native.library() is None, reason="the kernels record their own times")
 def test_ops_that_find_no_room_are_counted_and_nobody_else_is_watched():
     logits = torch.randn(1, 64)
     watched = OpTimes()

@@ -191,7 +191,7 @@ def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> No
         with store._lock:  # as for a copy that is read by a GPU
             slots.ahead = 1
             store._lock.notify_all()
-        until(lambda: not slots.short(busy=False), "memory is made")
+        until(lambda: not slots.short(busy=False), "memory was not allocated")
         store.check()
 
 

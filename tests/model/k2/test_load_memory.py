@@ -11,7 +11,7 @@ LOAD = """
 import sys
 from pathlib import Path
 from threading import Event, Thread
-from types import SimpleNamespace as Alone  # a rank without the others: no all-reduce takes place while weights are read
+from types import SimpleNamespace as Alone  # a rank without the others: reading weights has no all-reduce
 
 import torch
 from redline.model.k2.checkpoint import Checkpoint, weights
