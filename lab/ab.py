@@ -1,23 +1,23 @@
-"""How fast two trees are beside each other, in interleaved rounds with a control of the same commit.
+"""The relative speed of two trees, measured in interleaved rounds with a control of the same commit.
 
     python -m lab.ab BEFORE AFTER [--rounds 7] [--device cpu|cuda] [--save FILE]
 
-BEFORE and AFTER are each a commit, a branch, or a folder with a copy of the project. Three are measured in turns: A is
-BEFORE, B is AFTER, C is BEFORE once more. A figure is the median over the rounds of B's speed over A's in the same
-round, with quartiles; beside it stands C's over A's, which shows what the machine alone makes of two equal trees. The
-order within a round changes from one to the next.
+BEFORE and AFTER are each a commit, a branch, or a folder with a copy of the project. Three trees are measured in
+rotation: A is BEFORE, B is AFTER, C is BEFORE once more. A figure is the median over the rounds of B's speed over A's
+in the same round, with quartiles; next to it is C's over A's, the variation between two equal trees on this machine.
+The order within a round changes from one round to the next.
 
-cpu: three servers stay loaded, and those that are not asked wait. Greedy answers of a fixed length are streamed over
-HTTP, one and sixteen at once, decoding alone; and a prompt of 2,000 tokens is prefilled. Each is tried three times in a
-round, in turns, and the fastest counts. Prompts are random and always new, so nothing is found in the prefix cache; all
-three get the same ones.
+cpu: three servers stay loaded, and two are idle while the third is measured. Greedy answers of a fixed length are
+streamed over HTTP, one and sixteen at once, decoding alone; and a prompt of 2,000 tokens is prefilled. Each is measured
+three times in a round, in rotation, and the fastest counts. Prompts are random and always new, so there are no prefix
+cache hits; all three servers get the same prompts.
 
 cuda: `redline bench decode` of Kimi K2.6 at its true depth on random weights, 1, 4, 8 and 32 rows, and one layer's
-prefill of 8,192 tokens (`redline bench prefill`) where both trees measure it. A round takes minutes.
+prefill of 8,192 tokens (`redline bench prefill`) if both trees measure it. A round takes minutes.
 
-Goals: on a CPU B is at most 2 % slower; on a GPU at most 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The
-status is 1 where one is missed or not measured, or where the control itself is further off than the goal, so that
-nothing is shown.
+Goals: on a CPU B is at most 2 % slower; on a GPU at most 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The exit
+status is 1 if a goal is missed or not measured, or if the control deviates by more than the goal, in which case the
+figure proves nothing.
 """
 
 import argparse
@@ -45,22 +45,23 @@ from redline.progress import Working
 
 NAMES = A, B, C = "A", "B", "C"
 ROUNDS = {"cpu": 7, "cuda": 3}
-TRIES = 3  # of each figure in a round of a CPU, in turns; the fastest counts, since disturbance only ever slows
+# measurements of each figure in a round on a CPU, in rotation; the fastest counts, since disturbance only slows
+TRIES = 3
 KV_MEMORY = "500MB"
 CONTEXT = 4096
-VOCABULARY = 3000  # ids that are ordinary tokens of every model that we serve
+VOCABULARY = 3000  # ids below this are ordinary tokens of every model that we serve
 ANSWER_S = 600.0
 DECODE = "bench decode --shape kimi-k2.6 --layers 61 --alias 12"
 PREFILL_VERB = "redline/bench/step/prefill.py"
 PREFILL_PROGRAM, PREFILL_TOKENS = "prefill_layer.py", 8192
 
-Rates = dict[str, dict[str, float]]  # {figure: {who: tokens/s}} of one round
+Rates = dict[str, dict[str, float]]  # {figure: {tree: tokens/s}} of one round
 
 
 class Figure(NamedTuple):
-    """What is compared.
+    """A figure that is compared.
 
-    goal: how much slower than A B may be, as a share of A's speed, and how far off the control may be.
+    goal: by how much B may be slower than A, as a share of A's speed, and by how much the control may deviate.
     """
 
     name: str
@@ -90,13 +91,14 @@ class Way(Protocol):
 
     @property
     def figures(self) -> Sequence[Figure]:
-        """What a round measures, in the order of the table."""
+        """The figures of a round, in the order of the table."""
         ...
 
     def round(self, number: int, order: Sequence[str], did: Callable[[str], None]) -> Rates:
-        """Tokens/s of every figure for A, B and C, measured in the order given. did: told what comes next.
+        """Tokens/s of every figure for A, B and C, measured in the given order. did: called with each next step.
 
-        number: of the round, which decides its prompts. Raises RedlineError where a tree's server or program fails.
+        number: the round's number, which determines its prompts. Raises RedlineError if a tree's server or program
+        fails.
         """
         ...
 
@@ -105,7 +107,7 @@ class Way(Protocol):
 
 
 class Cpu:
-    """Measures three servers, by their names A, B and C, that stay loaded."""
+    """Measures three servers with the names A, B and C, which stay loaded."""
 
     def __init__(self, servers: Mapping[str, Server]) -> None:
         self.figures = [case.figure for case in CASES]
@@ -131,13 +133,14 @@ class Cpu:
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
 
 
-Arrivals = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part that came
+Arrivals = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part received
 
 
 async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Arrivals]:
-    """Asks for all prompts at once; returns what came when. It is parsed later, since parsing takes a core.
+    """Requests all prompts at once; returns the received parts with their times. They are parsed later, since parsing
+    takes a core.
 
-    Raises RedlineError where a stream breaks off.
+    Raises RedlineError if a stream breaks off.
     """
 
     async def one(prompt: Sequence[int]) -> Arrivals:
@@ -163,9 +166,9 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
 
 
 def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
-    """(seconds on the clock, tokens of the answer so far) for each part of the stream that tells a count.
+    """(seconds on the clock, tokens of the answer so far) for each part of the stream that has a count.
 
-    Raises RedlineError where the answer is not whole, or not of `new` tokens.
+    Raises RedlineError if the answer is incomplete, or does not have `new` tokens.
     """
     found: list[tuple[float, int]] = []
     rest = b""
@@ -182,9 +185,9 @@ def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
 
 
 def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
-    """Tokens/s of all streams together, from the moment when each has begun to the last token.
+    """Tokens/s of all streams together, from the moment at which all have begun to the last token.
 
-    new: tokens of each answer. Raises RedlineError where a stream is not whole, or where all tokens came at one time.
+    new: tokens of each answer. Raises RedlineError if a stream is incomplete, or if all tokens arrived at one time.
     """
     told = [progress_of(stream, new) for stream in streams]
     start = max(points[0][0] for points in told)
@@ -198,7 +201,7 @@ def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
 def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> float:
     """Prompt tokens/s of all streams, from `began` until each has its first token. prompt: tokens of each prompt.
 
-    Raises RedlineError where a stream has not exactly one token.
+    Raises RedlineError if a stream does not have exactly one token.
     """
     first = max(progress_of(stream, 1)[0][0] for stream in streams)
     return len(streams) * prompt / (first - began)
@@ -208,7 +211,7 @@ def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> floa
 
 
 class Cuda:
-    """Runs the programs of the three trees, one after the other. folder: for what they save."""
+    """Runs the programs of the three trees, one after the other. folder: for the files that they save."""
 
     def __init__(self, trees: Mapping[str, Tree], folder: Path) -> None:
         self._trees = trees
@@ -217,7 +220,7 @@ class Cuda:
         self.figures = [*STEPS.values(), *([PREFILL] if all(self._prefill.values()) else [])]
 
     def round(self, number: int, order: Sequence[str], did: Callable[[str], None]) -> Rates:
-        """As `Way.round`: each tree's `redline bench decode`, and its prefill of a layer where all three measure it."""
+        """As `Way.round`: each tree's `redline bench decode`, and its prefill of a layer if all three measure it."""
         found: Rates = {figure.name: {} for figure in self.figures}
         for who in order:
             tree = self._trees[who]
@@ -237,8 +240,9 @@ class Cuda:
 
 
 def prefill_words(tree: Tree) -> list[str] | None:
-    """What starts the tree's measurement of a layer's prefill, behind `python -m`: `redline bench prefill`, or in older
-    trees a program, wherever it lies. None: the tree has neither."""
+    """The arguments after `python -m` that start the tree's measurement of a layer's prefill: `redline bench prefill`,
+    or a program in older trees, in any folder. None: the tree has neither.
+    """
     if (tree.folder / PREFILL_VERB).exists():
         return ["redline", "bench", "prefill"]
     for folder in ("benchmarks", "redline"):
@@ -248,7 +252,7 @@ def prefill_words(tree: Tree) -> list[str] | None:
 
 
 def _run(tree: Tree, words: Sequence[str]) -> None:
-    """Runs a module of the tree as a program. Raises RedlineError with its last words where it fails."""
+    """Runs a module of the tree as a program. Raises RedlineError with its last output if it fails."""
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=tree.folder, env=tree.environment(), capture_output=True, text=True)
     if done.returncode:
@@ -257,9 +261,9 @@ def _run(tree: Tree, words: Sequence[str]) -> None:
 
 
 def step_ms(saved: Path) -> dict[int, float]:
-    """{tokens of a step: ms} of what `redline bench decode --shape --save` writes.
+    """{tokens of a step: ms} from a file written by `redline bench decode --shape --save`.
 
-    Raises ConfigError where the file cannot be read, or lacks one of the steps.
+    Raises ConfigError if the file cannot be read, or lacks one of the steps.
     """
     try:
         ms = {case["rows"] * case["tokens_per_row"]: float(case["ms"]) for case in json.loads(saved.read_bytes())}
@@ -269,9 +273,9 @@ def step_ms(saved: Path) -> dict[int, float]:
 
 
 def prefill_ms(saved: Path) -> float:
-    """ms of one layer over a prompt of PREFILL_TOKENS, of what `redline bench prefill --save` writes.
+    """ms of one layer for a prompt of PREFILL_TOKENS, from a file written by `redline bench prefill --save`.
 
-    Raises ConfigError where the file cannot be read, or lacks this case.
+    Raises ConfigError if the file cannot be read, or lacks this case.
     """
     try:
         cases = json.loads(saved.read_bytes())["cases"]
@@ -280,7 +284,7 @@ def prefill_ms(saved: Path) -> float:
         raise ConfigError(f"{saved}: expected a measured prefill of {PREFILL_TOKENS:,} tokens ({error!r})") from None
 
 
-# -- What it says --------------------------------------------------------------------------------------------------
+# -- Results -----------------------------------------------------------------------------------------------------------
 
 
 class Spread(NamedTuple):
@@ -295,9 +299,9 @@ class Spread(NamedTuple):
 
 
 def spread(ratios: Sequence[float]) -> Spread:
-    """Median and quartiles of the ratios; of a single one all three are that.
+    """Median and quartiles of the ratios; a single ratio is all three.
 
-    Raises StatisticsError where there is none.
+    Raises StatisticsError if there is none.
     """
     if len(ratios) == 1:
         return Spread(ratios[0], ratios[0], ratios[0])
@@ -315,12 +319,14 @@ class Result(NamedTuple):
 
     @property
     def proved(self) -> bool:
-        """B is as fast as A, or faster, and the control shows that this could be seen."""
+        """Whether B is as fast as A, or faster, and the control is accurate enough to show it."""
         return abs(self.control.median - 1) <= self.figure.goal and self.after.median >= 1 - self.figure.goal
 
     @property
     def verdict(self) -> str:
-        """In words: within the goal, faster or slower by how much, or unclear because the control is off."""
+        """A description: within the goal, faster or slower by how much, or unclear because the control deviates too
+        much.
+        """
         off, goal = self.after.median - 1, f"{self.figure.goal:.0%}"
         if abs(self.control.median - 1) > self.figure.goal:
             return (
@@ -354,10 +360,10 @@ def table(found: Sequence[Result]) -> str:
 
 @contextmanager
 def way_of(device: str, trees: Mapping[str, Tree], model: str) -> Generator[Way]:
-    """How to measure on a device, with what it needs running until the end. trees: by the names A, B and C.
+    """A way to measure on a device, with its servers running until the end. trees: by the names A, B and C.
 
-    model: the folder that is served on a CPU, within each tree. Raises ConfigError where there is none, and
-    RedlineError where a server does not start.
+    model: the folder that is served on a CPU, within each tree. Raises ConfigError if it is missing, and RedlineError
+    if a server does not start.
     """
     if device == "cuda":
         with tempfile.TemporaryDirectory(prefix="redline-ab-") as folder:
@@ -369,13 +375,13 @@ def way_of(device: str, trees: Mapping[str, Tree], model: str) -> Generator[Way]
 
 
 def rotated(order: Sequence[str], turn: int) -> list[str]:
-    """The names in their order, but beginning with the one at `turn`, counted round."""
+    """The names in their order, rotated to begin with the one at `turn`."""
     first = turn % len(order)
     return [*order[first:], *order[:first]]
 
 
 def measured(way: Way, device: str, rounds: int, working: Working) -> list[Rates]:
-    """The rates of each round. On a CPU one more round comes first, which warms and does not count."""
+    """The rates of each round. On a CPU an additional first round warms up and does not count."""
     found: list[Rates] = []
     warm = [NAMES] if device == "cpu" else []
     for number, order in enumerate([*warm, *(rotated(NAMES, turn) for turn in range(rounds))]):
@@ -392,9 +398,9 @@ def measured(way: Way, device: str, rounds: int, working: Working) -> list[Rates
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Measures, prints and saves; 0 where every figure was measured and reached its goal, else 1.
+    """Measures, prints and saves; 0 if every figure was measured and reached its goal, else 1.
 
-    asked: the flags. Raises RedlineError where a tree cannot be opened, served or measured.
+    asked: the flags. Raises RedlineError if a tree cannot be opened, served or measured.
     """
     rounds: int = asked.rounds or ROUNDS[asked.device]
     with Working("rounds", bar=False) as working, opened([asked.before, asked.after]) as (before, after):
@@ -443,17 +449,17 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="BEFORE", help="a commit, a branch, or a folder with a copy of the project")
-    parser.add_argument("after", metavar="AFTER", help="the same; it has to be as fast as BEFORE")
+    parser.add_argument("after", metavar="AFTER", help="the same; it must be as fast as BEFORE")
     parser.add_argument("--device", choices=[*ROUNDS], default="cpu")
     told = ", ".join(f"{rounds} on {device}" for device, rounds in ROUNDS.items())
     parser.add_argument("--rounds", type=count, help=f"absent: {told}")
-    parser.add_argument("--model", default=MODEL, help=f"served on a CPU, a folder within each tree; absent: {MODEL}")
+    parser.add_argument("--model", default=MODEL, help=f"served on a CPU, a folder within each tree (default: {MODEL})")
     parser.add_argument("--save", type=output, help="write figures and every round as JSON")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program with `words` in place of the command line's, and returns its status as `run` does."""
+    """Runs the program with `words` instead of the command line's, and returns its exit status as `run` does."""
     return run(arguments().parse_args(words))
 
 

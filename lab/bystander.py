@@ -1,16 +1,15 @@
-"""What a bystander notices of what another client sends: pauses of its stream, and memory that does not come back.
+"""The effect of one client's requests on a bystander: pauses of its stream, and memory that is not released.
 
     python -m lab.bystander [--list] [--only NAME ...] [--requests 5000] [--seed N]
         [--tree FOLDER] [--save FILE]
 
-Serves a model with its drafter as `make serve` does, with two streams that are read all the time
-(`watch.py`), and meanwhile sends the list of attacks (`attacks.py`), one at a time, and then thousands of random
-requests (`random_requests.py`). Before, between and after them are phases without an attack, and one in which polite
-clients fill the engine: a figure means something only beside theirs. After each attack a greedy question has to get the
-answer that it got before. At the end the server is asked to stop (SIGTERM) while silent
-sockets and streams that nobody reads are open.
+Serves a model with its drafter as `make serve` does, with two streams that are read all the time (`watch.py`), and
+sends the list of attacks (`attacks.py`), one at a time, and then thousands of random requests (`random_requests.py`).
+Before, between and after them are phases without an attack, and one in which normal clients saturate the engine: the
+figures of attacks are meaningful only compared with these. After each attack a greedy question must get the answer that
+it got before. At the end the server is asked to stop (SIGTERM) while silent sockets and unread streams are open.
 
-`--tree` serves another copy of the project, of any commit: all that is asked of it is `redline serve` and HTTP.
+`--tree` serves another copy of the project, of any commit: only `redline serve` and HTTP are used of it.
 """
 
 import argparse
@@ -40,22 +39,22 @@ from redline import clock
 from redline.api.config import Limits
 from redline.bench.record import provenance
 
-LIMIT_MS = 100.0  # the longest pause that is allowed
-CALM_S = 90.0  # seconds in which what an attack has left in the engine should end
-ANSWER_S = 120.0  # seconds in which a random request is answered
-OVERLOADED = (503, 529)  # statuses of a server that has too much to do, in each dialect
+LIMIT_MS = 100.0  # the longest permitted pause
+CALM_S = 90.0  # seconds within which the jobs left by an attack must end in the engine
+ANSWER_S = 120.0  # seconds until a random request must be answered
+OVERLOADED = (503, 529)  # statuses of an overloaded server, in each dialect
 SAY_S = 10.0
-TAKE_S = 2.0  # seconds; notes are taken often, since telling many at once holds up the bystander
+TAKE_S = 2.0  # seconds; records are taken often, since a large transfer delays the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
 PROMPT = 4000  # tokens of a prompt that touches pages
 TEXT = 1200  # characters
-ID_BYTES = 4  # of a token's id that is kept
-ANSWER = 4000  # tokens of an answer of the bystander, at most
-POLITE_TOKENS = 6000  # of each long prompt of a polite client
+ID_BYTES = 4  # bytes of memory per token id that is kept
+ANSWER = 4000  # maximum tokens of an answer of the bystander
+POLITE_TOKENS = 6000  # tokens of each long prompt of a normal client
 
 
 class Sample(NamedTuple):
-    """Resident bytes of both processes. seconds: since sampling began. requests: random ones, sent so far."""
+    """Resident bytes of both processes. seconds: since sampling began. requests: random requests sent so far."""
 
     seconds: float
     requests: int
@@ -66,7 +65,7 @@ class Sample(NamedTuple):
 class Memory:
     """Resident bytes of both processes, every second, with the number of random requests sent so far.
 
-    Sampling begins in a thread of its own as soon as this is made. api, worker: their process ids.
+    Sampling begins in a separate thread at construction. api, worker: their process ids.
     """
 
     def __init__(self, api: int, worker: int) -> None:
@@ -90,7 +89,7 @@ class Memory:
         return self.samples[-1][2:] if self.samples else (0, 0)
 
     def close(self) -> None:
-        """Ends the sampling; the samples stay."""
+        """Ends the sampling; the samples are kept."""
         self._done.set()
 
 
@@ -99,7 +98,7 @@ def _resident(pid: int) -> int:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of the straight line through the points (x, y), by least squares; 0 where all x are equal."""
+    """The slope of the least-squares line through the points (x, y); 0 if all x are equal."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -107,7 +106,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 class Watch:
-    """The bystander's process, `watch.py`. port, pid: of the server. token, length: of its streams, forced as there."""
+    """The bystander's process, `watch.py`. port, pid: of the server. token, length: of its forced streams."""
 
     def __init__(self, port: int, pid: int, token: int, length: int) -> None:
         told = map(str, (port, pid, token, length))
@@ -115,7 +114,7 @@ class Watch:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def take(self) -> Notes:
-        """What was noted since the last call. It waits for the process, and holds up its reading a little."""
+        """The records since the last call. Waits for the process, and delays its reading a little."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("take\n")
@@ -123,17 +122,17 @@ class Watch:
         return notes_of(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
-        """Kills the process; notes that were not taken are lost."""
+        """Kills the process; records that were not taken are lost."""
         self._process.kill()
         self._process.communicate()
 
 
 class Phase(NamedTuple):
-    """One attack, or a time without one, and what the bystander noticed of it.
+    """One attack, or a time without one, and the bystander's figures.
 
-    seconds: until all requests had ended. replies: how many of each kind. preempted: jobs that lost their pages to
-    older ones. calm_s: seconds until the engine had ended what was left of the phase; None: not within CALM_S. right:
-    whether a greedy answer is still what it was. mib: resident, of API and worker.
+    seconds: until all requests had ended. replies: how many of each kind. preempted: jobs that were pre-empted by older
+    ones. calm_s: seconds until the engine had ended the jobs left by the phase; None: not within CALM_S. right: whether
+    a greedy answer is unchanged. mib: resident, of API and worker.
     """
 
     name: str
@@ -148,7 +147,7 @@ class Phase(NamedTuple):
     mib: tuple[int, int]
 
     def row(self) -> dict[str, Any]:
-        """The phase as JSON can hold it; pauses are milliseconds."""
+        """The phase in JSON types; pauses are in milliseconds."""
         pauses = {
             name: value._asdict() if hasattr(value, "_asdict") else value
             for name, value in self.pauses._asdict().items()
@@ -171,10 +170,10 @@ class Phase(NamedTuple):
 
 
 class Bench:
-    """One server, its bystander, and the phases that they have been through.
+    """One server, its bystander, and their phases.
 
-    model: the name that the record has. say: is given a line for each phase. Raises RedlineError where the server does
-    not start.
+    model: the model's name in the record. say: called with a line for each phase. Raises RedlineError if the server
+    does not start.
     """
 
     def __init__(self, server: Server, model: str, say: Callable[[str], None]) -> None:
@@ -184,15 +183,15 @@ class Bench:
         self.port = server.until_ready()
         self.memory = Memory(server.process.pid, server.worker)
         self.phases: list[Phase] = []
-        self.odd: list[dict[str, str]] = []  # answers that nobody should get
+        self.odd: list[dict[str, str]] = []  # answers that no client should get
         self.doing = "start"
 
     async def open(self, kv_tokens: int, known_bytes: int) -> None:
-        """Looks up what attacks need, fills what fills only once, and starts the bystander.
+        """Looks up data for the attacks, fills caches that fill only once, and starts the bystander.
 
-        kv_tokens: how many tokens are prefilled so that every page was written once. known_bytes: of texts that the API
-        keeps with their ids (`chat.known`); so many are sent. Raises SystemExit where the server does not answer one of
-        these requests as it should.
+        kv_tokens: tokens that are prefilled so that every page is written once. known_bytes: size of the API's cache of
+        texts with their ids (`chat.known`); this many are sent. Raises SystemExit if the server does not answer one of
+        these requests correctly.
         """
         models = json.loads((await self._whole(get("/v1/models"))).body)
         (token,) = await self._ids(" the")
@@ -208,11 +207,11 @@ class Bench:
         await asyncio.sleep(2)
 
     async def control(self, name: str, seconds: float) -> None:
-        """A phase of so many seconds in which nobody but the bystander asks."""
+        """A phase of `seconds` in which only the bystander sends requests."""
         await self._phase(name, "control", "nobody else", lambda: asyncio.sleep(seconds))
 
     async def polite(self, seconds: float) -> None:
-        """Eight clients whose prompts are long and eight whose answers are, for so many seconds."""
+        """Eight clients with long prompts and eight with long answers, for `seconds`."""
         chance = random.Random(1)
         size = min(POLITE_TOKENS, self.world.context // 2)
         deadline = clock.monotonic() + seconds
@@ -229,7 +228,9 @@ class Bench:
         await self._phase("polite", "control", f"16 clients, prompts of {size} tokens among them", fire)
 
     async def attack(self, attack: Attack, most_s: float) -> None:
-        """Builds and fires one attack; what has not ended after `most_s` seconds is cut short, and counted so."""
+        """Builds and fires one attack; requests that have not ended after `most_s` seconds are
+        aborted, and counted so.
+        """
         fire = attack.prepare(self.world)
 
         async def bounded() -> None:
@@ -242,9 +243,9 @@ class Bench:
         await self._phase(attack.name, attack.item, attack.what, bounded)
 
     async def random(self, count: int, seed: int, most_s: float, at_once: int, *, wild: bool = True) -> dict[str, Any]:
-        """Sends `count` random requests, or as many as `most_s` seconds allow, `at_once` at a time.
+        """Sends `count` random requests, or fewer if `most_s` seconds are over, `at_once` at a time.
 
-        wild: as in `random_requests.requests`; else the phase is called "ordinary". Returns as `traffic` does.
+        wild: as in `random_requests.requests`; if false, the phase is called "ordinary". Returns as `traffic` does.
         """
         name = "random" if wild else "ordinary"
         return {"seed": seed, **await self.traffic(name, requests(seed, wild=wild), count, most_s, at_once)}
@@ -252,10 +253,10 @@ class Bench:
     async def traffic(
         self, name: str, source: Iterator[Request], count: int, most_s: float, at_once: int, every_s: float = 0.0
     ) -> dict[str, Any]:
-        """A phase of `count` requests of `source`, or as many as `most_s` seconds allow, `at_once` at a time.
+        """A phase of `count` requests from `source`, or fewer if `most_s` seconds are over, `at_once` at a time.
 
-        every_s: seconds from the start of one request to that of the next, at least. Returns what was sent, the counts
-        by route and kind of reply, and the answers that nobody should get.
+        every_s: minimum seconds from the start of one request to that of the next. Returns the number sent, the counts
+        by route and kind of reply, and the answers that no client should get.
         """
         began = clock.monotonic()
         sent = 0
@@ -280,9 +281,9 @@ class Bench:
         return {"asked": count, "sent": sent, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
 
     async def end(self) -> dict[str, Any]:
-        """Stops the server by SIGTERM while silent sockets and streams that nobody reads are open.
+        """Stops the server by SIGTERM while silent sockets and unread streams are open.
 
-        Returns `End` as a dictionary; `clean` where the server ended with code 0, within END_S and without a traceback.
+        Returns `End` as a dictionary; `clean` if the server ended with code 0, within END_S and without a traceback.
         """
         self.doing = "the end"
         self.watch.close()
@@ -320,7 +321,7 @@ class Bench:
         self._say(self.phases[-1].line())
 
     async def _calm(self, parts: list[Notes]) -> float | None:
-        """Seconds until no job but the bystander's runs or waits."""
+        """Seconds until only the bystander's jobs run or wait."""
         began = clock.monotonic()
         while (past := clock.monotonic() - began) < CALM_S:
             metrics = await self._metrics()
@@ -345,9 +346,9 @@ class Bench:
         return reply.status == 200 and said(reply.body) == said(self.truth)
 
     def _judge(self, request: Request, reply: Reply) -> None:
-        """Notes an answer that nobody should get: none at all, a server error, or one that breaks off."""
+        """Records an answer that no client should get: none at all, a server error, or one that breaks off."""
         odd = ""
-        timed = reply.status == 504 and b"imeout" in request.data  # as it was asked
+        timed = reply.status == 504 and b"imeout" in request.data  # the request set this timeout
         lost = reply.outcome == "unanswered" or (reply.outcome == "closed" and request.shape != "any")
         if lost or (reply.status >= 500 and reply.status not in OVERLOADED and not timed):
             odd = reply.kind
@@ -379,9 +380,9 @@ class Bench:
 
 
 def fresh_prompts(tokens: int, context: int) -> Iterator[bytes]:
-    """Bodies of completions whose prompts have `tokens` ids together; no page of one is in the cache for another.
+    """Bodies of completions with prompts of `tokens` ids in total, without common cached pages.
 
-    context: tokens that a prompt and its answer may have.
+    context: maximum tokens of a prompt and its answer.
     """
     for start in range(0, tokens, PROMPT):
         chance = random.Random(start)
@@ -390,10 +391,10 @@ def fresh_prompts(tokens: int, context: int) -> Iterator[bytes]:
 
 
 def too_long(known_bytes: int, context: int) -> Iterator[bytes]:
-    """Bodies of chat requests that are encoded as far as `context` tokens and then refused: no engine hears of them.
+    """Bodies of chat requests that are tokenised up to `context` tokens and then refused: they do not reach the engine.
 
-    Each has other texts, of the size that `random_requests.text` has at most; they and their ids are `known_bytes` or
-    more, so that texts are forgotten for new ones from then on.
+    Each has new texts of the maximum size of `random_requests.text`; they and their ids are `known_bytes` or more, so
+    that from then on texts are evicted for new ones.
     """
     words = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=TEXT))
     for number in range(-(-known_bytes // (ID_BYTES * context))):
@@ -404,23 +405,23 @@ def too_long(known_bytes: int, context: int) -> Iterator[bytes]:
 
 
 def _ends_well(stream: bytes, route: str) -> bool:
-    """Whether a stream has the last event that its dialect wants, or tells of an error."""
+    """Whether a stream has the final event of its dialect, or an error event."""
     tail = stream[-4096:]
     if route == "/v1/messages":
         return b"event: message_stop" in tail or b"event: error" in tail
     if route == "/v1/responses":
-        whole = stream.rpartition(b"\nevent: ")[2]  # the last event holds all that was said
+        whole = stream.rpartition(b"\nevent: ")[2]  # the last event repeats the whole answer
         return whole.startswith((b"response.completed", b"response.incomplete", b"response.failed", b"error"))
     return tail.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in tail
 
 
 def memory_slopes(samples: Sequence[Sample]) -> dict[str, float]:
-    """`slopes` over the second half of the requests, since the first half warms."""
+    """`slopes` over the second half of the requests, since the first half is the warm-up."""
     return slopes([sample for sample in samples if sample.requests > samples[-1].requests / 2])
 
 
 def slopes(samples: Sequence[Sample]) -> dict[str, float]:
-    """MiB per 1,000 random requests, by process. Empty where there are fewer than five samples."""
+    """MiB per 1,000 random requests, by process. Empty if there are fewer than five samples."""
     if len(samples) < 5:
         return {}
     api, worker = (
@@ -431,7 +432,7 @@ def slopes(samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def draw(record: dict[str, Any], samples: Sequence[Sample], path: Path) -> None:
-    """A picture at `path`: the longest pause of every phase beside the limit, and both processes' memory."""
+    """A picture at `path`: the longest pause of every phase compared with the limit, and both processes' memory."""
     import matplotlib.pyplot as plt
 
     phases = record["phases"]
@@ -460,7 +461,7 @@ def draw(record: dict[str, Any], samples: Sequence[Sample], path: Path) -> None:
 
 @contextmanager
 def told(bench: Bench) -> Generator[None]:
-    """Prints what the bench is doing and both processes' MiB every ten seconds."""
+    """Prints the current phase and both processes' MiB every ten seconds."""
     done = threading.Event()
     began = clock.monotonic()
 
@@ -479,7 +480,7 @@ def told(bench: Bench) -> Generator[None]:
 
 
 async def run(bench: Bench, asked: argparse.Namespace, attacks: Sequence[Attack]) -> dict[str, Any]:
-    """All phases in their order, and the server's end. `asked`: the flags. Returns the record but for its phases."""
+    """All phases in their order, and the server's end. `asked`: the flags. Returns the record without its phases."""
     await bench.open(asked.kv_tokens, asked.known_bytes)
     await bench.control("control", asked.control)
     await bench.polite(asked.control)
@@ -503,32 +504,35 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="models/kimi-nano")
-    parser.add_argument("--draft", help="its drafter's folder; absent: the one beside the model, where there is one")
+    parser.add_argument("--draft", help="its drafter's folder (default: the one next to the model, if any)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the copy of the project that is served")
     parser.add_argument("--python", default=sys.executable, help="what serves it")
     parser.add_argument("--kv-memory", default="1GB")
     parser.add_argument(
-        "--kv-tokens", type=int, default=105_000, help="so many are prefilled first, to touch every page"
+        "--kv-tokens", type=int, default=105_000, help="tokens that are prefilled first, to touch every page"
     )
     parser.add_argument(
-        "--known-bytes", type=int, default=Limits().known_bytes, help="of texts that the API keeps: it is filled first"
+        "--known-bytes",
+        type=int,
+        default=Limits().known_bytes,
+        help="size of the API's cache of texts, which is filled first",
     )
-    parser.add_argument("--list", action="store_true", help="say what the attacks are, and do nothing")
+    parser.add_argument("--list", action="store_true", help="describe the attacks, and do nothing")
     parser.add_argument("--only", action="append", help="an attack's name or item (repeatable)")
-    parser.add_argument("--attack-seconds", type=float, default=45.0, help="of one attack, at most")
+    parser.add_argument("--attack-seconds", type=float, default=45.0, help="maximum for one attack")
     parser.add_argument("--control", type=float, default=20.0, help="seconds of each phase without an attack")
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--at-once", type=int, default=16, help="random requests in flight")
-    parser.add_argument("--minutes", type=float, default=20.0, help="of random requests, at most")
+    parser.add_argument("--minutes", type=float, default=20.0, help="maximum for random requests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=output, default="runs/bystander.json")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program with `words` in place of the command line's; writes JSON and a picture, and returns 0.
+    """Runs the program with `words` instead of the command line's; writes JSON and a picture, and returns 0.
 
-    Raises ConfigError for a --save that cannot be written, and RedlineError where the server does not start.
+    Raises ConfigError for a --save that cannot be written, and RedlineError if the server does not start.
     """
     asked = arguments().parse_args(words)
     attacks = [one for one in ATTACKS if not asked.only or one.name in asked.only or one.item in asked.only]

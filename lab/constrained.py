@@ -1,12 +1,12 @@
-"""Whether constrained output is always what it was asked to be, by a model of random weights.
+"""Checks that constrained output always matches its constraint, with a model of random weights.
 
     python -m lab.constrained [--schemas 500] [--masks FOLDER]
 
-Each schema is asked for in several ways, over the API and a whole engine with drafts: as a response format, as
-structured outputs, as the arguments of a tool that must be called, is named, or may be called; streamed and not; one
-choice and four. Every answer that its grammar ended is read and validated by jsonschema. Tokens that close things are
-made likelier by a bias, since random weights would hardly ever end a text of JSON. `--masks` also measures what masks
-take with a real vocabulary, over answers to the same schemas.
+Each schema is requested in several ways, over the API and a complete engine with drafts: as a response format, as
+structured outputs, as the arguments of a tool that is required, named, or optional; streamed and not; one choice and
+four. Every answer that was ended by its grammar is parsed and validated by jsonschema. Closing tokens get a positive
+bias, since random weights would rarely end a JSON text. `--masks` also measures the time of masks with a real
+vocabulary, over answers to the same schemas.
 """
 
 import argparse
@@ -58,11 +58,11 @@ from tests.tiny_tokenizer import TINY_VOCAB, tokenizer
 MODEL = "tiny"
 
 CONTEXT = 2048
-ANSWER = 600  # tokens of an answer, at most
-AT_ONCE = 8  # requests
+ANSWER = 600  # maximum tokens of an answer
+AT_ONCE = 8  # requests in flight
 DRAFTS = Suffix(tokens=4, adaptive=False)
 
-# What is done with a schema; each way with its own seed.
+# How a schema is requested; each way has its own seed.
 WAYS = (
     "response_format",
     "structured_outputs",
@@ -77,19 +77,21 @@ WAYS = (
 
 
 class Outcome(NamedTuple):
-    """What came of one request: complete answers by whether they are valid, those that were cut, or a refusal."""
+    """The outcome of one request: complete answers by validity, answers that were cut off, or a refusal."""
 
     way: str
     valid: int = 0
     cut: int = 0
-    wrong: tuple[str, ...] = ()  # what an invalid answer was
+    wrong: tuple[str, ...] = ()  # the errors of invalid answers
     refused: str | None = None
     tokens: int = 0
 
 
 @cache
 def bias() -> dict[str, float]:
-    """Makes what ends strings, lists, objects, thoughts and calls likelier, and white space less likely."""
+    """Biases: closing tokens of strings, lists, objects, thinking and calls are more likely, and white space less
+    likely.
+    """
     token, special = tokenizer().encode, tokenizer().special
     likelier = {token(text)[0]: 4.0 for text in ('"', "}", "]", ",")}
     rarer = {token(text)[0]: -4.0 for text in (" ", "\n", "\t", "\r", "  ", "    ")}
@@ -101,7 +103,7 @@ def bias() -> dict[str, float]:
 async def tiny_server(
     speculation: DraftConfig | None = DRAFTS, *, max_running: int = 32
 ) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of the whole of it, in process: API, gateway, planner, runner and a tiny model of random weights."""
+    """A client of the complete system, in process: API, gateway, planner, runner and a tiny model of random weights."""
     sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 64}
     with TemporaryDirectory() as folder:
         random_checkpoint(folder, tiny_config(vocab_size=TINY_VOCAB, **sizes))
@@ -133,7 +135,7 @@ async def tiny_server(
 
 
 def request(schema: dict[str, Any], way: str, seed: int) -> dict[str, Any]:
-    """The body of a chat request that asks for this schema in one of WAYS."""
+    """The body of a chat request for this schema in one of WAYS."""
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Go on."}],
         "max_tokens": ANSWER,
@@ -164,7 +166,7 @@ def request(schema: dict[str, Any], way: str, seed: int) -> dict[str, Any]:
 
 
 async def ask(client: httpx.AsyncClient, schema: dict[str, Any], way: str, seed: int) -> Outcome:
-    """Asks for a schema in one way, and validates what comes."""
+    """Requests a schema in one way, and validates the answer."""
     body = request(schema, way, seed)
     answer = await client.post("/v1/chat/completions", json=body)
     if answer.status_code == 400:
@@ -184,7 +186,7 @@ async def ask(client: httpx.AsyncClient, schema: dict[str, Any], way: str, seed:
 
 
 def _joined(text: str) -> list[dict[str, Any]]:
-    """The one choice of a stream, as an answer that comes whole has it."""
+    """The only choice of a stream, in the format of a whole answer."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}
     choice: dict[str, Any] = {"finish_reason": None, "message": message}
     for line in text.split("\n\n"):
@@ -205,7 +207,7 @@ def _joined(text: str) -> list[dict[str, Any]]:
 
 
 def _error(choice: dict[str, Any], schema: dict[str, Any], way: str) -> str | None:
-    """Why a complete answer is not what was asked for; None: it is."""
+    """The error of a complete answer; None if it is valid."""
     message = choice["message"]
     calls = message.get("tool_calls") or []
     if way not in ("required", "named", "auto", "calls streamed"):
@@ -244,7 +246,7 @@ async def ask_all(client: httpx.AsyncClient, asked: Sequence[dict[str, Any]], wa
 
 
 def drawn(real: Tokenizer, matcher: Matcher, generator: torch.Generator) -> list[int]:
-    """A text of the matcher's grammar: a draw from each mask, where what closes things is as likely as all else."""
+    """A text of the matcher's grammar: a draw from each mask, in which closing tokens have half of the probability."""
     closing = torch.tensor(real.encode('"}],'))
     text: list[int] = []
     while len(text) < ANSWER // 4:
@@ -260,10 +262,10 @@ def drawn(real: Tokenizer, matcher: Matcher, generator: torch.Generator) -> list
 
 
 def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Microseconds of a mask with the vocabulary of a folder, over texts that fit: wall time, and the thread's own.
+    """Microseconds of a mask with the vocabulary of a folder, over matching texts: wall time, and the thread's own.
 
-    Texts are drawn first, with matchers of their own: between two masks that are timed stands what stands between them
-    in an engine, which is little. A grammar's first masks are among them, with nothing of it worked out yet.
+    Texts are drawn first, with separate matchers: so little time passes between two timed masks, as in an engine. A
+    grammar's first masks are included, without anything precomputed.
     """
     real = Tokenizer.open(folder)
     tokens = grammar_tokens(real)
@@ -274,7 +276,7 @@ def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for schema in asked:
         constraint = Constraint(kind="json_schema", text=json.dumps(schema), param="schema")
         composed = compose(constraint, Calls(), None, real, thinks=False)
-        assert composed is not None, "there is a constraint"
+        assert composed is not None, "the schema has no constraint"
         text = drawn(real, drawing.begin(composed.grammar, ()), generator)
         began = clock.perf_counter()
         matcher = timing.begin(composed.grammar, ())
@@ -300,10 +302,10 @@ def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Asks, validates, measures; prints and writes what came. 1 where an answer was wrong."""
+    """Requests, validates, measures; prints and writes the result. 1 if an answer was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemas", type=int, default=500, help="how many")
-    parser.add_argument("--masks", type=Path, help="a folder with a tokenizer, to measure masks with")
+    parser.add_argument("--masks", type=Path, help="a folder with a tokenizer, for the times of masks")
     parser.add_argument("--out", type=output, default="runs/grammar-cpu.json", help="the JSON to write")
     asked = parser.parse_args()
     made = schemas(asked.schemas)

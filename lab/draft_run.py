@@ -31,7 +31,7 @@ from redline.worker.engine import pick_device
 
 
 class Took(Record, frozen=True, omit_defaults=True):
-    """What one stage took. tokens, work_s: of its work without loading; absent where a stage does not tell."""
+    """The figures of one stage. tokens, work_s: of its work without loading; absent if a stage does not report them."""
 
     name: str
     seconds: float
@@ -52,7 +52,7 @@ class Accepted(Record, frozen=True):
 
 
 def took(stage: Stage, out: Path, told: Mapping[str, tuple[int, float]]) -> Took:
-    """The figures of a stage that is done. told: tokens and seconds of work by stage."""
+    """The figures of a finished stage. told: tokens and seconds of work by stage."""
     tokens, work = told.get(stage.name, (None, None))
     if isinstance(stage.config, TrainConfig):
         result = msgspec.json.decode((Path(stage.config.out) / "training" / "result.json").read_bytes())
@@ -68,7 +68,7 @@ def took(stage: Stage, out: Path, told: Mapping[str, tuple[int, float]]) -> Took
 
 
 def accepted(path: Path, drafter: str) -> list[Accepted]:
-    """What an evaluation has saved, by k and mode."""
+    """The saved results of an evaluation, by k and mode."""
     data = msgspec.json.decode(path.read_bytes())
     facts = {key: data[key] for key in Evaluation.__struct_fields__ if key in data}
     measured = msgspec.convert(facts, Evaluation).measured
@@ -83,11 +83,11 @@ def accepted(path: Path, drafter: str) -> list[Accepted]:
 
 
 def main() -> int:
-    """Runs as the command line says; 0, or the status of the stage that ended the run."""
+    """Runs as given on the command line; 0, or the status of the stage that ended the run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("--out", help="the folder of everything; absent: what the recipe says")
-    parser.add_argument("--device", help="cpu or cuda; absent: the GPU, if there is one")
+    parser.add_argument("--out", help="the folder of all files (default: the recipe's)")
+    parser.add_argument("--device", help="cpu or cuda (default: the GPU, if there is one)")
     parser.add_argument("--beside", type=Path, help="another drafter's folder, measured on the same prompts")
     parser.add_argument("--save", type=output)
     given = parser.parse_args()
@@ -132,13 +132,13 @@ def main() -> int:
 
 
 def compared(stage: Stage, out: Path, beside: Path | None, origin: Mapping[str, Any]) -> list[Accepted]:
-    """What an evaluation of the run has measured, then the same of another drafter.
+    """The results of an evaluation of the run, then those of another drafter.
 
     Raises ConfigError, CheckpointError.
     """
     config = stage.config
-    assert isinstance(config, EvalConfig), f"{stage.name} is no evaluation"
-    assert config.save is not None, "a recipe's [eval] is saved"
+    assert isinstance(config, EvalConfig), f"{stage.name} is not an evaluation"
+    assert config.save is not None, "a recipe's [eval] needs `save`"
     found = accepted(Path(config.save), Path(config.draft).name)
     if beside is not None:
         saved = out / "beside.json"

@@ -1,8 +1,8 @@
-"""Links that stall and drop: proxies in the place of a server's own sockets.
+"""Links that stall and drop: proxies in place of a server's own sockets.
 
-The sockets of a server and its workers are files of a folder. A `Detours` watches the folder: each socket that appears
-is given another name, and whoever connects to it from then on meets a proxy, which hands its bytes on until it is told
-to hold them, or to cut the connection and lose what it holds. The server needs to know nothing of it.
+The sockets of a server and its workers are files in a folder. A `Detours` watches the folder: it renames each socket
+that appears, and later connections to the old name go to a proxy, which forwards bytes until it is told to hold them,
+or to cut the connection and drop the held bytes. The server needs no changes.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from typing import NamedTuple, Self
 
 from redline import clock
 
-LOOK_S = 0.002  # between two looks for new sockets: who has connected before its socket was found is left alone
+LOOK_S = 0.002  # between two scans for new sockets: connections made before a socket was found are not proxied
 CHUNK = 1 << 16
-REAL = ".real"  # behind a socket's name: where it is now
+REAL = ".real"  # suffix of a socket's new name
 
 
 class LinkName(NamedTuple):
-    """Who writes to whom. socket: the file's name. writer: the process that has connected to it."""
+    """The two ends of a link. socket: the file's name. writer: the process that has connected to it."""
 
     socket: str
     writer: int
@@ -35,8 +35,8 @@ class _Held:
     def __init__(self) -> None:
         self.until = 0.0
         self.connections: set[asyncio.StreamWriter] = set()
-        self.holding = 0  # bytes, now
-        self.lost = 0  # of those that were held when the link was cut
+        self.holding = 0  # bytes held now
+        self.lost = 0  # held bytes dropped when the link was cut
 
 
 class Detours:
@@ -62,11 +62,11 @@ class Detours:
         self._thread.join()
 
     def links(self) -> list[LinkName]:
-        """Those that are connected now, in the order of their names."""
+        """The links connected now, in the order of their names."""
         return sorted(name for name, link in list(self._links.items()) if link.connections)
 
     def stall(self, name: LinkName, seconds: float) -> None:
-        """Hold what a link carries, both ways, for so long; then all of it goes on."""
+        """Hold the bytes of a link, both ways, for `seconds`; then forward all of them."""
         self._links[name].until = clock.monotonic() + seconds
 
     def holding(self, name: LinkName) -> int:
@@ -74,7 +74,7 @@ class Detours:
         return self._links[name].holding
 
     def cut(self, name: LinkName) -> None:
-        """End a link's connections. What is held is lost; the writer may connect again at once."""
+        """End a link's connections. Held bytes are lost; the writer may connect again at once."""
         self._loop.call_soon_threadsafe(self._cut, name)
 
     def _cut(self, name: LinkName) -> None:
@@ -98,7 +98,7 @@ class Detours:
         while not self._ended.is_set():
             for path in self._sockets():
                 real = path.with_name(path.name + REAL)
-                with contextlib.suppress(OSError):  # it has gone again
+                with contextlib.suppress(OSError):  # it has been removed again
                     os.rename(path, real)
                     self._servers[real] = await asyncio.start_unix_server(_through(self._links, path.name, real), path)
             with contextlib.suppress(TimeoutError):
@@ -113,9 +113,9 @@ class Detours:
             await asyncio.wait(others, timeout=1.0)
 
     def _sockets(self) -> list[Path]:
-        """Those that have no proxy yet."""
+        """The sockets that have no proxy yet."""
         found: list[Path] = []
-        with contextlib.suppress(OSError):  # a folder has gone meanwhile
+        with contextlib.suppress(OSError):  # a folder has been removed in between
             for folder in self._place.glob("redline-*"):
                 names = {entry.name for entry in os.scandir(folder)}
                 found += [folder / name for name in names if not name.endswith(REAL) and name + REAL not in names]
@@ -123,7 +123,7 @@ class Detours:
 
 
 def _through(links: dict[LinkName, _Held], name: str, real: Path):
-    """What is done with a connection: the proxy of one socket."""
+    """The handler of a connection: the proxy of one socket."""
 
     async def carry(link: _Held, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK):
@@ -147,7 +147,7 @@ def _through(links: dict[LinkName, _Held], name: str, real: Path):
         link = links.setdefault(LinkName(name, pid), _Held())
         try:
             behind_reader, behind_writer = await asyncio.open_unix_connection(real)
-        except OSError:  # nobody listens there any more
+        except OSError:  # the socket has no listener any more
             writer.close()
             return
         ends = {writer, behind_writer}

@@ -1,8 +1,8 @@
-"""Requests whose answers are known to the token, and what came of each.
+"""Requests with known answers, and the outcome of each.
 
-Each is greedy or has a seed, so its answer is a function of the request: what an undisturbed server gives is what any
-other has to give. Between them they have all that an answer has of state: grammars, penalties, stop strings, log
-probabilities, several choices, thoughts and tool calls.
+Each is greedy or has a seed, so its answer is a function of the request: any server must give the answer of an
+undisturbed one. Together they use every state of an answer: grammars, penalties, stop strings, log probabilities,
+several choices, thinking and tool calls.
 """
 
 import http.client
@@ -14,7 +14,7 @@ from typing import Any
 
 from redline import clock
 
-DEADLINE_S = 90.0  # of each request, which the server is told
+DEADLINE_S = 90.0  # of each request, sent to the server
 TOPICS = ("a lighthouse", "prime numbers", "the tides", "a bicycle", "bread", "a chess game", "snow", "two friends")
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -31,7 +31,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "look_up", "str
 
 @dataclass(frozen=True)
 class Asked:
-    """A request. leaves: chunks after which its client leaves; None: it reads to the end."""
+    """A request. leaves: chunks after which its client disconnects; None: it reads to the end."""
 
     name: str
     path: str
@@ -41,19 +41,21 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What came of a request. choices: by index, all that must be the same each time. Seconds since it was sent."""
+    """The outcome of a request. choices: by index, everything that must be the same each time. Seconds since it was
+    sent.
+    """
 
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     error: str = ""
     status: int = 0
     first_s: float = 0.0
     gap_s: float = 0.0  # the longest between two of its chunks
-    gap_at: float = 0.0  # when it began (time.monotonic)
+    gap_at: float = 0.0  # when that gap began (time.monotonic)
     seconds: float = 0.0
-    whole: bool = False  # it has come to its end
+    whole: bool = False  # the answer is complete
 
     def read(self, event: dict[str, Any]) -> None:
-        """Takes in a chunk of a stream, or a whole answer."""
+        """Add a chunk of a stream, or a whole answer."""
         for told in event.get("choices", ()):
             choice = self.choices.setdefault(told["index"], {})
             part = told.get("delta") or told.get("message") or {"content": told.get("text")}
@@ -76,7 +78,7 @@ class Answer:
 
 
 def mix(seed: int, model: str, long_tokens: int, vocabulary: int) -> list[Asked]:
-    """One of each kind, as the seed draws them. long_tokens: of the long prompts."""
+    """One of each kind, drawn with the seed. long_tokens: of the long prompts."""
     draw = random.Random(f"requests {seed}")
     asked: list[Asked] = []
 
@@ -118,7 +120,7 @@ def mix(seed: int, model: str, long_tokens: int, vocabulary: int) -> list[Asked]
 
 
 def ask(port: int, asked: Asked, salt: str) -> Answer:
-    """Sends a request and reads its answer. salt: who shares cached pages with it."""
+    """Sends a request and reads its answer. salt: requests with the same salt share cached pages."""
     answer = Answer()
     began = last = clock.monotonic()
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S + 10)
@@ -171,7 +173,7 @@ def _events(reply: http.client.HTTPResponse) -> Iterator[dict[str, Any] | None]:
 
 
 def difference(asked: Asked, truth: Answer, answer: Answer) -> str:
-    """What is wrong with an answer, in one line; empty where nothing is."""
+    """The difference of an answer from the truth, in one line; empty if there is none."""
     if answer.error:
         return answer.error
     if asked.leaves is not None:

@@ -1,31 +1,30 @@
-"""Faults at random under load, and every answer compared with what an undisturbed server gave.
+"""Random faults under load; every answer is compared with that of an undisturbed server.
 
     python -m lab.faults [--weights models/kimi-nano] [--draft models/kimi-nano-eagle3]
         [--deployment pools --deployment both] [--seconds 120] [--seed 0] [--clients 6] [--long 3000] [--save FILE]
 
-Serves each deployment: `pools`, two workers that compute prompts and two that answer; `both`, three that do everything.
-Clients send requests that are greedy or have a seed (`fault_requests.py`), first undisturbed and twice, so that it is
-known that the answers are always the same, and then for so many seconds while things go wrong, one thing after another,
-as the seed draws them:
+Serves each deployment: `pools`, two prefill workers and two decode workers; `both`, three mixed workers. Clients send
+requests that are greedy or have a seed (`fault_requests.py`), first twice without faults, to verify that the answers
+are always the same, and then for `--seconds` under faults, one after another, drawn with the seed:
 
     kill      a worker gets SIGKILL
     stop      a worker gets SIGSTOP, and SIGCONT 0.3 to 8 s later
     stall     a link between two processes holds its bytes for 0.3 to 8 s (`fault_links.py`)
-    cut       a link is cut; or held for up to a second, and cut with what it holds
-    replace   a worker is drained and started again
-    api       the API's process is stopped, and goes on 0.5 to 3 s later
+    cut       a link is cut; or held for up to a second, and cut with the bytes it holds
+    replace   a worker is drained and restarted
+    api       the API's process is stopped, and continues 0.5 to 3 s later
 
-What is drawn without a seed is not asked for: it follows a distribution, and no two answers are the same. Each round of
-requests has pages of its own (`cache_salt`), since a prompt that begins from pages which an answer has filled agrees to
-rounding alone (docs/route.md).
+Requests sampled without a seed are left out: they follow a distribution, and no two answers are the same. Each round of
+requests has its own pages (`cache_salt`), since a prompt that begins from pages filled by an answer agrees only to
+rounding (docs/route.md).
 
-A fault comes once all workers are ready again after the one before; one in five comes upon the one before.
+A fault occurs once all workers are ready again after the previous one; one in five occurs during the previous one.
 
-What must hold: every answer is the undisturbed one, to the token and with the same log probabilities to four places; no
-request ends with an error or behind its deadline; between two chunks of a stream pass at most 1 s, the 0.75 s in which
-silence is noticed, and what a prompt took at most while nothing went wrong, unless the API's process was stopped or
-faults came together; at the end no worker has a job or a page of one; the server ends with code 0 and without a
-traceback, and neither sockets nor shared memory are left. Exits with 1 otherwise.
+What must hold: every answer equals the undisturbed one, to the token and with the same log probabilities to four
+places; no request ends with an error or after its deadline; the gap between two chunks of a stream is at most 1 s, plus
+the 0.75 s until silence is detected, plus the longest time of a prompt without faults, unless the API's process was
+stopped or faults coincided; at the end no worker has a job or holds a page for one; the server ends with code 0 and
+without a traceback, and no sockets or shared memory are left. Exits with 1 otherwise.
 """
 
 import argparse
@@ -58,10 +57,10 @@ from redline.progress import Working
 
 KEY = "sk-admin-of-the-faults-program"
 KINDS = ("kill", "stop", "stall", "stall", "cut", "cut", "replace", "api")
-MOST_KILLS = 3  # of one worker: one that ends five times without a minute between is given up
-NOTICE_S = 1.0 + 0.75  # until a silent worker's answers move: links.MOVE_S, a beat, two looks
+MOST_KILLS = 3  # of one worker: one that ends five times without a minute in between is given up
+NOTICE_S = 1.0 + 0.75  # until a silent worker's answers are requeued: links.MOVE_S, a heartbeat, two polls
 BACK_S = 60.0  # for a worker to be ready again
-REST_S = 20.0  # for pages and leases to come back
+REST_S = 20.0  # for pages and leases to be returned
 DEPLOYMENTS = {
     "pools": '[[workers]]\nrole = "prefill"\ncount = 2\n[[workers]]\nrole = "decode"\ncount = 2\n',
     "both": '[[workers]]\nrole = "both"\ncount = 3\n',
@@ -70,7 +69,7 @@ DEPLOYMENTS = {
 
 @dataclass
 class Fault:
-    """Something that went wrong. began, ended: time.monotonic(), until all workers were ready again."""
+    """A fault. began, ended: time.monotonic(), until all workers were ready again."""
 
     kind: str
     what: str
@@ -80,13 +79,14 @@ class Fault:
 
 @dataclass
 class Judged:
-    """What came of the answers of one phase."""
+    """The results of the answers of one phase."""
 
     asked: int = 0
-    left: int = 0  # their clients have left
+    left: int = 0  # aborted by their clients
     wrong: list[str] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
-    gaps: list[tuple[float, float, str]] = field(default_factory=list)  # longest of a stream, when it began, of what
+    # longest gap of a stream, its begin, its kind of request
+    gaps: list[tuple[float, float, str]] = field(default_factory=list)
     longest_s: float = 0.0  # of a request
 
 
@@ -102,19 +102,19 @@ class Deployment:
         self.parcels: set[Path] = set()
 
     def until_ready(self) -> None:
-        """Returns once all workers are. Raises RedlineError where they are not in time."""
+        """Returns once all workers are ready. Raises RedlineError if they are not in time."""
         self.server.until_ready()
-        if not wait_for(lambda: " is ready at " in self.server.said, BACK_S):  # all workers are
+        if not wait_for(lambda: " is ready at " in self.server.said, BACK_S):  # then all workers are ready
             raise RedlineError(f"not all workers are ready after {BACK_S:g} s: {self.server.said[-2000:]}")
         self._admin = re.findall(r"admin routes are at (http://\S+)/admin/status", self.server.said)[0]
         self.parcels = self._folders_of_parcels()
 
     def workers(self) -> dict[str, Any]:
-        """Name -> what the operator is told of it."""
+        """Name -> the worker's state from the admin API."""
         return self._ask("status")["workers"]
 
     def replace(self, name: str) -> None:
-        """Have a worker drained and started again."""
+        """Have a worker drained and restarted."""
         self._ask(f"workers/{name}/replace", "POST")
 
     def _ask(self, path: str, method: str = "GET") -> Any:
@@ -123,13 +123,13 @@ class Deployment:
             return json.load(answer)
 
     def all_well(self) -> bool:
-        """Whether every worker is ready and heard of."""
+        """Whether every worker is ready and sends heartbeats."""
         return all(
             each["ready"] and each["silent_s"] < 0.8 and not each["draining"] for each in self.workers().values()
         )
 
     def at_rest(self) -> list[str]:
-        """What workers still have; empty where that is nothing."""
+        """Jobs and pages that workers still have; empty if none."""
         had: list[str] = []
         for name, worker in self.workers().items():
             load = worker["load"] or {}
@@ -147,7 +147,7 @@ class Deployment:
 
 
 class Chaos:
-    """Draws faults and does them, one after another, until told to end. `faults` are those that it has done."""
+    """Draws faults and causes them, one after another, until stopped. `faults`: those caused so far."""
 
     def __init__(self, deployment: Deployment, detours: Detours, seed: str, kinds: Sequence[str]) -> None:
         self.faults: list[Fault] = []
@@ -160,7 +160,7 @@ class Chaos:
         self._ending = threading.Event()
 
     def run(self, seconds: float, working: Working) -> None:
-        """Does them for so long, and returns once all is well again."""
+        """Causes faults for `seconds`, and returns once all workers are ready again."""
         until = clock.monotonic() + seconds
         while (left := until - clock.monotonic()) > 0:
             working.show(int(seconds - left), int(seconds))
@@ -219,7 +219,7 @@ class Chaos:
 
 
 def paused(pid: int, seconds: float) -> None:
-    """Stops a process, and has it go on so many seconds later; one that has ended is left alone."""
+    """Stops a process, and continues it `seconds` later; a process that has ended is ignored."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -229,7 +229,7 @@ def paused(pid: int, seconds: float) -> None:
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it came true within so many seconds."""
+    """Whether the condition became true within `seconds`."""
     until = clock.monotonic() + seconds
     while not condition():
         if clock.monotonic() > until:
@@ -239,13 +239,13 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def all_at_once(port: int, requests: Sequence[Asked], clients: int, salt: str) -> list[Answer]:
-    """The answers to all requests, from so many clients."""
+    """The answers to all requests, sent by `clients` clients."""
     with ThreadPoolExecutor(clients) as pool:
         return list(pool.map(ask, repeat(port), requests, repeat(salt)))
 
 
 def judge(requests: Sequence[Asked], truth: Sequence[Answer], answers: Sequence[tuple[int, Answer]]) -> Judged:
-    """Compares answers, by the place of their request, with the undisturbed ones."""
+    """Compares answers, by the index of their request, with the undisturbed ones."""
     judged = Judged()
     for place, answer in answers:
         asked = requests[place]
@@ -267,7 +267,7 @@ def judge(requests: Sequence[Asked], truth: Sequence[Answer], answers: Sequence[
 def load(
     port: int, requests: Sequence[Asked], clients: int, salt: str, ended: threading.Event
 ) -> list[tuple[int, Answer]]:
-    """Clients that ask one request after another until `ended` is set: their answers, by the place of the request."""
+    """Clients that send one request after another until `ended` is set: their answers, by the index of the request."""
     answers: list[tuple[int, Answer]] = []
     turn = threading.Lock()
     places = _places(len(requests))
@@ -294,7 +294,7 @@ def _places(most: int) -> Iterator[tuple[int, int]]:
 
 
 def late(gaps: Sequence[tuple[float, float, str]], faults: Sequence[Fault], limit_s: float) -> list[str]:
-    """Gaps that are longer than the limit and that no stop of the API and no two faults at once excuse."""
+    """Gaps over the limit that neither a stop of the API nor two coinciding faults excuse."""
     found: list[str] = []
     for gap, at, what in gaps:
         beside = [fault for fault in faults if fault.began < at + gap and fault.ended > at]
@@ -305,7 +305,7 @@ def late(gaps: Sequence[tuple[float, float, str]], faults: Sequence[Fault], limi
 
 
 def most(values: Sequence[float]) -> float:
-    """The largest; 0 where there is none."""
+    """The largest; 0 if there is none."""
     return round(max(values, default=0.0), 3)
 
 
@@ -395,23 +395,24 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=ROOT / "models" / "kimi-nano")
-    parser.add_argument("--draft", type=Path, default=None, help="a drafter's folder; absent: nothing drafts")
+    parser.add_argument("--draft", type=Path, default=None, help="a drafter's folder (default: no drafts)")
     parser.add_argument("--kv-memory", default="100MB", help="of each worker")
     parser.add_argument("--deployment", choices=[*DEPLOYMENTS], action="append", help="default: each")
-    parser.add_argument("--kind", choices=sorted(set(KINDS)), action="append", help="of faults; default: all")
+    parser.add_argument("--kind", choices=sorted(set(KINDS)), action="append", help="kinds of faults (default: all)")
     parser.add_argument("--seconds", type=count, default=120, help="of faults, for each deployment")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=count, default=6)
     parser.add_argument("--mixes", type=count, default=2, help="requests of each kind")
     parser.add_argument("--long", type=count, default=3000, help="tokens of a long prompt")
-    parser.add_argument("--words", type=output, default=None, help="a file for what the server says")
+    parser.add_argument("--words", type=output, default=None, help="a file for the server's output")
     parser.add_argument("--save", type=output, default="runs/faults-cpu.json")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program with `words` in place of the command line's, and writes JSON. -> 1 where something does not
-    hold. Raises RedlineError where a server does not start."""
+    """Runs the program with `words` instead of the command line's, and writes JSON. -> 1 if a check fails. Raises
+    RedlineError if a server does not start.
+    """
     asked = arguments().parse_args(words)
     results: dict[str, Any] = {}
     record = {

@@ -1,11 +1,12 @@
-"""How many tokens per second one core of the front end streams, with an engine that costs nothing.
+"""How many tokens per second one core of the front end streams, with an engine that takes no time.
 
     python -m lab.frontend [--rounds 3]
 
-Server and client are two processes. The fake engine hands every running job a delta of one token per turn of the event
-loop, as bytes that cross the wire codec, so each token pays for: decode, dispatch, metrics, detokenise, parse, frame,
-send. The floor is a bare ASGI app under the same uvicorn that sends the same chunks, built beforehand, one per turn.
-Tokens per second per core divide by the server's own processor time, so other users of the machine matter little.
+Server and client are two processes. The fake engine sends every running job a delta of one token per iteration of the
+event loop, as bytes through the wire codec, so each token includes the cost of: decode, dispatch, metrics, detokenise,
+parse, frame, send. The floor is a bare ASGI app under the same uvicorn that sends the same chunks, built beforehand,
+one per iteration. Tokens per second per core divide by the server's own processor time, so other users of the machine
+matter little.
 """
 
 import argparse
@@ -50,14 +51,14 @@ from redline.wire.news import Ready
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 MODEL = "fake"
-CASES = ((1, 20_000), (64, 1500), (512, 400))  # streams at once, tokens of each
+CASES = ((1, 20_000), (64, 1500), (512, 400))  # concurrent streams, tokens of each
 WORD = " the"
 
 
 class FreeEngine:
-    """Gives every running job one more token, always the same, per turn of the event loop.
+    """Gives every running job one more token, always the same, per iteration of the event loop.
 
-    gateway: has to be set first.
+    gateway: must be set first.
     """
 
     def __init__(self, token: int) -> None:
@@ -69,7 +70,7 @@ class FreeEngine:
         self.link: Link | None = None
 
     def put(self, message: Wire) -> None:
-        """Takes a job or an abort, as the engine's end of the wire does.
+        """Takes a job or an abort, in place of a worker's inbox.
 
         Raises AssertionError for any other message.
         """
@@ -101,7 +102,7 @@ class FreeEngine:
 
 
 def free_gateway() -> Gateway:
-    """A gateway over a FreeEngine, its only worker, and a tiny tokenizer."""
+    """A gateway with a FreeEngine as its only worker, and a tiny tokenizer."""
     with TemporaryDirectory() as folder:
         tokenizer = Tokenizer.open(write_tiny_tokenizer(Path(folder)))
     (token,) = tokenizer.encode(WORD)
@@ -113,12 +114,12 @@ def free_gateway() -> Gateway:
 
 
 def front_end() -> ASGIApp:
-    """The app that serves, over `free_gateway`."""
+    """The served app, with `free_gateway`."""
     return create_app(free_gateway(), ApiConfig(served_model_names=(MODEL,)))
 
 
 def bare() -> ASGIApp:
-    """The floor: an app that sends the same chunks without anything behind them."""
+    """The floor: an app that only sends the same chunks."""
     stream = ChatStream(
         "chatcmpl-" + "0" * 32, int(clock.now()), MODEL, [20], 1, Streaming(), False, lambda _: b"", "reasoning_content"
     )
@@ -136,7 +137,7 @@ def bare() -> ASGIApp:
 
 
 class _CountedDirect:
-    """A connection whose direct writes are counted with the app's own."""
+    """A connection that counts direct writes together with the app's own."""
 
     def __init__(self, direct: Direct, counted: "Counted") -> None:
         self._direct = direct
@@ -148,14 +149,14 @@ class _CountedDirect:
 
 
 class Counted:
-    """An app whose writes are counted: more tokens than writes means that deltas waited for one another."""
+    """An app with counted writes: more tokens than writes means that deltas were merged."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self.writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hands the request to the app, and counts all that the app sends, past `send` too."""
+        """Passes the request to the app, and counts everything that the app sends, also past `send`."""
         scope["extensions"][DIRECT] = _CountedDirect(scope["extensions"][DIRECT], self)
 
         async def counting(message: Message) -> None:
@@ -185,9 +186,9 @@ def serve(make: Callable[[], ASGIApp], listener: socket.socket, control: Connect
 
 
 async def read_stream(port: int, tokens: int) -> None:
-    """Asks for one chat stream of so many tokens, and reads it to its end.
+    """Requests one chat stream of `tokens` tokens, and reads it to its end.
 
-    Raises ConnectionError where the server closes before that, and AssertionError for another number of tokens.
+    Raises ConnectionError if the server closes before that, and AssertionError for another number of tokens.
     """
     body = json.dumps(
         {
@@ -215,7 +216,7 @@ async def read_stream(port: int, tokens: int) -> None:
 
 
 class Server:
-    """A server in a process of its own, up on `port` once this is made. make: builds its app, in that process."""
+    """A server in a separate process, listening on `port` after construction. make: builds its app, in that process."""
 
     def __init__(self, make: Callable[[], ASGIApp]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -225,7 +226,7 @@ class Server:
         self._process = context.Process(target=serve, args=(make, listener, theirs), daemon=True)
         self._process.start()
         listener.close()
-        self._counts()  # once it answers, it is up
+        self._counts()  # returns when the server is up
 
     def _counts(self) -> tuple[float, int]:
         self._control.send(True)
@@ -236,7 +237,7 @@ class Server:
         return self._counts()[0]
 
     def measure(self, streams: int, tokens: int) -> dict[str, float]:
-        """Runs `streams` streams of `tokens` tokens each at once; returns seconds, tokens/s, and tokens of one write.
+        """Runs `streams` streams of `tokens` tokens each at once; returns seconds, tokens/s, and tokens per write.
 
         cpu_s and tokens_per_s_per_core are of the server's own processor time. Raises as `read_stream` does.
         """
@@ -276,7 +277,7 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """The short hash of HEAD. Raises CalledProcessError where git cannot tell."""
+    """The short hash of HEAD. Raises CalledProcessError if git fails."""
     shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     return shown.stdout.strip()
 

@@ -1,15 +1,17 @@
-"""A model at its full depth over HTTP, without its files: 32 streams of 8,192 tokens in and 2,048 out, as Lambda asks.
+"""A model at its full depth over HTTP, without its files: 32 streams of 8,192 tokens in and 2,048 out, the load of
+Lambda's benchmark.
 
     python -m lab.full_depth [--shape kimi-k2.6] [--ranks 1 2] [--streams 32] [--input 8192]
         [--output 2048] [--in-memory N] [--step-ms MS] [--device cuda] [--save FILE]
 
-Serves random weights (`engine.random_weights`) of the shape's own config and a tokenizer of as many tokens, by so many
-ranks, and loads it with `redline bench serve`. All layers run; as many of them lie in memory as fit beside the pages of
-all streams, and the others are one of these. On a GPU each token's experts are drawn, not chosen. Every stream has one
-request, so all prompts come at once: the time to first token is mostly that of waiting for the others' prompts.
+Serves random weights (`engine.random_weights`) of the shape's own config and a tokenizer with its vocabulary size, with
+each number of ranks, under the load of `redline bench serve`. All layers run; those that fit in memory together with
+the pages of all streams are stored, and the others reuse them. On a GPU each token's experts are drawn, not routed.
+Every stream has one request, so all prompts arrive at once: the time to first token is mostly that of waiting for the
+other prompts.
 
-Beside the figures stand floors from what the machine was measured to do in this run: of a step of all streams in the
-middle of their answers, of computing all prompts, and of the output tokens/s that follow of the two.
+Each figure is compared with its floor, from the machine's rates measured in this run: for a step of all streams in the
+middle of their answers, for the prefill of all prompts, and for the output tokens/s that follow from the two.
 """
 
 import argparse
@@ -42,23 +44,25 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import free_memory, pick_device, sizes_of
 from tests.tiny_tokenizer import RESERVED, words, write_tiny_tokenizer
 
-LOAD_S = 560.0  # for the whole load
-SPARE_TOKENS = 64  # of a stream, beyond its prompt and answer
-USED = 0.92  # of the memory that is free: weights lie there twice while one is laid out
+LOAD_S = 560.0  # timeout of the whole load
+SPARE_TOKENS = 64  # of a stream, in addition to its prompt and answer
+USED = 0.92  # share of free memory used: a weight is held twice while it is laid out
 LATENCIES = [f"{kind}_{what}_ms" for what in ("ttft", "tpot", "itl") for kind in ("mean", "median", "p99")]
 KEPT = ["completed", "failed", "duration", "total_input_tokens", "total_output_tokens", "output_throughput", *LATENCIES]
-WARM = 2, 8  # prompts, and tokens of their answers, before what counts: kernels are compiled in their steps
-SETTLE_S = 5.0  # in which shapes are recorded that the start has left
+WARM = 2, 8  # prompts, and tokens of their answers, before the measurement: kernels are compiled in their steps
+SETTLE_S = 5.0  # in which shapes not captured at start are captured
 
 
 def write_folder(config: K2Config, folder: Path) -> None:
-    """config.json, and a tokenizer whose ids fill the vocabulary. Raises ValueError where that is too large."""
+    """config.json, and a tokenizer with an id for every entry of the vocabulary. Raises ValueError if that is too
+    large.
+    """
     write_tiny_tokenizer(folder, words(config.vocab_size - 256 - RESERVED))
     (folder / "config.json").write_text(json.dumps(k25_config(config)))
 
 
 def layers_that_fit(config: K2Config, engine: EngineConfig, device: torch.device) -> int:
-    """As many layers as lie in memory beside the pages. Raises ConfigError where not even one with experts does."""
+    """The number of layers that fit in memory with the pages. Raises ConfigError if not even one with experts does."""
     free, first = round(USED * free_memory(device)), dense_layers(config) + 1
     for layers in range(config.num_hidden_layers, 0, -1):
         sizes = sizes_of(config, replaced(engine, layers), device, torch.bfloat16, free)
@@ -73,7 +77,7 @@ def layers_that_fit(config: K2Config, engine: EngineConfig, device: torch.device
 
 
 def replaced(engine: EngineConfig, layers: int) -> EngineConfig:
-    """The engine with so many layers in memory."""
+    """The engine config with `layers` layers in memory."""
     return EngineConfig(
         kv_memory=engine.kv_memory,
         max_model_len=engine.max_model_len,
@@ -86,7 +90,7 @@ def replaced(engine: EngineConfig, layers: int) -> EngineConfig:
 
 
 def flags(engine: EngineConfig) -> list[str]:
-    """Of `redline serve`."""
+    """The flags of `redline serve`."""
     said = {
         "kv-memory": engine.kv_memory,
         "max-model-len": engine.max_model_len,
@@ -100,7 +104,7 @@ def flags(engine: EngineConfig) -> list[str]:
 
 
 def load(folder: Path, port: int, streams: int, prompt: int, answer: int, place: Path, seed: int) -> dict[str, Any]:
-    """What `redline bench serve` measures of one request of each stream. Raises RedlineError where it fails."""
+    """The measurement of `redline bench serve` with one request of each stream. Raises RedlineError if it fails."""
     command = [sys.executable, "-m", "redline", "bench", "serve", "--base-url", f"http://127.0.0.1:{port}"]
     command += ["--tokenizer", str(folder), "--dataset-name", "random", "--ignore-eos", "--temperature", "0"]
     command += ["--random-input-len", str(prompt), "--random-output-len", str(answer)]
@@ -122,7 +126,7 @@ def load(folder: Path, port: int, streams: int, prompt: int, answer: int, place:
 
 
 def floors(case: Depth, prompt: int, answer: int, machine: Machine) -> dict[str, float]:
-    """From bytes and operations of one rank, and what the machine was measured to do."""
+    """Floors, from bytes and operations of one rank and the machine's measured rates."""
     c, moe = case.config, case.config.num_hidden_layers - case.dense
     step_s = case.cost(moe * distinct_experts(c, case.rows)).seconds(machine)
     whole = Depth(
@@ -145,7 +149,7 @@ def floors(case: Depth, prompt: int, answer: int, machine: Machine) -> dict[str,
 
 
 def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Path, machine: Machine) -> dict[str, Any]:
-    """The figures of so many ranks. Raises ConfigError where there is no room, RedlineError where a load fails."""
+    """The figures for `ranks` ranks. Raises ConfigError if there is no room, RedlineError if a load fails."""
     device = pick_device(given.device)
     longest = given.input + given.output + SPARE_TOKENS
     pages = given.streams * -(-longest // PAGE_TOKENS) + 1
@@ -158,7 +162,7 @@ def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Pa
         step_ms=given.step_ms,
     )
     engine = replaced(engine, given.in_memory or layers_that_fit(config, engine, device))
-    assert engine.random_weights is not None, "it has just been set"
+    assert engine.random_weights is not None, "random_weights is not set"
     case = Depth(
         shape=given.shape,
         config=config,
@@ -200,24 +204,22 @@ def measured(given: argparse.Namespace, config: K2Config, ranks: int, folder: Pa
 def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--shape", default="kimi-k2.6", help="a model's sizes by name, as `redline bench decode` has it"
-    )
+    parser.add_argument("--shape", default="kimi-k2.6", help="a model's sizes by name, as for `redline bench decode`")
     parser.add_argument("--ranks", type=count, nargs="+", default=[1])
     parser.add_argument("--streams", type=count, default=32, help="requests, all at once")
     parser.add_argument("--input", type=count, default=8192, help="tokens of a prompt")
     parser.add_argument("--output", type=count, default=2048, help="tokens of an answer")
-    parser.add_argument("--in-memory", type=count, default=None, help="layers; absent: as many as fit")
-    parser.add_argument("--step-ms", type=float, default=None, help="that steps beside answers may take; absent: any")
-    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
+    parser.add_argument("--in-memory", type=count, default=None, help="layers (default: all that fit)")
+    parser.add_argument("--step-ms", type=float, default=None, help="time limit of mixed steps (default: none)")
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: the GPU, if there is one)")
     parser.add_argument("--save", type=output, default=None)
     return parser
 
 
 def main(said: Sequence[str] | None = None) -> None:
-    """Runs the program with `said` in place of the command line's words.
+    """Runs the program with `said` instead of the command line's words.
 
-    Raises RedlineError where a server does not start, or its load fails.
+    Raises RedlineError if a server does not start, or its load fails.
     """
     given = arguments().parse_args(said)
     config, device = shape(given.shape), pick_device(given.device)

@@ -1,16 +1,17 @@
-"""Whether two trees answer alike: the same requests to both, and every token and every number compared.
+"""Compares the answers of two trees: the same requests to both, and every token and every number compared.
 
     python -m lab.golden BEFORE AFTER [--prompts 60 | --all] [--only SETTING ...] [--save FILE]
 
 BEFORE and AFTER are each a commit, a branch, or a folder with a copy of the project ("." is this one, with its
 changes). Both are served on the CPU, one setting after the other: without and with the drafter, over pages of each
 format. Each prompt of the evaluation set is rendered, answered greedily, and answered with a seed under one of many
-mixes of sampling parameters; then it is completed as text or ids, or its own log probabilities are asked for. Log
-probabilities show the logits: their digits, as they stand in the JSON, have to be the same. What depends on the moment
-is left out: ids, times, and what was cached or drafted. Company changes no answer (law 7), so 16 are asked at once.
+combinations of sampling parameters; then it is completed as text or ids, or its own log probabilities are requested.
+Log probabilities show the logits: their digits in the JSON must be the same. Fields that depend on the time are left
+out: ids, times, and numbers of cached or drafted tokens. Other rows of the batch change no answer (law 7), so 16 are
+requested at once.
 
-Bits depend on the processor, so nothing is kept from run to run: both trees are served here and now. The status is 1
-where any answer differs, and the first differences are shown. About 60 prompts take two minutes on two quiet cores.
+Bits depend on the processor, so nothing is kept from run to run: both trees are served in each run. The exit status is
+1 if any answer differs, and the first differences are printed. About 60 prompts take two minutes on two idle cores.
 """
 
 import argparse
@@ -38,15 +39,15 @@ from redline.progress import Working
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 PROMPTS = 60
-WAVE = 64  # prompts that are asked of one tree, then of the other; only their answers are kept
+WAVE = 64  # prompts that are sent to one tree, then to the other; only their answers are kept
 AT_ONCE = 16
 ANSWER_S = 600.0
 SERVED = ("--device", "cpu", "--kv-memory", "1GB", "--max-model-len", "8192", "--log-level", "warning")
-GREEDY_TOKENS, SEEDED_TOKENS, COMPLETED_TOKENS = 1024, 256, 32  # at most; 1024 as in `redline eval`
+GREEDY_TOKENS, SEEDED_TOKENS, COMPLETED_TOKENS = 1024, 256, 32  # maximum tokens of answers; 1024 as in `redline eval`
 TOP = 20  # log probabilities of a token
-LONG_CHARS = 4000  # a longer prompt is asked for one log probability a token, not for TOP
-SHOWN, KEPT = 3, 40  # differences that are printed and saved, in full
-PLACES = 5  # places that are named of one difference
+LONG_CHARS = 4000  # a longer prompt gets one log probability per token instead of TOP
+SHOWN, KEPT = 3, 40  # differences that are printed, and that are saved in full
+PLACES = 5  # positions that are listed for one difference
 SHOWN_CHARS = 2000  # characters of a request or an answer that are printed
 
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
@@ -76,14 +77,14 @@ KINDS = TEMPLATE, CHAT_GREEDY, CHAT_SEEDED, TEXT_GREEDY, TEXT_SEEDED, SCORED = (
 
 
 class Asked(NamedTuple):
-    """A prompt of the evaluation set, and where it stands there."""
+    """A prompt of the evaluation set, and its position in it."""
 
     place: str
     prompt: Prompt
 
 
 class Request(NamedTuple):
-    """One request of the comparison. kind: one of KINDS. place: of its prompt in the evaluation set.
+    """One request of the comparison. kind: one of KINDS. place: position of its prompt in the evaluation set.
 
     path, body: of the POST.
     """
@@ -95,18 +96,20 @@ class Request(NamedTuple):
 
 
 class Number(str):
-    """A number with a point, as its digits stand in the answer."""
+    """A number with a decimal point, with its digits from the answer."""
 
 
 class Answer(NamedTuple):
-    """status: 0 where no whole answer came. body: without what depends on the moment."""
+    """status: 0 if no complete answer arrived. body: without fields that depend on the time."""
 
     status: int
     body: Any
 
 
 class Difference(NamedTuple):
-    """The two answers to one request under one setting. places: where in the answer they part, the first few."""
+    """The two answers to one request under one setting. places: the first positions in the answer at
+    which they differ.
+    """
 
     setting: str
     request: Request
@@ -131,9 +134,9 @@ class Difference(NamedTuple):
 
 
 class Tally:
-    """What was compared: (setting, kind) to how many answers, and how many of them were equal.
+    """The comparison's counts: (setting, kind) -> how many answers, and how many of them were equal.
 
-    numbers: how many numbers with a point were compared. differences: the first KEPT, in full.
+    numbers: how many numbers with a decimal point were compared. differences: the first KEPT, in full.
     """
 
     def __init__(self) -> None:
@@ -144,11 +147,11 @@ class Tally:
 
     @property
     def different(self) -> int:
-        """How many answers were not equal, those that both trees refused among them."""
+        """How many answers were not equal, including those that both trees refused."""
         return self.answers.total() - self.equal.total()
 
     def add(self, setting: str, request: Request, before: Answer, after: Answer) -> None:
-        """Answers are equal where both trees gave one, and it is the same: two equal refusals show nothing."""
+        """Answers are equal if both trees gave one, and it is the same: two equal refusals prove nothing."""
         case = setting, request.kind
         self.answers[case] += 1
         self.numbers += sum(isinstance(leaf, Number) for leaf in leaves(before.body))
@@ -166,9 +169,9 @@ class Tally:
         ]
 
     def table(self) -> str:
-        """The counts as lines for a terminal: kinds down, settings across.
+        """The counts as lines for a terminal: a row per kind, a column per setting.
 
-        Raises ValueError where nothing was compared.
+        Raises ValueError if nothing was compared.
         """
         settings = list(dict.fromkeys(setting for setting, _ in self.answers))
         width = max(map(len, settings)) + 2
@@ -179,13 +182,13 @@ class Tally:
         return "\n".join(lines)
 
 
-# -- Which requests ------------------------------------------------------------------------------------------------
+# -- Requests ----------------------------------------------------------------------------------------------------------
 
 
 def chosen(sets: Mapping[str, Sequence[Prompt]], count: int | None) -> list[Asked]:
     """`count` prompts, or all, spread over the kinds of all sets and within each: the same ones every time.
 
-    They are shuffled, since what is asked of a prompt follows from its place in the list.
+    They are shuffled, since the requests for a prompt depend on its position in the list.
     """
     groups: dict[str, list[Asked]] = {}
     for name, prompts in sets.items():
@@ -207,15 +210,16 @@ def chosen(sets: Mapping[str, Sequence[Prompt]], count: int | None) -> list[Aske
 
 
 def template(asked: Asked) -> Request:
-    """The request that renders a prompt by the chat template: its answer has the prompt's token ids."""
+    """The request that renders a prompt by the chat template: its answer contains the prompt's token ids."""
     body = {**_chat(asked.prompt), "chat_template_kwargs": {"thinking": asked.prompt.thinking}}
     return Request(TEMPLATE, asked.place, TOKENIZE, body)
 
 
 def requests(number: int, asked: Asked, ids: Sequence[int]) -> list[Request]:
-    """Three of the prompt at this place of the list: greedy, seeded, and one of the other kinds in turn.
+    """Three requests for the prompt at this position of the list: greedy, seeded, and one of the other kinds in
+    rotation.
 
-    ids: the prompt's tokens, as the template rendered them. The seed is `number`, and -number where text is completed.
+    ids: the prompt's tokens, as rendered by the template. The seed is `number`, and -number for completions of text.
     """
     chat = {**_chat(asked.prompt), "thinking": {"type": "enabled" if asked.prompt.thinking else "disabled"}}
     scored = {"logprobs": True, "top_logprobs": TOP}
@@ -245,7 +249,7 @@ def requests(number: int, asked: Asked, ids: Sequence[int]) -> list[Request]:
 
 
 def _scoring(turn: int, asked: Asked, prompt: dict[str, Any], chat: dict[str, Any], top: int) -> Request:
-    """The log probabilities of a prompt's own tokens, in one of the three ways to ask for them."""
+    """A request for the log probabilities of a prompt's own tokens, in one of the three ways to request them."""
     match turn % 3:
         case 0:
             body = {**prompt, "temperature": 0, "max_tokens": 1, "prompt_logprobs": top}
@@ -267,11 +271,11 @@ def _chat(prompt: Prompt) -> dict[str, Any]:
     return {"messages": messages, **({"tools": found["tools"]} if found["tools"] else {})}
 
 
-# -- What an answer says -------------------------------------------------------------------------------------------
+# -- Answers -----------------------------------------------------------------------------------------------------------
 
 
 def read(reply: Reply) -> Answer:
-    """The answer without ids, times, and what was cached or drafted; numbers with a point stay as they are written."""
+    """The answer without ids, times, and numbers of cached or drafted tokens; other numbers keep their digits."""
     if not reply.whole:
         return Answer(0, reply.kind)
     body = json.loads(reply.body, parse_float=Number)
@@ -286,7 +290,7 @@ def read(reply: Reply) -> Answer:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Every value of an answer that is no object or list, and those of them that are empty."""
+    """Every value of an answer that is not an object or list, and empty objects and lists."""
     parts = _parts(value)
     if parts is None:
         yield value
@@ -296,7 +300,7 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def apart(before: Any, after: Any) -> list[str]:
-    """Where two answers part: the first few places, and how many more there are."""
+    """The first positions at which two answers differ, and how many more there are."""
     found = list(_apart(before, after, "answer"))
     more = [f"and {len(found) - PLACES:,} more"] if len(found) > PLACES else []
     return found[:PLACES] + more
@@ -312,7 +316,7 @@ def _apart(before: Any, after: Any, place: str) -> Iterator[str]:
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
-    """{place: part} of an object or a list; None of anything else, and of what is empty."""
+    """{position: part} of an object or a list; None for any other or empty value."""
     if isinstance(value, dict):
         return {f".{key}": part for key, part in cast(dict[str, Any], value).items()} or None
     if isinstance(value, list):
@@ -324,14 +328,14 @@ def _digits(value: Any) -> str:
     return str(value) if isinstance(value, Number) else json.dumps(value, ensure_ascii=False)
 
 
-# -- Asking --------------------------------------------------------------------------------------------------------
+# -- Sending -----------------------------------------------------------------------------------------------------------
 
 
 def settings(offered: str, drafter: str | None) -> dict[str, list[str]]:
-    """{setting: flags of `redline serve`}. offered: what its help says. drafter: its folder, where there is one.
+    """{setting: flags of `redline serve`}. offered: the tree's help text. drafter: its folder, if there is one.
 
-    float32 pages compute exact products, so they show what rounding to bf16 hides. fp8 is tried once, with all that
-    there is.
+    float32 pages compute exact products, so they show differences that rounding to bf16 hides. fp8 is tested once, with
+    all other options.
     """
     draft = [] if drafter is None else ["--draft", drafter]
     found: dict[str, list[str]] = {"plain": [], "drafter": draft}
@@ -353,7 +357,7 @@ def offered_by(tree: Tree) -> str:
 async def ask_all(server: Server, asked: Sequence[Request], working: Working) -> list[Answer]:
     """The answers in the order of the requests, AT_ONCE at a time; one that takes longer than ANSWER_S has status 0.
 
-    Raises RedlineError where the server has ended by itself.
+    Raises RedlineError if the server has ended by itself.
     """
     free = asyncio.Semaphore(AT_ONCE)
     done = 0
@@ -375,10 +379,10 @@ async def ask_all(server: Server, asked: Sequence[Request], working: Working) ->
 def compare(
     setting: str, before: Server, after: Server, prompts: Sequence[Asked], tally: Tally, working: Working
 ) -> None:
-    """Asks both servers everything, and adds it to `tally`.
+    """Sends everything to both servers, and adds the result to `tally`.
 
-    A wave of prompts goes to one server, then to the other: while one computes, the other waits. Raises RedlineError
-    where a server has ended by itself.
+    A wave of prompts goes to one server, then to the other: while one computes, the other waits. Raises RedlineError if
+    a server has ended by itself.
     """
 
     def both(asked: list[Request], place: str) -> list[Answer]:
@@ -400,9 +404,9 @@ def compare(
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Compares the trees under every setting, prints and saves; 0 where all answers were equal, else 1.
+    """Compares the trees under every setting, prints and saves; 0 if all answers were equal, else 1.
 
-    asked: the flags. Raises ConfigError for a tree, a model or a setting that is not there, and RedlineError where a
+    asked: the flags. Raises ConfigError for a tree, a model or a setting that does not exist, and RedlineError if a
     server does not start or ends by itself.
     """
     model: str = asked.model
@@ -453,15 +457,15 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def drafter_of(model: str) -> str:
-    """The folder of a model's drafter, by its name alone: it may not be there."""
+    """The folder of a model's drafter, derived from the model's name: it may not exist."""
     return f"{model.rstrip('/')}-eagle3"
 
 
 def words_of(tree: Tree, model: str, flags: Sequence[str]) -> list[str]:
     """The arguments of the tree's `redline serve`.
 
-    The drafter's name in `flags` becomes the folder that the tree has of it. Raises ConfigError where neither the tree
-    nor this checkout has the model or the drafter.
+    The drafter's name in `flags` is replaced by the tree's folder for it. Raises ConfigError if neither the tree nor
+    this checkout has the model or the drafter.
     """
     drafter = drafter_of(model)
     return [str(tree.model(model)), *SERVED, *(str(tree.model(word)) if word == drafter else word for word in flags)]
@@ -471,18 +475,18 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="BEFORE", help="a commit, a branch, or a folder with a copy of the project")
-    parser.add_argument("after", metavar="AFTER", help="the same; it has to answer as BEFORE does")
-    parser.add_argument("--model", default=MODEL, help=f"a folder within each tree; absent: {MODEL}")
+    parser.add_argument("after", metavar="AFTER", help="the same; its answers must equal those of BEFORE")
+    parser.add_argument("--model", default=MODEL, help=f"a folder within each tree (default: {MODEL})")
     many = parser.add_mutually_exclusive_group()
-    many.add_argument("--prompts", type=count, default=PROMPTS, help=f"of the evaluation set; absent: {PROMPTS}")
+    many.add_argument("--prompts", type=count, default=PROMPTS, help=f"of the evaluation set (default: {PROMPTS})")
     many.add_argument("--all", action="store_true", help="the whole evaluation set, which takes an hour or two")
-    parser.add_argument("--only", action="append", metavar="SETTING", help="such as drafter (repeatable); absent: all")
-    parser.add_argument("--save", type=output, help="write what was compared, and the first differences, as JSON")
+    parser.add_argument("--only", action="append", metavar="SETTING", help="such as drafter (repeatable; default: all)")
+    parser.add_argument("--save", type=output, help="write the counts and the first differences as JSON")
     return parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program with `words` in place of the command line's, and returns its status as `run` does."""
+    """Runs the program with `words` instead of the command line's, and returns its exit status as `run` does."""
     return run(arguments().parse_args(words))
 
 

@@ -1,6 +1,6 @@
-"""The lending side of `lab.handoffs` as a process of its own; it speaks in lines of JSON on stdin and stdout.
+"""The lending side of `lab.handoffs` as a separate process; it exchanges lines of JSON on stdin and stdout.
 
-It also harms some parcels before it tells of them, and lets some leases end before anybody can have read them.
+It also corrupts some parcels before it offers them, and lets some leases expire before they can be read.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from redline.transport.choice import open_transport
 from redline.transport.ledger import Lender
 from redline.wire.parcel import Ticket
 
-OUTSTANDING = 64  # parcels that are lent at once, at most
+OUTSTANDING = 64  # maximum parcels lent at once
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
@@ -32,19 +32,19 @@ class Taken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):
-    """A receiver has gone."""
+    """A receiver has left."""
 
     to: str
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """The area is there."""
+    """The area is allocated."""
 
     told: bytes
 
 
 class Lent(msgspec.Struct, frozen=True, tag=True):
-    """A parcel is there for this receiver."""
+    """A parcel is offered to this receiver."""
 
     ticket: Ticket
     number: int
@@ -53,24 +53,24 @@ class Lent(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def offered(self) -> Offered:
-        """As a receiver takes it."""
+        """The offer in the receiver's format."""
         return Offered(self.ticket, self.number, self.harm)
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """All has been lent and has come back, or not: bytes of the area, and those of them that are free."""
+    """All parcels have been lent and returned, or not: bytes of the area, and how many of them are free."""
 
     lent: int
     expired: int
     given_up: int
     taken: int
-    taken_late: int  # the words came when the lease was over
+    taken_late: int  # acknowledgements received after the lease had ended
     size: int
     free: int
 
 
 class Lines:
-    """Messages of one kind of union, a line each, read as they come."""
+    """Messages of one union type, one per line, read as they arrive."""
 
     def __init__(self, file: int, kind: object) -> None:
         self._file, self._decoder = file, msgspec.json.Decoder(kind)
@@ -78,7 +78,7 @@ class Lines:
         self.open = True
 
     def read(self, seconds: float) -> Iterator[object]:
-        """Those that have come; waits so long for the first."""
+        """The messages received; waits `seconds` for the first."""
         ready, _, _ = select.select([self._file], [], [], seconds)
         if ready:
             data = os.read(self._file, 1 << 16)
@@ -88,14 +88,16 @@ class Lines:
 
 
 def say(file: int, message: object) -> None:
-    """One line."""
+    """Write one line."""
     data = msgspec.json.encode(message) + b"\n"
     while data:
         data = data[os.write(file, data) :]
 
 
 def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: int, receivers: int, seed: int) -> None:
-    """Lends until so many are done, and says so to a file. Raises AssertionError where the book is wrong."""
+    """Lends `handoffs` parcels, and writes messages about them to a file. Raises AssertionError if the
+    ledger is wrong.
+    """
     draw, content = random.Random(seed + 1), Content(seed)
     area = transport.area(area_bytes)
     lender = Lender(area.memory.size)
@@ -116,7 +118,7 @@ def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: i
         if lent < handoffs and len(lender.lent) < OUTSTANDING:
             size = int(LEAST * (most / LEAST) ** draw.random())
             to = f"receiver {draw.randrange(receivers)}"
-            # Most have all the time they need; some have less than a read takes.
+            # Most parcels have enough time; some have less than a read takes.
             parcel = lender.lend(size, to, draw.uniform(0.0001, 0.01) if draw.random() < 0.1 else 1.0)
             if parcel is None:
                 continue
@@ -137,7 +139,7 @@ def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: i
 
 
 def main() -> None:
-    """One run, as the command line says; it ends when all is done, or with stdin."""
+    """One run with the arguments of the command line; it ends when all is done, or with stdin."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("transport", choices=("shared", "nixl"))
     parser.add_argument("folder", type=Path)
@@ -145,11 +147,11 @@ def main() -> None:
         parser.add_argument(name, type=int)
     asked = parser.parse_args()
     out = os.dup(1)
-    os.dup2(2, 1)  # libraries write there too
+    os.dup2(2, 1)  # libraries write to stdout too
     transport = open_transport(asked.transport, asked.folder)
     try:
         lend(out, transport, asked.area_bytes, asked.most, asked.handoffs, asked.receivers, asked.seed)
-        sys.stdin.buffer.read()  # the other side still reads what it was told of
+        sys.stdin.buffer.read()  # the other side still reads offered parcels
     finally:
         transport.close()
 

@@ -1,5 +1,6 @@
-"""What `lab.handoffs` sends, and who reads it: each parcel's bytes follow from its number, so whoever reads one
-knows what it must find without asking the checksum."""
+"""The data that `lab.handoffs` sends, and its reader: each parcel's bytes follow from its number, so a reader can check
+them without the checksum.
+"""
 
 import ctypes
 import random
@@ -15,8 +16,8 @@ from redline.transport.ledger import Lender, Parcel
 from redline.transport.memory import host_memory
 from redline.wire.parcel import Ticket
 
-_TABLE = 8 << 20  # random bytes, of which each parcel is a piece
-NUMBER = 8  # bytes in front: two numbers never have the same bytes
+_TABLE = 8 << 20  # random bytes; each parcel is a slice of them
+NUMBER = 8  # bytes of the number in front: two numbers never have the same bytes
 LEAST = 2 * NUMBER
 
 HARMS = ("a bit", "a word of zeros", "two words in each other's place", "another parcel's bytes", "a missing end")
@@ -24,7 +25,7 @@ LINKS = ("dropped", "failing")
 
 
 class Content:
-    """The bytes of parcel `number`: the number, and a piece of a table that its number and seed choose."""
+    """The bytes of parcel `number`: the number, and a slice of a table selected by its number and seed."""
 
     def __init__(self, seed: int) -> None:
         table = np.random.default_rng(seed).integers(0, 256, _TABLE, np.uint8)
@@ -35,19 +36,19 @@ class Content:
         return self._address + number * 1_000_003 % (_TABLE - size + 1)
 
     def write(self, address: int, number: int, size: int) -> None:
-        """The parcel's bytes, from this address on."""
+        """Writes the parcel's bytes to this address."""
         ctypes.memmove(address, self._place(number, size), size)
         ctypes.memmove(address, number.to_bytes(NUMBER, "little"), NUMBER)
 
     def is_at(self, address: int, number: int, size: int) -> bool:
-        """Whether these are they, byte for byte."""
+        """Whether the bytes at this address are the parcel's, byte for byte."""
         if ctypes.string_at(address, NUMBER) != number.to_bytes(NUMBER, "little"):
             return False
         place = self._place(number, size) + NUMBER
         return ctypes.string_at(address + NUMBER, size - NUMBER) == ctypes.string_at(place, size - NUMBER)
 
     def harm(self, kind: str, address: int, count: int, draw: random.Random) -> bool:
-        """Does this to the bytes. -> whether it changed them."""
+        """Corrupts the bytes in the given way. -> whether that changed them."""
         before = ctypes.string_at(address, count)
         after = bytearray(before)
         words = count // 8
@@ -73,20 +74,20 @@ class Content:
 
 @dataclass
 class Tally:
-    """What became of the parcels."""
+    """Counts of the parcels' outcomes."""
 
     accepted: int = 0
     wrong_bytes_accepted: int = 0
     refused_by_checksum: int = 0
     right_bytes_refused: int = 0
-    failed: int = 0  # the reading raised TransferFailed
+    failed: int = 0  # the read raised TransferFailed
     cancelled: int = 0  # the receiver left
     bytes_accepted: int = 0
     injected: Counter[str] = field(default_factory=Counter[str])
     caught: Counter[str] = field(default_factory=Counter[str])
 
     def problems(self) -> list[str]:
-        """What must not be."""
+        """Descriptions of outcomes that must not occur."""
         found: list[str] = []
         if self.wrong_bytes_accepted:
             found.append(f"{self.wrong_bytes_accepted:,} parcels with wrong bytes were accepted")
@@ -98,7 +99,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Offered:
-    """A ticket, as a receiver is told of it. harm: what was done to its bytes before, if anything."""
+    """A ticket as sent to a receiver. harm: the corruption of its bytes before that, if any."""
 
     ticket: Ticket
     number: int
@@ -107,7 +108,7 @@ class Offered:
 
 @dataclass
 class Harm:
-    """What is done to one read by its link: changed once it has changed bytes, or will never bring any."""
+    """The fault that a link adds to a read: changed once it has changed bytes, or will never deliver any."""
 
     kind: str
     happened: bool = False
@@ -115,7 +116,7 @@ class Harm:
 
 @dataclass
 class _Under:
-    """A read under way."""
+    """A read in flight."""
 
     offered: Offered
     space: Parcel
@@ -127,14 +128,14 @@ Beginning = Callable[[Callable[[], Reading]], tuple[Reading, Harm | None]]
 
 
 def plainly(begin: Callable[[], Reading]) -> tuple[Reading, Harm | None]:
-    """A link that does nothing of its own."""
+    """A link without faults."""
     return begin(), None
 
 
 class Receiver:
-    """Reads parcels into a landing area of its own, several at once, and verifies each.
+    """Reads parcels into its own landing area, several at once, and verifies each.
 
-    through: begins a read, and tells what its link will do to it. deadline_s: of a read.
+    through: begins a read, and returns it with the fault of its link. deadline_s: of a read.
     """
 
     def __init__(
@@ -152,15 +153,15 @@ class Receiver:
 
     @property
     def busy(self) -> int:
-        """Parcels that it was told of and has not done with."""
+        """How many offered parcels are not finished."""
         return len(self._waiting) + len(self._under)
 
     def offer(self, offered: Offered) -> None:
-        """A parcel is there to be read."""
+        """Accept the offer of a parcel."""
         self._waiting.append(offered)
 
     def turn(self) -> list[Ticket]:
-        """Begins what it has room for, and asks what it has begun. -> those that it has taken."""
+        """Begins reads for which there is room, and polls those in flight. -> tickets of finished parcels."""
         while self._waiting:
             space = self._spaces.lend(self._waiting[0].ticket.size, "a read", 1e9)
             if space is None:
@@ -181,7 +182,7 @@ class Receiver:
         return taken
 
     def leave(self) -> None:
-        """Cancels all, and forgets what it was told of. Nothing writes to its landing area any more."""
+        """Cancels all reads, and drops all offers. Afterwards nothing writes to its landing area."""
         self._waiting.clear()
         for one in self._under:
             one.reading.cancel()
@@ -191,7 +192,7 @@ class Receiver:
         self._reconnect()
 
     def close(self) -> None:
-        """Raises AssertionError where some of its landing area has not come back."""
+        """Raises AssertionError if a part of its landing area was not returned."""
         self._spaces.check()
         assert not self._under, self._under
         assert self._spaces.free == self._spaces.size, "landing space is lost"
@@ -212,7 +213,7 @@ class Receiver:
         self._reconnect()
 
     def _verified(self, one: _Under) -> bool:
-        """Whether the checksum holds; beside it, whether the bytes are right."""
+        """Whether the checksum is right; in addition, checks the bytes."""
         ticket, address, tally = one.offered.ticket, self._memory.address + one.space.offset, self._tally
         accepted = of_memory(address, ticket.size, ticket.seed) == ticket.checksum
         right = self._content.is_at(address, one.offered.number, ticket.size)
@@ -234,5 +235,5 @@ class Receiver:
         self._tally.caught[kind] += caught
 
     def _reconnect(self) -> None:
-        """A new connection for what comes. Reads that the old one still has under way go on, where it can."""
+        """Open a new connection for later reads. Reads in flight on the old one continue, if possible."""
         self._peer = self._transport.connect(self._told)

@@ -1,18 +1,18 @@
-"""Many handoffs, with everything that can go wrong, and each byte compared with what was sent.
+"""Many KV transfers under all kinds of faults, with each byte compared with the one sent.
 
     python -m lab.handoffs --transport memory --handoffs 1000000
     python -m lab.handoffs --transport shared --handoffs 10000
     python -m lab.handoffs --transport nixl --handoffs 10000
     UCX_TLS=tcp,self python -m lab.handoffs --transport nixl --handoffs 10000 --stops 0
 
-`memory` is one process, tiny parcels and a clock of its own: reads that are slow, torn, dropped, failing or corrupted,
-leases that end while a read is under way, spaces that are used again under it, receivers that leave, and receivers that
-are only thought to have left. `shared` and `nixl` are two processes, parcels up to 1 MiB, real time, and an owner that
-is stopped some times for 0.7 s, longer than a read may take (not over NIXL and TCP: docs/transport.md).
+`memory` is one process, tiny parcels and a simulated clock: reads that are slow, torn, dropped, failing or corrupted,
+leases that expire during a read, regions that are reused during it, receivers that leave, and receivers that are
+wrongly considered gone. `shared` and `nixl` are two processes, parcels up to 1 MiB, real time, and an owner that is
+stopped several times for 0.7 s, longer than the timeout of a read (not over NIXL and TCP: docs/transport.md).
 
-What must hold: no parcel with a wrong byte is accepted, every fault that was put in is caught, no parcel with right
-bytes is refused, and every byte of every area comes back. Exits with 1 otherwise. Saved as JSON, with the speed of
-reads of 4.5 MB, verified and not, beside a plain copy of as many bytes in turn with them.
+What must hold: no parcel with a wrong byte is accepted, every injected fault is detected, no parcel with right bytes is
+refused, and every byte of every area is returned. Exits with 1 otherwise. The result is saved as JSON, with the speed
+of reads of 4.5 MB, verified and not, compared with a plain copy of the same size measured in alternation.
 """
 
 import argparse
@@ -44,14 +44,14 @@ from redline.transport.ledger import Lender, Parcel
 from redline.transport.memory import Disturbance, MemoryTransport, host_memory
 
 RECEIVERS = 4
-TICK_S = 0.001  # of the clock within one process
+TICK_S = 0.001  # of the simulated clock within one process
 PIECE = 61 * 73_728  # bytes: a page of 64 tokens of Kimi K2.6, all 61 layers, bf16
 ROUNDS = 9
-SILENCE_S = 30.0  # without a word of the lender, or a parcel that comes to its end
+SILENCE_S = 30.0  # without a message of the lender, or the end of a parcel
 
 
 def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tally, dict[str, int]]:
-    """-> what became of the parcels, and the book's own counts. Raises AssertionError where a book is wrong."""
+    """-> the outcomes of the parcels, and the ledger's own counts. Raises AssertionError if a ledger is wrong."""
     draw, content, tally = random.Random(seed), Content(seed), Tally()
     now = 0.0
     link = _Link(draw, content)
@@ -63,7 +63,7 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
         return Receiver(transport, area.told, 64 << 10, content, tally, 40 * TICK_S, link.through)
 
     live = {f"receiver {n}": receiver() for n in range(RECEIVERS)}
-    shadows: list[Receiver] = []  # thought to have left, and still reading
+    shadows: list[Receiver] = []  # considered gone, but still reading
     filling: list[tuple[Parcel, int]] = []
     book = dict.fromkeys(("lent", "expired", "given up", "taken", "taken late", "no room", "dropped while filled"), 0)
 
@@ -95,7 +95,7 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
                 book["dropped while filled"] += 1
             else:
                 address = area.memory.address + parcel.offset
-                assert content.is_at(address, number, parcel.size), "two fill the same space"
+                assert content.is_at(address, number, parcel.size), "two parcels overlap"
                 ticket = lender.offer(parcel, of_memory(address, parcel.size, parcel.seed))
                 if ticket is not None and parcel.to in live:
                     live[parcel.to].offer(Offered(ticket, number))
@@ -127,14 +127,14 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
 
 
 class _Link:
-    """A link that harms some reads, and tells each receiver what it will do to which."""
+    """A link that adds faults to some reads, and tells each receiver which fault it adds to which."""
 
     def __init__(self, draw: random.Random, content: Content) -> None:
         self._draw, self._content = draw, content
         self._last: Harm | None = None
 
     def disturb(self, offset: int, count: int) -> Disturbance:
-        """What happens to the read that begins."""
+        """The fault of the read that begins."""
         draw, self._last = self._draw, None
         polls, torn, chance = draw.randrange(6), draw.random() < 0.3, draw.random()
         if chance < 0.01:
@@ -153,7 +153,7 @@ class _Link:
         return Disturbance(polls, torn, change=change)
 
     def through(self, begin: Callable[[], Reading]) -> tuple[Reading, Harm | None]:
-        """Begins a read, and tells what happens to it."""
+        """Begins a read; -> the read and its fault."""
         reading = begin()
         return reading, self._last
 
@@ -163,8 +163,8 @@ def between_two(
 ) -> tuple[Tally, dict[str, int]]:
     """As `within_one_process`, with the lender in another process.
 
-    Raises ConfigError where the transport cannot be had, and AssertionError where a book is wrong or a word does not
-    come.
+    Raises ConfigError if the transport is not available, and AssertionError if a ledger is wrong or a message does not
+    arrive.
     """
     draw, content, tally = random.Random(seed), Content(seed), Tally()
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
@@ -224,19 +224,19 @@ def _receive(
             leaves += 1
             name = draw.choice([*receivers])
             say(to, Gone(name))
-            if draw.random() < 0.5:  # else it does not know
+            if draw.random() < 0.5:  # otherwise the lender does not know it
                 receivers[name].leave()
         if ended is None and lent >= handoffs * (stopped + 1) // (stops + 1) and stopped < stops:
             stopped += 1
             os.kill(lender, signal.SIGSTOP)
             until = clock.monotonic() + 0.7
-            while clock.monotonic() < until:  # reads go on without their source, as far as they can
+            while clock.monotonic() < until:  # reads continue without their source, as far as possible
                 for one in receivers.values():
                     for ticket in one.turn():
                         say(to, Taken(ticket.id, ticket.epoch))
                 clock.sleep(0.001)
             os.kill(lender, signal.SIGCONT)
-        assert clock.monotonic() - quiet < SILENCE_S, "no parcel comes and none ends"
+        assert clock.monotonic() - quiet < SILENCE_S, "no parcel arrives and none ends"
         assert heard.open, "the lender has ended"
         working.show(lent, handoffs)
     for one in receivers.values():
@@ -245,8 +245,9 @@ def _receive(
 
 
 def speed(name: TransportName | Literal["memory"]) -> dict[str, float]:
-    """GB/s of reads of 4.5 MB from memory that was just written, one after the other: medians of rounds in which each
-    comes once. Both ends are in this process. Raises ConfigError where the transport cannot be had."""
+    """GB/s of reads of 4.5 MB from memory that was just written, in sequence: medians of rounds in which each kind is
+    measured once. Both ends are in this process. Raises ConfigError if the transport is not available.
+    """
     into, source = host_memory(PIECE), host_memory(PIECE)
     content = Content(0)
     content.write(source.address, 0, PIECE)
@@ -290,13 +291,14 @@ def speed(name: TransportName | Literal["memory"]) -> dict[str, float]:
 
 
 def main() -> int:
-    """Runs as the command line says, and writes JSON. -> 1 where something does not hold.
+    """Runs with the arguments of the command line, and writes JSON. -> 1 if a check fails.
 
-    Raises ConfigError without the CPU kernels, which compute the checksums, or without the transport."""
+    Raises ConfigError without the CPU kernels, which compute the checksums, or without the transport.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transport", choices=("memory", "shared", "nixl"), default="memory")
     parser.add_argument("--handoffs", type=count, default=10_000)
-    parser.add_argument("--stops", type=int, default=10, help="of the owner's process")
+    parser.add_argument("--stops", type=int, default=10, help="how often the owner's process is stopped")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=output, help="default: runs/handoffs-TRANSPORT.json")
     asked = parser.parse_args()

@@ -1,8 +1,8 @@
-"""The list of attacks: what one client can send to hurt another, each a name, a sentence and a coroutine.
+"""The list of attacks: requests by which one client could harm another, each with a name, a sentence and a coroutine.
 
-An attack is made in two steps: its bodies are built first, as that takes time which is not the server's; then it is
-fired. It ends by itself within seconds, and World.tally counts what became of each of its requests. `item` says where
-the attack comes from: an issue's item, or "own" for what nobody had named.
+An attack has two steps: first its bodies are built, which takes time that is not the server's; then it is fired. It
+ends by itself within seconds, and World.tally counts the outcome of each of its requests. `item` is the origin of the
+attack: an issue's item, or "own" for one that was not reported.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from redline.api.config import Limits
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 MIB = 1 << 20
-LIMIT_S = 40.0  # seconds for one request's answer
-LARGE = Limits().body_bytes - 1024  # bytes of what fills a body: just below the limit, so that a parser reads it
-IDS = Limits().tokens  # of one request; more are refused before they are read
+LIMIT_S = 40.0  # seconds until a request counts as unanswered
+LARGE = Limits().body_bytes - 1024  # bytes of padding in a body: just below the limit, so that the parser reads it
+IDS = Limits().tokens  # of one request; requests with more are refused before they are parsed
 
 Fire = Callable[[], Awaitable[None]]
 
 
 class World:
-    """The server under attack on 127.0.0.1, and what it answered since `tally` was last emptied.
+    """The server under attack on 127.0.0.1, and its replies since `tally` was last cleared.
 
-    token: the id of one whose text is " the"; blank: the id of one that is whitespace alone. context: tokens of one
-    request, at most. tally: how many requests ended in each way, by `Reply.kind`.
+    token: the id of a token with the text " the"; blank: the id of a token that is only whitespace. context: maximum
+    tokens of one request. tally: how many requests ended in each way, by `Reply.kind`.
     """
 
     def __init__(self, port: int, token: int, blank: int, context: int) -> None:
@@ -49,9 +49,9 @@ class World:
         return reply
 
     async def send_parts(self, parts: Sequence[bytes]) -> None:
-        """Sends one request in pieces of the attack's own, the second one 0.3 s after the first.
+        """Sends one request in the pieces given by the attack, the second one 0.3 s after the first.
 
-        Counts its status, or "closed" where none came within LIMIT_S or the connection broke.
+        Counts its status, or "closed" if none arrived within LIMIT_S or the connection broke.
         """
         outcome = "closed"
         with suppress(OSError, TimeoutError):
@@ -69,7 +69,7 @@ class World:
         await asyncio.gather(*(self.send(request, **how) for request in requests))
 
     async def others_are_served(self, seconds: float) -> None:
-        """Asks for one token every second, as a newcomer would, and counts each outcome under "newcomer ..."."""
+        """Requests one token every second, as a new client would, and counts each outcome under "newcomer ..."."""
         end = clock.monotonic() + seconds
         while clock.monotonic() < end:
             reply = await ask(self.port, post(COMPLETIONS, body(prompt="Hello", max_tokens=1)), limit_s=10)
@@ -78,7 +78,9 @@ class World:
 
 
 class Attack(NamedTuple):
-    """One entry of the list. prepare: builds the bodies, which takes memory and time, and returns what sends them."""
+    """One entry of the list. prepare: builds the bodies, which takes memory and time, and returns a function that sends
+    them.
+    """
 
     name: str
     item: str
@@ -90,7 +92,7 @@ ATTACKS: list[Attack] = []
 
 
 def attack(item: str, what: str) -> Callable[[Callable[[World], Fire]], Callable[[World], Fire]]:
-    """Registers the decorated function in ATTACKS under its own name. item: where the attack comes from, or "own"."""
+    """Registers the decorated function in ATTACKS under its own name. item: the origin of the attack, or "own"."""
 
     def note(prepare: Callable[[World], Fire]) -> Callable[[World], Fire]:
         ATTACKS.append(Attack(prepare.__name__, item, what, prepare))
@@ -110,7 +112,7 @@ def user(text: str) -> list[dict[str, str]]:
 
 
 def at_once(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
-    """What sends all requests together, each on a connection of its own. `how`: as in `World.send`."""
+    """A function that sends all requests at once, each on a connection of its own. `how`: as in `World.send`."""
 
     async def fire() -> None:
         await world.send_all(requests, **how)
@@ -119,7 +121,7 @@ def at_once(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
 
 
 def in_turn(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
-    """What sends each request when the one before it has ended. `how`: as in `World.send`."""
+    """A function that sends each request after the previous one has ended. `how`: as in `World.send`."""
 
     async def fire() -> None:
         for request in requests:
@@ -137,7 +139,7 @@ def nested(depth: int, inner: Any = None) -> Any:
 
 
 def tool(parameters: dict[str, Any], description: str = "", name: str = "f") -> dict[str, Any]:
-    """A tool as a chat request offers it. parameters: its JSON Schema."""
+    """A tool in the format of a chat request. parameters: its JSON Schema."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
@@ -167,7 +169,7 @@ def extreme_sampling(world: World) -> Fire:
 
 
 def _arrays(depth: int, description: str) -> dict[str, Any]:
-    """The schema of one parameter that is `depth` arrays within one another around a string.
+    """The schema of one parameter: `depth` nested arrays around a string.
 
     Each level has a comment, so the chat template indents each one further.
     """
@@ -186,7 +188,7 @@ def nested_tool(world: World) -> Fire:
 
 @attack("A2", "the same to /tokenize, and with a description of one line")
 def nested_tokenize(world: World) -> Fire:
-    """Two /tokenize requests, one after the other; of each answer only 4 KiB are kept."""
+    """Two /tokenize requests in sequence; only 4 KiB of each answer are kept."""
     tools = [tool(_arrays(60, "x\n" * MIB))], [tool(_arrays(60, "the cat " * (MIB // 4)))]
     requests = [post(TOKENIZE, body(messages=user("Hello"), tools=each, return_token_strs=True)) for each in tools]
     return in_turn(world, requests, keep=1 << 12)
@@ -194,7 +196,7 @@ def nested_tokenize(world: World) -> Fire:
 
 @attack("A2", "128 tools whose parameters have 500 properties each")
 def wide_tools(world: World) -> Fire:
-    """One chat request of 128 tools, each of 500 properties with nine equal choices."""
+    """One chat request with 128 tools of 500 properties each, with nine equal choices."""
     schema = {"type": "object", "properties": {f"p{k}": {"type": "string", "enum": ["a"] * 9} for k in range(500)}}
     tools = [tool(schema, "d" * 500, f"f{k}") for k in range(128)]
     return in_turn(world, [post(CHAT, body(messages=user("Hello"), tools=tools, max_tokens=1))])
@@ -202,7 +204,7 @@ def wide_tools(world: World) -> Fire:
 
 @attack("A2", "8 MB of reasoning, then 8 MB of a call's arguments, in an assistant's message")
 def long_past(world: World) -> Fire:
-    """Two chat requests, one after the other, whose earlier turn is as long as a body may be."""
+    """Two chat requests in sequence; the earlier turn is as long as the body limit allows."""
     text = "so " * (LARGE // 3)
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": text}}
     said = {"role": "assistant", "content": "ok"}
@@ -213,7 +215,7 @@ def long_past(world: World) -> Fire:
 
 @attack("A2", "arguments of a call that are JSON nested 5,000 deep, and an object of 30,000 keys")
 def odd_arguments(world: World) -> Fire:
-    """Four chat requests, one after the other: arguments of a past call, as a string and as an object."""
+    """Four chat requests in sequence: arguments of a past call, as a string and as an object."""
 
     def past(arguments: Any) -> bytes:
         call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -226,14 +228,14 @@ def odd_arguments(world: World) -> Fire:
 
 @attack("A2", "4,096 messages of one letter, twice at once")
 def many_messages(world: World) -> Fire:
-    """Two equal chat requests at once, with as many messages as are accepted."""
+    """Two equal chat requests at once, with the maximum number of messages."""
     messages = [{"role": "user" if k % 2 == 0 else "assistant", "content": "a"} for k in range(4096)]
     return at_once(world, [post(CHAT, body(messages=messages, max_tokens=1))] * 2)
 
 
 @attack("A2", "texts of 1.5 MB of one kind each to /tokenize: letters, spaces, newlines, digits, marks, Han, emoji")
 def one_word(world: World) -> Fire:
-    """Eleven /tokenize requests, one after the other, each of 1.5 MiB in which no word ends."""
+    """Eleven /tokenize requests in sequence, each of 1.5 MiB without a word boundary."""
     kinds = "a", " ", "\n", "1", "'", "\u0301", "\u4e2d", "\U0001f600", "aB", " \n", "<|im_end|>"
     texts = [kind * (3 * MIB // 2 // len(kind.encode())) for kind in kinds]
     return in_turn(world, [post(TOKENIZE, body(prompt=text, return_token_strs=True)) for text in texts], keep=1 << 12)
@@ -241,33 +243,33 @@ def one_word(world: World) -> Fire:
 
 @attack("A2", "2 million ids to /detokenize and a whole context of them, four of each at once")
 def many_ids(world: World) -> Fire:
-    """Eight bodies, the larger ones of 7 MiB, much of it spaces; of each answer only 4 KiB are kept."""
+    """Eight bodies, the larger ones of 7 MiB with much whitespace; only 4 KiB of each answer are kept."""
     bodies = [b'{"tokens": [' + (b"1," + b" " * 12) * (count - 1) + b"1]}" for count in (IDS, world.context)]
     return at_once(world, [post(DETOKENIZE, one) for one in bodies] * 4, keep=1 << 12)
 
 
 @attack("A9", "24 bodies of 8 MB at once, whose prompts are too long")
 def many_large_bodies(world: World) -> Fire:
-    """Equal bodies just below the limit of one, which together are far more than the server may hold."""
+    """Equal bodies just below the body limit, together far more than the server's limit for buffered bodies."""
     return at_once(world, [post(COMPLETIONS, body(prompt="a b c " * (LARGE // 6), max_tokens=1))] * 24)
 
 
 @attack("A9", "24 bodies of 30 MB at once, each far over the limit")
 def too_large_bodies(world: World) -> Fire:
-    """The one attack whose bodies are not read to their end: each is refused by its length."""
+    """The only attack with bodies that the server does not read to the end: each is refused by its length."""
     return at_once(world, [post(COMPLETIONS, body(prompt="a b c " * (5 * MIB), max_tokens=1))] * 24)
 
 
 @attack("A9", "64 prompts of the whole context each in one body, as text")
 def many_long_prompts(world: World) -> Fire:
-    """One completions request with as many prompts as are accepted, each a different text."""
+    """One completions request with the maximum number of prompts, each a different text."""
     text = "the cat sat on a mat " * (world.context // 8)
     return in_turn(world, [post(COMPLETIONS, body(prompt=[text + str(k) for k in range(64)], max_tokens=1))])
 
 
 @attack("own", "2 million ids as one prompt, then 2 million one-letter prompts")
 def millions_of_prompts(world: World) -> Fire:
-    """Two bodies, one after the other: a prompt of as many ids as are read (4 MiB), and a list of prompts (8 MiB)."""
+    """Two bodies in sequence: a prompt with the maximum number of ids (4 MiB), and a list of prompts (8 MiB)."""
     ids = b'{"max_tokens": 1, "prompt": [' + b"1," * (IDS - 1) + b"1]}"
     texts = b'{"max_tokens": 1, "prompt": [' + b'"a",' * (LARGE // 4) + b'"a"]}'
     return in_turn(world, [post(COMPLETIONS, ids), post(COMPLETIONS, texts)])
@@ -275,7 +277,7 @@ def millions_of_prompts(world: World) -> Fire:
 
 @attack("own", "bodies of 8 MB that are brackets, a number, duplicate keys, unknown fields, escapes, or no UTF-8")
 def odd_json(world: World) -> Fire:
-    """Twelve completions bodies of up to 8 MiB, one after the other, each of which costs a careless parser much."""
+    """Twelve completions bodies of up to 8 MiB, in sequence; each is expensive for a careless parser."""
     size = LARGE
     keys = b",".join(b'"%d":0' % k for k in range(size // 12))
     bodies = [
@@ -297,7 +299,9 @@ def odd_json(world: World) -> Fire:
 
 @attack("own", "schemas nested 64 deep with every keyword wrong, 128 tools of them")
 def wrong_schemas(world: World) -> Fire:
-    """21 chat requests, one after the other: ten wrong schemas, the same as a property's, and `items` 60 lists deep."""
+    """21 chat requests in sequence: ten wrong schemas, the same as a property's schema, and `items` with 60 nested
+    lists.
+    """
     kinds: list[Any] = [None, 7, "string", [], {}, ["string", 7], True, -1e308, "\x00", "<|im_end|>"]
     words = "type", "properties", "items", "enum", "required", "description", "$ref", "anyOf", "default", "additional"
     schemas: list[Any] = [dict.fromkeys(words, kind) for kind in kinds]
@@ -311,7 +315,7 @@ def wrong_schemas(world: World) -> Fire:
 
 @attack("A7", "prompt_logprobs of 20 for prompts of 4,000 tokens, 12 at once")
 def prompt_logprobs(world: World) -> Fire:
-    """Twelve completions at once: large answers for little work. Prompts are cut to what the context holds."""
+    """Twelve completions at once: large answers for little work. Prompts are cut to fit into the context."""
     size = min(4000, world.context - 2)
     prompts = [[(7 * k + j) % 3000 for j in range(size)] for k in range(12)]
     requests = [post(COMPLETIONS, body(prompt=prompt, max_tokens=1, prompt_logprobs=20)) for prompt in prompts]
@@ -320,7 +324,7 @@ def prompt_logprobs(world: World) -> Fire:
 
 @attack("A7", "64 prompts x n = 8 x 20 logprobs, echoed")
 def product_of_bounds(world: World) -> Fire:
-    """One completions request whose bounds are each allowed and whose product is large: 512 answers."""
+    """One completions request with options that are allowed singly and have a large product: 512 answers."""
     prompts = [[(11 * k + j) % 3000 for j in range(60)] for k in range(64)]
     asked = {"prompt": prompts, "n": 8, "logprobs": 20, "echo": True, "max_tokens": 4}
     return in_turn(world, [post(COMPLETIONS, body(**asked))], keep=1 << 12)
@@ -328,7 +332,7 @@ def product_of_bounds(world: World) -> Fire:
 
 @attack("A7", "whole answers of 8 x 500 tokens with 20 logprobs each, four at once")
 def large_answers(world: World) -> Fire:
-    """Four chat requests at once that are not streamed, so each answer is held whole by the server."""
+    """Four chat requests at once without streaming, so the server holds each complete answer."""
     asked = {"messages": user("Count."), "n": 8, "max_tokens": 500, "ignore_eos": True, "temperature": 0}
     bias = {str(world.token): 100}
     request = post(CHAT, body(**asked, logprobs=True, top_logprobs=20, logit_bias=bias))
@@ -337,17 +341,19 @@ def large_answers(world: World) -> Fire:
 
 @attack("A7", "a prompt of the whole context with prompt_logprobs, streamed and echoed")
 def longest_scored(world: World) -> Fire:
-    """One streamed completion whose echoed prompt fills the context but for one token."""
+    """One streamed completion with an echoed prompt that fills the context except for one token."""
     prompt = [(13 * j) % 3000 for j in range(world.context - 1)]
     asked = {"prompt": prompt, "max_tokens": 1, "logprobs": 20, "echo": True, "stream": True}
     return in_turn(world, [post(COMPLETIONS, body(**asked))], keep=1 << 12)
 
 
-# -- What a token costs --------------------------------------------------------------------------------------------
+# -- Expensive tokens --------------------------------------------------------------------------------------------------
 
 
 def _at_length(world: World, path: str, token: int, rows: int, tokens: int, **fields: Any) -> Fire:
-    """`rows` streams at once, each forced to say `token` for `tokens` tokens; `fields` are added to the request."""
+    """`rows` streams at once, each forced to generate `token` for `tokens` tokens; `fields` are added
+    to the request.
+    """
     opening = {"messages": user("Go on.")} if path == CHAT else {"prompt": "Go on."}
     forced = {"ignore_eos": True, "temperature": 0, "logit_bias": {str(token): 100}, "stream": True}
     request = post(path, body(**opening, **forced, max_tokens=tokens, **fields))
@@ -364,13 +370,13 @@ def stop_strings(world: World) -> Fire:
 
 @attack("A8", "answers of nothing but whitespace, eight streams of 1,500 tokens")
 def whitespace(world: World) -> Fire:
-    """Chat answers that a parser may hold back, since nothing but whitespace has come."""
+    """Chat answers that a parser may hold back, since they consist only of whitespace."""
     return _at_length(world, CHAT, world.blank, 8, 1500, chat_template_kwargs={"thinking": False})
 
 
 @attack("own", "answers that are control tokens of tool calls, eight streams, streamed with logprobs")
 def control_tokens(world: World) -> Fire:
-    """Looks the control tokens' ids up by /tokenize, then biases each of eight chats towards two of them."""
+    """Looks up the control tokens' ids by /tokenize, then biases each of eight chats towards two of them."""
     specials = [f"<|tool_call{part}|>" for part in ("s_section_begin", "_begin", "_argument_begin", "_end")]
     asked = {"ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
 
@@ -389,7 +395,7 @@ def control_tokens(world: World) -> Fire:
 
 @attack("A9", "n = 8 of one prompt of 2,000 tokens, eight times")
 def many_choices(world: World) -> Fire:
-    """64 answers at once whose eight prompts fill many pages. Prompts are cut to what the context holds."""
+    """64 answers at once for eight prompts that fill many pages. Prompts are cut to fit into the context."""
     prompts = [[(17 * k + j) % 3000 for j in range(min(2000, world.context - 8))] for k in range(8)]
     return at_once(world, [post(COMPLETIONS, body(prompt=prompt, n=8, max_tokens=4)) for prompt in prompts])
 
@@ -408,7 +414,7 @@ def a_crowd(world: World) -> Fire:
 
 @attack("A9", "200 clients that leave as soon as their prompt of 300 kB is sent")
 def departing_clients(world: World) -> Fire:
-    """Completions, 50 at a time, whose clients leave 0.3 s after they began to connect."""
+    """Completions, 50 at a time, by clients that disconnect 0.3 s after they began to connect."""
     requests = [post(COMPLETIONS, body(prompt=f"{k} says " + "a b c " * 50_000, max_tokens=64)) for k in range(200)]
 
     async def fire() -> None:
@@ -420,7 +426,7 @@ def departing_clients(world: World) -> Fire:
 
 @attack("own", "300 streams that are left after their first token")
 def left_streams(world: World) -> Fire:
-    """Six times 50 streams of four answers each, whose clients leave 0.4 s after they began to connect."""
+    """Six times 50 streams of four answers each, by clients that disconnect 0.4 s after they began to connect."""
     asked = {"prompt": "Go on", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4}
 
     async def fire() -> None:
@@ -432,7 +438,7 @@ def left_streams(world: World) -> Fire:
 
 @attack("own", "500 scrapes of /metrics at once, then 2,000 of /health")
 def scrapes(world: World) -> Fire:
-    """GET requests alone, 500 at a time: what a monitor gone wild would send."""
+    """Only GET requests, 500 at a time, as from a broken monitor."""
 
     async def fire() -> None:
         await world.send_all([get("/metrics")] * 500)
@@ -444,7 +450,7 @@ def scrapes(world: World) -> Fire:
 
 @attack("own", "prompts that fill every page, 48 at once, so that jobs are pre-empted")
 def full_pages(world: World) -> Fire:
-    """48 streams at once, each given up after 25 s. Prompts are cut to what the context holds."""
+    """48 streams at once, each aborted after 25 s. Prompts are cut to fit into the context."""
     size = min(1500, world.context - 300)
     prompts = [[(19 * k + j) % 3000 for j in range(size)] for k in range(48)]
     asked = {"max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -455,9 +461,9 @@ def full_pages(world: World) -> Fire:
 
 
 async def silent(port: int, count: int, stack: AsyncExitStack, opening: bytes = b"") -> int:
-    """Opens connections that send no more than `opening`, and returns how many could be opened.
+    """Opens connections that send at most `opening`, and returns how many could be opened.
 
-    Each has five seconds to connect; what cannot connect is left out. `stack` closes the connections.
+    Each has five seconds to connect; those that cannot connect are left out. `stack` closes the connections.
     """
     opened = 0
     for _ in range(count):
@@ -473,7 +479,7 @@ async def silent(port: int, count: int, stack: AsyncExitStack, opening: bytes = 
 
 
 async def unread(port: int, count: int, stack: AsyncExitStack) -> int:
-    """Opens streams of two long answers that nobody reads; returns how many could be opened. `stack` closes them."""
+    """Opens streams of two long answers that are never read; returns how many could be opened. `stack` closes them."""
     asked = {"prompt": "Go on", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 2}
     request = post(COMPLETIONS, body(**asked))
     opened = 0
@@ -490,7 +496,7 @@ async def unread(port: int, count: int, stack: AsyncExitStack) -> int:
 
 @attack("A4", "1,100 sockets that say nothing, for 8 s")
 def silent_sockets(world: World) -> Fire:
-    """Meanwhile a newcomer asks every second, and is to be served."""
+    """During the attack a new client sends a request every second, which must be served."""
 
     async def fire() -> None:
         async with AsyncExitStack() as stack:
@@ -502,7 +508,7 @@ def silent_sockets(world: World) -> Fire:
 
 @attack("A4", "200 streams that nobody reads, for 12 s")
 def non_readers(world: World) -> Fire:
-    """Meanwhile a newcomer asks every second, and is to be served."""
+    """During the attack a new client sends a request every second, which must be served."""
 
     async def fire() -> None:
         async with AsyncExitStack() as stack:
@@ -514,7 +520,7 @@ def non_readers(world: World) -> Fire:
 
 @attack("A4", "a chunked body of one byte whose trailers are 26 MB")
 def trailers(world: World) -> Fire:
-    """Three requests, one after the other: many trailers of 240 bytes, very many empty ones, and one of 26 MiB."""
+    """Three requests in sequence: many trailers of 240 bytes, very many empty ones, and one of 26 MiB."""
     top = head("POST", CHAT, None, [("Transfer-Encoding", "chunked")])
     few = b"".join(b"X-%07d: %s\r\n" % (k, b"t" * 240) for k in range(26 * MIB // 253))
     many = b"".join(b"X-%d: \r\n" % k for k in range(26 * MIB // 11))
@@ -522,7 +528,7 @@ def trailers(world: World) -> Fire:
 
     async def fire() -> None:
         for lines in (few, many, one):
-            # The headers are in order, and the app waits for the body, when the trailers come.
+            # The headers are valid, and the app is waiting for the body when the trailers arrive.
             parts = [top, b"1\r\n{\r\n0\r\n", *(lines[at : at + 65536] for at in range(0, len(lines), 65536)), b"\r\n"]
             await world.send_parts(parts)
 
@@ -531,7 +537,7 @@ def trailers(world: World) -> Fire:
 
 @attack("A4", "300 clients whose headers come a byte a second")
 def slow_headers(world: World) -> Fire:
-    """Counts as "still open" the connections that the server has not closed after eleven seconds."""
+    """Counts connections as "still open" that the server has not closed after eleven seconds."""
 
     async def fire() -> None:
         async with AsyncExitStack() as stack:
@@ -547,7 +553,7 @@ def slow_headers(world: World) -> Fire:
 
 @attack("A4", "200 small bodies in 40 pieces over 8 s, and 16 of 0.8 MB in pieces of 16 bytes")
 def slow_bodies(world: World) -> Fire:
-    """Small bodies in 40 pieces 0.2 s apart, and beside them bodies of 0.8 MB in 50,000 pieces without a pause."""
+    """Small bodies in 40 pieces 0.2 s apart, together with bodies of 0.8 MB in 50,000 pieces without a pause."""
     small = post(CHAT, body(messages=user("Hello"), max_tokens=1))
     large = post(COMPLETIONS, body(prompt="a " * 400_000, max_tokens=1))
 
@@ -562,7 +568,7 @@ def slow_bodies(world: World) -> Fire:
 
 @attack("A4", "a chunked body of 4 million chunks of one byte")
 def small_chunks(world: World) -> Fire:
-    """One chat request whose 4 MiB of spaces arrive in 24 MiB of chunks."""
+    """One chat request with 4 MiB of spaces that arrive as 24 MiB of chunks."""
     top = head("POST", CHAT, None, [("Transfer-Encoding", "chunked")])
     return in_turn(world, [top + b"1\r\n \r\n" * (4 << 20) + b"0\r\n\r\n"])
 
@@ -576,7 +582,7 @@ def pipeline(world: World) -> Fire:
 
 @attack("own", "500 streaming requests in one write on one connection that is not read")
 def unread_pipeline(world: World) -> Fire:
-    """Meanwhile a newcomer asks every second, and is to be served."""
+    """During the attack a new client sends a request every second, which must be served."""
     content = body(prompt="Go on", max_tokens=50, ignore_eos=True, stream=True)
     one = head("POST", COMPLETIONS, len(content), [("Connection", "keep-alive")]) + content
 
@@ -611,7 +617,7 @@ def resets(world: World) -> Fire:
 
 @attack("own", "requests that no parser should take: smuggling, odd lengths, versions, methods, long lines, upgrades")
 def odd_requests(world: World) -> Fire:
-    """One request after the other, each given up after five seconds."""
+    """One request after the other, each aborted after five seconds."""
     hello = body(messages=user("Hello"), max_tokens=1)
     heads = [
         post(CHAT, hello, [("Content-Length", "-1")]),
@@ -654,7 +660,7 @@ def odd_requests(world: World) -> Fire:
 
 @attack("A5", "another site's Host, Origin and Content-Type")
 def foreign_pages(world: World) -> Fire:
-    """What a page of another site can make a browser send, one request after the other."""
+    """Requests that a page of another site can make a browser send, in sequence."""
     hello = body(messages=user("Hello"), max_tokens=1)
     fields = [
         ("Host", "attacker.example"),

@@ -1,8 +1,9 @@
-"""Random requests, most of them nearly right: what a fuzzer that has read the documentation sends.
+"""Random requests, most of them nearly valid, as from a fuzzer that has read the documentation.
 
-`requests(seed)` goes on for ever, in all three dialects. A request is valid but for a field, a header or a few bytes,
-or not at all; its client reads, leaves, or is slow. Answers stay short, so that thousands are asked in minutes.
-`requests(seed, wild=False)` are of the same kinds and sizes, all of them valid, from clients that read to the end.
+`requests(seed)` is endless, in all three dialects. A request is valid except for a field, a header or a few bytes, or
+entirely invalid; its client reads the answer, disconnects, or is slow. Answers are short, so that thousands can be
+requested in minutes. `requests(seed, wild=False)` has the same kinds and sizes, all valid, from clients that read to
+the end.
 """
 
 import gzip
@@ -17,13 +18,13 @@ from lab.attack.schemas import schema as plain_schema
 
 Draw = Callable[[random.Random], Any]
 
-MOST_TOKENS = 24  # of most answers, at most
+MOST_TOKENS = 24  # maximum tokens of most answers
 
 
 class Request(NamedTuple):
-    """One request. data: all its bytes. how: keyword arguments for `raw_http.ask`, such as when the client leaves.
+    """One request. data: all its bytes. how: keyword arguments for `raw_http.ask`, such as when the client disconnects.
 
-    shape: what the whole answer has to be where its status is 200.
+    shape: the required format of the whole answer if its status is 200.
     """
 
     route: str
@@ -51,12 +52,12 @@ ANYTHING: tuple[Any, ...] = (
 
 
 def anything(rng: random.Random) -> Any:
-    """A JSON value that hardly any field expects."""
+    """A JSON value that hardly any field accepts."""
     return rng.choice(ANYTHING)
 
 
 def text(rng: random.Random) -> str:
-    """A valid text of up to 1,200 characters: words, repeated words, any script, or what is awkward to tokenise."""
+    """A valid text of up to 1,200 characters: words, repeated words, any script, or text that is hard to tokenise."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.choice(
@@ -88,7 +89,7 @@ def number(low: float, high: float) -> Field:
 
 
 def one_of(*values: Any, often: float = 0.1) -> Field:
-    """A field whose valid values are just these."""
+    """A field with exactly these valid values."""
     return Field(lambda rng: rng.choice(values), anything, often)
 
 
@@ -171,7 +172,7 @@ def _schema(rng: random.Random, depth: int = 0) -> Any:
 
 
 def _steep_schema(rng: random.Random) -> Any:
-    """A schema that takes a compiler much, or takes it where it should not go."""
+    """A schema that is expensive for a grammar compiler, or leads it into rare cases."""
     word = rng.choice(["a", "\u00e9", '"', "\\", "x" * 200])
     match rng.randrange(8):
         case 0:
@@ -323,7 +324,7 @@ def _bad_turns(rng: random.Random) -> Any:
 
 
 def _own_tools(rng: random.Random, key: str, **more: Any) -> Any:
-    """Tools of the younger dialects, whose schema lies under `key`."""
+    """Tools of the newer dialects, with the schema under `key`."""
     return [
         {"name": f"f{k}", "description": text(rng), key: plain_schema(rng), **more} for k in range(rng.randint(1, 3))
     ]
@@ -449,7 +450,9 @@ READS = (
 
 
 def requests(seed: int, *, wild: bool = True) -> Iterator[Request]:
-    """Yields requests without end. The nth is a function of (seed, n) alone. wild: few of them are quite right."""
+    """Yields requests without end. The nth is a function of (seed, n) alone. wild: most of them are
+    not entirely valid.
+    """
     number = 0
     while True:
         yield (draw if wild else ordinary)(random.Random(f"{seed},{number}"))
@@ -464,9 +467,10 @@ def ordinary(rng: random.Random) -> Request:
 
 
 def light(rng: random.Random) -> Request:
-    """A request as a soak sends: mostly valid, one prompt of up to 60 words, one short answer, and some clients leave.
+    """A request of a soak test: mostly valid, one prompt of up to 60 words, one short answer, and some clients
+    disconnect.
 
-    One in ten is as `draw` has it.
+    One in ten is drawn by `draw`.
     """
     if rng.random() < 0.1:
         return draw(rng)
@@ -481,7 +485,9 @@ def light(rng: random.Random) -> Request:
 
 
 def draw(rng: random.Random) -> Request:
-    """One request with its client's manners: 90 % to a POST route with a body of fields, the others odd ones."""
+    """One request with its client's behaviour: 90 % are to a POST route with a body of fields, the
+    others are unusual.
+    """
     how = _manners(rng)
     names = list(ROUTES)
     share = rng.random()
@@ -553,7 +559,7 @@ def _cut(data: bytes, size: int) -> Iterator[bytes]:
 
 
 def _damaged(rng: random.Random, data: bytes) -> bytes:
-    """The bytes with a few of them changed, lost, doubled, or replaced by what a JSON parser may trip over."""
+    """The bytes with a few of them changed, lost, doubled, or replaced by sequences that are hard for a JSON parser."""
     damaged = bytearray(data)
     for _ in range(rng.choice([1, 1, 3, 20])):
         at = rng.randrange(len(damaged) + 1)
@@ -583,7 +589,7 @@ def _damaged(rng: random.Random, data: bytes) -> bytes:
 
 
 def _headers(rng: random.Random) -> list[tuple[str, str]]:
-    """One to three headers that few clients send, or with values that none should."""
+    """One to three headers that are rare, or have invalid values."""
     odd = [
         ("X-Request-Timeout", rng.choice(["30", "0", "-1", "nan", "1e400", "x", "0.001"])),
         ("X-Request-Id", rng.choice(["a" * 128, "a" * 129, "\x1b[31m", "", "\u00e9"])),

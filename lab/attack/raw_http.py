@@ -1,6 +1,6 @@
-"""A client with bad manners: it sends the bytes it is given, as slowly as it likes, and reads what it wants to.
+"""A client that violates HTTP: it sends the bytes it is given, at any speed, and reads only as much as requested.
 
-No library that speaks HTTP would send what the bystander has to send. One connection carries one request.
+No HTTP library would send these requests. One connection carries one request.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ Outcome = Literal["answered", "closed", "unanswered", "left"]
 
 
 class Reply(NamedTuple):
-    """What came of one request. status: 0 where none came. body: without headers, and joined where it was chunked.
+    """The outcome of a request. status: 0 if none arrived. body: without headers, and with chunks joined.
 
-    seconds: from before the connection to the end. whole: the answer ended where it said that it would.
+    seconds: from before the connection to the end. whole: the answer ended at its announced end.
     """
 
     outcome: Outcome
@@ -31,7 +31,7 @@ class Reply(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """For counting: the status, or what came instead of one."""
+        """For counting: the status, or the outcome if there is none."""
         return str(self.status) if self.status else self.outcome
 
 
@@ -49,20 +49,20 @@ def head(method: str, path: str, length: int | None, more: Iterable[tuple[str, s
 
 
 def post(path: str, body: bytes, more: Iterable[tuple[str, str]] = ()) -> bytes:
-    """A whole POST request with its Content-Length. more: headers that are added, or replace the usual ones."""
+    """A complete POST request with its Content-Length. more: headers that are added, or replace the usual ones."""
     return head("POST", path, len(body), more) + body
 
 
 def get(path: str, more: Iterable[tuple[str, str]] = ()) -> bytes:
-    """A whole GET request without a body. more: headers that are added, or replace the usual ones."""
+    """A complete GET request without a body. more: headers that are added, or replace the usual ones."""
     return head("GET", path, None, more)
 
 
 async def connect(port: int, receive_bytes: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Opens a connection to 127.0.0.1. Raises OSError where nobody listens there.
+    """Opens a connection to 127.0.0.1. Raises OSError if the port has no listener.
 
-    receive_bytes: the size of the socket's receive buffer; a small one lets the server notice soon that a client does
-    not read. None: the system's.
+    receive_bytes: the size of the socket's receive buffer; with a small one the server soon notices that a client does
+    not read. None: the system's default.
     """
     link = socket.socket()
     link.setblocking(False)
@@ -80,7 +80,7 @@ async def connect(port: int, receive_bytes: int | None = None) -> tuple[asyncio.
 async def connection(
     port: int, receive_bytes: int | None = None
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection as `connect` opens it, which is aborted on leaving. Raises OSError where it cannot be opened."""
+    """A connection from `connect`, which is aborted on exit. Raises OSError if it cannot be opened."""
     reader, writer = await connect(port, receive_bytes)
     try:
         yield reader, writer
@@ -89,7 +89,7 @@ async def connection(
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
-    """Aborts the connection at once; bytes that wait to be sent are dropped."""
+    """Aborts the connection at once; bytes waiting to be sent are dropped."""
     writer.transport.abort()
     with suppress(OSError):
         await writer.wait_closed()
@@ -105,11 +105,11 @@ async def ask(
     pieces: int = 1,
     keep: int = 8 << 20,
 ) -> Reply:
-    """Sends a request and reads its answer, of which `keep` bytes are kept, until the server closes.
+    """Sends a request and reads its answer until the server closes; `keep` bytes of it are kept.
 
-    limit_s: seconds after which the request counts as unanswered. leave_s: seconds after which the client leaves.
+    limit_s: seconds after which the request counts as unanswered. leave_s: seconds after which the client disconnects.
     pause_s: seconds between two reads, and between two of the `pieces` in which the request is sent. A connection that
-    is refused or breaks is the outcome "closed"; nothing is raised for it.
+    is refused or breaks has the outcome "closed" and raises nothing.
     """
     began = clock.perf_counter()
     answer = bytearray()
@@ -119,7 +119,7 @@ async def ask(
         async with asyncio.timeout(most), connection(port) as (reader, writer):
             sending = asyncio.create_task(_send(writer, request, pieces, pause_s))
             try:
-                with suppress(ConnectionError):  # an answer may be there all the same
+                with suppress(ConnectionError):  # there may be an answer nevertheless
                     while part := await reader.read(READ_BYTES):
                         answer += part[: max(0, keep - len(answer))]
                         if pause_s:
@@ -162,7 +162,7 @@ def _declared(top: bytes) -> int | None:
 
 
 def _joined(body: bytes) -> bytes:
-    """A chunked body without its framing, as far as it has come."""
+    """The part of a chunked body received so far, without its framing."""
     parts: list[bytes] = []
     at = 0
     while (end := body.find(b"\r\n", at)) >= 0:

@@ -1,7 +1,7 @@
 """Random JSON schemas as clients write them, for constrained output: a function of a seed.
 
 Most are plain: objects of bounded strings, numbers, enums and lists. Some have references, unions, recursion, patterns
-and formats; and one in forty has a keyword that constrained output does not know, which has to be refused by its name.
+and formats; and one in forty has a keyword that constrained output does not support, which must be refused by its name.
 """
 
 import random
@@ -17,11 +17,11 @@ UNKNOWN: tuple[dict[str, Any], ...] = (
     {"type": "object", "propertyNames": {"maxLength": 3}},
     {"if": {"type": "string"}, "then": {"maxLength": 3}},
 )
-ONE_IN = 40  # schemas with an unknown keyword
+ONE_IN = 40  # share of schemas with an unknown keyword
 
 
 def schemas(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """So many schemas; the same for the same seed, and a longer list continues a shorter one."""
+    """`count` schemas; the same for the same seed, and a longer list continues a shorter one."""
     return [schema(random.Random(f"{seed} {n}")) for n in range(count)]
 
 
@@ -50,7 +50,7 @@ def schema(draw: random.Random) -> dict[str, Any]:
 
 
 def unbounded(value: Any) -> Any:
-    """A schema whose strings may have any length and any characters, as most have that clients write."""
+    """The schema with strings of any length and any characters, as most clients write them."""
     if isinstance(value, list):
         return [unbounded(one) for one in cast("list[Any]", value)]
     if not isinstance(value, dict):

@@ -1,15 +1,15 @@
-"""The bystander: two streams that are read all the time, and a knock at the event loop every few milliseconds.
+"""The bystander: a process that reads two streams all the time, and probes the event loop every few milliseconds.
 
     python -m lab.attack.watch PORT PID TOKEN LENGTH
 
-runs as a process of its own, so that nothing it notes waits for whoever attacks. Each line on its input is answered
-with a line of JSON, the notes since the last one. What the notes say is worked out by `read`, a pure function.
+runs as a separate process, so that its records do not wait for the attacker. Each line on its input is answered with a
+line of JSON, the records since the last one. `read`, a pure function, evaluates the records.
 
-Whose is a pause? The API process never computes, so the time that a knock (a GET on a kept connection) waits for its
-answer is the event loop's pause. From it goes what the kernel says that the two threads waited for a core
-(/proc/PID/schedstat): on a machine with other work that is most of it, and nobody's fault. A silence of one stream
-while the other one is told tokens is a pause too: the engine stepped, and left a stream out. A silence of both while
-the loop answers is a step of the engine.
+How a pause is attributed: the API process never computes, so the time that a probe (a GET on a kept connection) waits
+for its answer is the event loop's pause. The time that the two threads waited for a core according to the kernel
+(/proc/PID/schedstat) is subtracted: on a machine with other work that is most of it, and not the server's fault. A gap
+in one stream while the other one receives tokens is a pause too: the engine ran a step, and left a stream out. A gap in
+both while the loop answers is a step of the engine.
 """
 
 import functools
@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 from lab.attack.raw_http import HOST, head
 from redline import clock
 
-KNOCK_S = 0.005  # between an answer and the next knock
-PAUSE_S = 0.02  # a knock that waits longer was not answered as usual
-SAME_STEP_S = 0.003  # chunks this close are of one step: the end of an answer follows its last token
-PATIENCE_S = 120.0  # seconds for an answer, and for a chunk
+KNOCK_S = 0.005  # between an answer and the next probe
+PAUSE_S = 0.02  # a probe that waits longer was delayed
+SAME_STEP_S = 0.003  # chunks this close together are of one step: the end of an answer follows its last token
+PATIENCE_S = 120.0  # seconds until an answer, and until a chunk
 TAIL = b"0\r\n\r\n"  # the end of a chunked answer
 OWN = Path("/proc/thread-self/schedstat")
 
 
 class Knock(NamedTuple):
-    """One GET /health of the bystander's, in seconds. began: on CLOCK_MONOTONIC. took: until its answer.
+    """One GET /health of the bystander, in seconds. began: on CLOCK_MONOTONIC. took: until its answer.
 
-    excused: how much of `took` the server's event loop and the knocking thread waited for a core.
+    excused: the part of `took` in which the server's event loop or the probing thread waited for a core.
     """
 
     began: float
@@ -53,22 +53,22 @@ class Knock(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The moment at which a part of a stream was read, in seconds of CLOCK_MONOTONIC.
+    """The time at which a part of a stream was read, in seconds of CLOCK_MONOTONIC.
 
-    waited: how many seconds the reading thread has waited for a core so far.
+    waited: total seconds that the reading thread has waited for a core until then.
     """
 
     at: float
     waited: float = 0.0
 
 
-Answers = Sequence[Sequence[Chunk]]  # of one stream, one after another
+Answers = Sequence[Sequence[Chunk]]  # of one stream, in sequence
 
 
 class Notes(NamedTuple):
-    """What the bystander noted: every knock, and every chunk of each stream, by stream and answer.
+    """The bystander's records: every probe, and every chunk of each stream, by stream and answer.
 
-    Times are seconds of CLOCK_MONOTONIC. refused: how many knocks and streams the server did not answer.
+    Times are seconds of CLOCK_MONOTONIC. refused: how many probes and streams the server did not answer.
     """
 
     knocks: Sequence[Knock]
@@ -77,7 +77,7 @@ class Notes(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """The seconds between two chunks of an answer. excused: how many of them the reading thread waited for a core."""
+    """The seconds between two chunks of an answer. excused: the part in which the reading thread waited for a core."""
 
     begin: float
     end: float
@@ -93,13 +93,13 @@ class Spread(NamedTuple):
 
 
 class Pauses(NamedTuple):
-    """What a phase was like for the bystander, in milliseconds.
+    """The bystander's times in a phase, in milliseconds.
 
     gap: between two chunks of a stream. knock: until the event loop answered; loop: the same without waiting for a
-    core. left_out: how much later than the other stream one stream was told of a step, at most: the engine left it out,
-    or the API did. engine: the longest silence of both streams, without the loop's pauses within it: a step, as a rule.
+    core. left_out: the longest time by which one stream got a step's tokens later than the other: the engine left it
+    out, or the API did. engine: the longest gap in both streams, without the loop's pauses within it: usually a step.
     beyond: the longest pause that the engine's own steps do not explain: the larger of left_out and loop.most. chunks:
-    how many came on both streams; with none, no pause could be seen. refused: as in `Notes`.
+    how many arrived on both streams; with none, no pause could be seen. refused: as in `Notes`.
     """
 
     gap: Spread
@@ -113,7 +113,7 @@ class Pauses(NamedTuple):
 
 
 def read(notes: Notes) -> Pauses:
-    """The pauses that the notes show."""
+    """The pauses contained in the records."""
     gaps = [list(_gaps(answers)) for answers in notes.streams]
     times = [[chunk.at for answer in answers for chunk in answer] for answers in notes.streams]
     left_out = max(
@@ -148,7 +148,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def joined(parts: Sequence[Notes]) -> Notes:
-    """Notes that follow one another as one; an answer that a cut went through counts as two, and loses one gap."""
+    """Consecutive records joined; an answer that is cut between two records counts as two, and loses one gap."""
     streams = [[answer for part in parts for answer in part.streams[k]] for k in range(len(parts[0].streams))]
     return Notes([knock for part in parts for knock in part.knocks], streams, sum(part.refused for part in parts))
 
@@ -164,10 +164,10 @@ def _gaps(answers: Answers) -> Iterator[Gap]:
 
 
 def _late(times: Sequence[float], gap: Gap) -> float:
-    """How many seconds later than another stream this one is told of a step.
+    """How many seconds later than another stream this one receives a step's tokens.
 
-    The other's first time within the gap may be of the step that the gap begins with, and in two parts; from the next
-    one on this stream should have been told as well.
+    The other stream's first time within the gap may belong to the step before the gap, and its chunk may be in two
+    parts; from the next one on, this stream should have received its tokens as well.
     """
     first = bisect_right(times, gap.begin)
     if first == len(times):
@@ -178,7 +178,7 @@ def _late(times: Sequence[float], gap: Gap) -> float:
 
 
 def _longest_step(gaps: Sequence[Sequence[Gap]], knocks: Sequence[Knock]) -> float:
-    """Seconds of the longest silence of all streams at once, which is what their gaps have in common.
+    """Seconds of the longest gap common to all streams.
 
     The loop's pauses within it are not counted.
     """
@@ -213,9 +213,9 @@ def _common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) 
 
 
 class Watcher:
-    """Three threads that read two streams and knock at the event loop, and what they noted since it was last taken.
+    """Three threads that read two streams and probe the event loop, and their records since the last `take`.
 
-    port: of the server. pid: of its API process, whose main thread runs the event loop. token, length: every answer is
+    port: of the server. pid: of its API process; its main thread runs the event loop. token, length: every answer is
     `length` times this token.
     """
 
@@ -233,9 +233,9 @@ class Watcher:
         threading.Thread(target=self._again, args=(self._knock,), daemon=True).start()
 
     def take(self) -> dict[str, Any]:
-        """The notes since the last call, flat lists that `notes_of` reads; they are forgotten here.
+        """The records since the last call, as flat lists that `notes_of` reads; they are cleared here.
 
-        An answer that goes on is continued in the next notes.
+        An unfinished answer is continued in the next records.
         """
         with self._lock:
             knocks, self._knocks = self._knocks, array("d")
@@ -267,7 +267,7 @@ class Watcher:
                 clock.sleep(KNOCK_S)
 
     def _waited(self) -> float:
-        """Seconds that the server's event loop and this thread have waited for a core so far."""
+        """Total seconds that the server's event loop and this thread have waited for a core."""
         return waited(self._server) + waited(OWN)
 
     def _stream(self, number: int, request: bytes) -> None:
@@ -289,28 +289,28 @@ class Watcher:
 
 
 def chat(token: int, length: int) -> bytes:
-    """The body of a streamed chat request whose answer is `length` times `token`."""
+    """The body of a streamed chat request with an answer of `length` times `token`."""
     asked = {"messages": [{"role": "user", "content": "Tell me a long story."}]}
     return json.dumps({**asked, **_at_length(token, length)}).encode()
 
 
 def completion(token: int, length: int) -> bytes:
-    """The body of a streamed completions request whose answer is `length` times `token`."""
+    """The body of a streamed completions request with an answer of `length` times `token`."""
     return json.dumps({"prompt": "Once upon a time", **_at_length(token, length)}).encode()
 
 
 def _at_length(token: int, length: int) -> dict[str, Any]:
-    """One chunk for every step: each token is whole text, so that nothing is ever held back."""
+    """One chunk for every step: each token is complete text, so nothing is held back."""
     return {"max_tokens": length, "ignore_eos": True, "temperature": 0, "logit_bias": {str(token): 100}, "stream": True}
 
 
 def waited(schedstat: Path) -> float:
-    """Seconds that a thread was ready to run and had no core. Raises OSError where the thread has ended."""
+    """Seconds that a thread was ready to run without a core. Raises OSError if the thread has ended."""
     return int(schedstat.read_text().split()[1]) / 1e9
 
 
 def notes_of(told: dict[str, Any]) -> Notes:
-    """The notes that `Watcher.take` gave, as records."""
+    """The output of `Watcher.take` as records."""
     flat = told["knocks"]
     knocks = [Knock(*triple) for triple in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
     streams = [
@@ -321,7 +321,7 @@ def notes_of(told: dict[str, Any]) -> Notes:
 
 
 def _read_answer(link: socket.socket) -> None:
-    """Reads one answer of a kept connection to its end. Raises ValueError where the server closes before that."""
+    """Reads one answer of a kept connection to its end. Raises ValueError if the server closes before that."""
     answer = b""
     while b"\r\n\r\n" not in answer:
         if not (part := link.recv(1 << 16)):
@@ -336,7 +336,7 @@ def _read_answer(link: socket.socket) -> None:
 
 
 def main() -> None:
-    """Answers every line on stdin with the notes since the last one, as a line of JSON, until stdin ends."""
+    """Answers every line on stdin with the records since the last one, as a line of JSON, until stdin ends."""
     port, pid, token, length = map(int, sys.argv[1:])
     watcher = Watcher(port, pid, token, length)
     for _ in sys.stdin:
