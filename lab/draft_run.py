@@ -1,11 +1,11 @@
-"""`redline draft run` of a recipe, timed stage by stage, and what came of it beside another drafter.
+"""`redline draft run` of a recipe, timed stage by stage, and its drafter compared with another one.
 
     python -m lab.draft_run models/kimi-nano-eagle3/recipe_h200.toml \
         --beside models/kimi-nano-eagle3 --save benchmarks/results/draft-run-h200.json
 
-Seconds of a stage are those of the run that ended it, loading included; tokens and tokens/s are of its work alone:
-answers of synth, positions of a capture, positions that were trained on. The other drafter is measured after the run,
-and outside of its time, with the recipe's [eval]: the same prompts, the same rounds.
+Seconds of a stage are those of the run that completed it, including loading; tokens and tokens/s are of its work alone:
+answers of synth, positions of a capture, positions trained on. The other drafter is measured after the run and not
+included in its time, with the recipe's [eval]: the same prompts, the same rounds.
 """
 
 import argparse

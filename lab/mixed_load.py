@@ -1,4 +1,5 @@
-"""Everything a client may ask for, at once and for minutes, of a server on a GPU; each answer compared with a CPU's.
+"""Every option a client may use, all at once and for minutes, on a server with a GPU; each answer compared with a
+CPU's.
 
     python -m lab.mixed_load [models/kimi-nano] [--device cuda] [--minutes 5] [--at-once 32]
         [--cases 300] [--together] [--seed 0] [--save FILE]
@@ -6,15 +7,15 @@
 Serves a model with its drafter on the device, as a prefill worker and a decode worker that share the GPU (--together:
 as one worker). Cases are drawn from evaluation prompts: greedy or seeded, with every sampling option, grammars, forced
 and chosen tools, n, logprobs, stop strings, chats and completions, streamed or whole. For the given minutes they are
-asked again and again in random order, `at-once` in flight; one client in eight leaves early. Meanwhile the same cases
-are asked of two servers on the CPU, each once: one with all of its instructions, one with AVX2 alone.
+sent again and again in random order, `at-once` in flight; one client in eight disconnects early. In parallel the same
+cases are sent to two servers on the CPU, each once: one with all of its instructions, one with AVX2 alone.
 
 Ends with 1 if a request failed, if a page, a KV chunk or a job is left when all clients have gone, if memory of a
-process or of the GPU grows, or if more answers differ from the CPU's at a place where the two devices do not nearly
-agree (`Difference`) than `WIDER` times what the CPU's two instruction sets come to. Differences are expected: kernels
-round differently, so a greedy token differs where two logits are close, and a seeded draw where it falls next to the
-border between two tokens; and where two experts are about as likely, a token gets other ones, which moves its log
-probabilities by a nat and more.
+process or of the GPU grows, or if the share of answers that differ from the CPU's at a position where the two devices
+do not nearly agree (`Difference`) is more than `WIDER` times that between the CPU's two instruction sets. Differences
+are expected: kernels round differently, so a greedy token differs if two logits are close, and a seeded draw if it
+falls next to the border between two tokens; and if two experts are about equally likely, a token gets other ones, which
+moves its log probabilities by a nat and more.
 """
 
 import argparse
@@ -46,15 +47,15 @@ from redline.bench.record import provenance
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import RedlineError
 
-SHARE = 1 / 8  # of clients that leave before their answer has ended
-ANSWER_S = 300.0  # for one answer; a CPU answers all cases within it
-SETTLE_S = 180.0  # from the server's start until its GPU memory stays as it is
-STEADY = 3  # samples of GPU memory, 5 s apart, that are alike when it does
-REST_S = 60.0  # from the last request until nothing runs
+SHARE = 1 / 8  # of clients that disconnect before their answer has ended
+ANSWER_S = 300.0  # timeout of one answer; a CPU answers all cases within it
+SETTLE_S = 180.0  # from the server's start until its GPU memory stays constant
+STEADY = 3  # equal samples of GPU memory, 5 s apart, that count as constant
+REST_S = 60.0  # from the last request until no job runs
 TOLERANCE = 0.25  # nats between two devices' log probabilities of one token; bf16 through eight layers
 FLAT_MIB = 8.0  # growth of a process or of the GPU's memory per minute, over the second half
 WIDER = 3.0  # times the share of differences without a near tie, between a device and a CPU
-TOP = 20  # log probabilities that are compared, the most that the API gives
+TOP = 20  # log probabilities that are compared, the maximum of the API
 RESTING = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -78,7 +79,7 @@ WEATHER = {
 
 
 class Case(NamedTuple):
-    """One request, which every server answers alike up to rounding. options: what is drawn for it, for counting."""
+    """One request, which every server answers alike up to rounding. options: those drawn for it, for counting."""
 
     route: str
     body: dict[str, Any]
@@ -90,18 +91,18 @@ class Case(NamedTuple):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One choice of an answer. top: for each token, log probabilities by the token's bytes; empty if not asked for."""
+    """One choice of an answer. top: for each token, log probabilities by the token's bytes; empty if not requested."""
 
     tokens: tuple[int, ...]
     top: tuple[dict[bytes, float], ...] = ()
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where an answer of the device parts from the CPU's.
+    """The first position at which an answer of the device differs from the CPU's.
 
     gap: nats between the two tokens by the CPU's log probabilities, for greedy requests without penalties or bias.
-    shift: the largest difference of the two devices' log probabilities at this place, over the tokens that both name;
-    None if the request did not ask for them. tie: whether what is known is within TOLERANCE.
+    shift: the largest difference of the two devices' log probabilities at this position, over the tokens that both
+    list; None if the request did not ask for them. tie: whether the known ones of these are within TOLERANCE.
     """
 
     case: int
@@ -211,7 +212,7 @@ def streamed(body: bytes) -> list[Answer]:
 
 
 def difference(case: Case, number: int, choice: int, ours: Answer, cpus: Answer, bytes_of: Any) -> Difference | None:
-    """Where an answer parts from the CPU's, which has log probabilities; None if it does not."""
+    """The first difference of an answer from the CPU's, which has log probabilities; None if there is none."""
     shared = zip(ours.tokens, cpus.tokens, strict=False)
     place = next((at for at, (a, b) in enumerate(shared) if a != b), min(len(ours.tokens), len(cpus.tokens)))
     if ours.tokens == cpus.tokens:
@@ -231,12 +232,12 @@ def difference(case: Case, number: int, choice: int, ours: Answer, cpus: Answer,
 
 
 Expected = list[list[Answer] | None]  # by case: its choices; None: refused
-# The answers that came: by case, choice and tokens, the first of them and how often it came.
+# The answers received: by case, choice and tokens, the first of them and how often it occurred.
 Given = dict[tuple[int, int, tuple[int, ...]], tuple[Answer, int]]
 
 
 class Load:
-    """The requests under way, and what has come of them."""
+    """The requests in flight, and the results so far."""
 
     def __init__(self, port: int, asked: Sequence[Case], rng: random.Random) -> None:
         self.kinds: Counter[str] = Counter()  # outcome or status -> requests
@@ -247,7 +248,7 @@ class Load:
         self._port, self._cases, self._rng = port, asked, rng
 
     async def client(self, until: float) -> None:
-        """Asks one case after another until a time of `clock.monotonic`."""
+        """Sends one case after another until a time of `clock.monotonic`."""
         while clock.monotonic() < until:
             number = self._rng.randrange(len(self._cases))
             case, leaves = self._cases[number], self._rng.random() < SHARE
@@ -268,14 +269,14 @@ class Load:
 
 
 class Memory(NamedTuple):
-    """MiB: resident of each process of the server, and what its processes have of the GPU."""
+    """MiB: resident of each process of the server, and GPU memory used by its processes."""
 
     processes: dict[str, float]
     gpu: float
 
 
 def memory(pid: int) -> Memory:
-    """What the server and its children have now."""
+    """The present memory of the server and its children."""
     pids, resident = [str(pid)], dict[str, float]()
     for task in Path(f"/proc/{pid}/task").iterdir():
         pids += (task / "children").read_text().split()
@@ -284,12 +285,13 @@ def memory(pid: int) -> Memory:
             words = Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0")
             pages = int(Path(f"/proc/{each}/statm").read_text().split()[1])
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         module = next((word.decode() for word in words if word.startswith(b"redline.")), "api")
         resident[f"{module} {each}"] = pages * 4096 / 2**20
     used = [line.split(", ") for line in _nvidia_smi("--query-compute-apps=pid,used_memory")]
     ours = [float(mib) for each, mib in used if each in pids and mib.isdigit()]
-    if not ours:  # a container's processes have other numbers outside of it: the whole GPU, on which nothing else runs
+    # process ids in a container differ from those outside of it: use the whole GPU, on which nothing else runs
+    if not ours:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
         ours = [float(mib) for mib in _nvidia_smi("--query-gpu=memory.used", "-i", first) if mib.isdigit()]
     gpu = sum(ours)
@@ -306,7 +308,7 @@ def _nvidia_smi(*query: str) -> list[str]:
 
 
 async def figures(port: int) -> dict[str, float]:
-    """The largest value of each series of RESTING over all workers, and KV transfers by what came of them."""
+    """The largest value of each series of RESTING over all workers, and KV transfers by outcome."""
     reply = await ask(port, get("/metrics"), limit_s=ANSWER_S)
     found: dict[str, float] = {}
     for name, labels, value in re.findall(r"^([\w:]+)\{([^}]*)\} (\S+)$", reply.body.decode(), re.MULTILINE):
@@ -318,7 +320,7 @@ async def figures(port: int) -> dict[str, float]:
 
 
 async def at_rest(port: int) -> dict[str, float]:
-    """`figures` once all of RESTING are 0, or after REST_S seconds as they are then."""
+    """`figures` once all of RESTING are 0, or the present ones after REST_S seconds."""
     deadline = clock.monotonic() + REST_S
     while True:
         found = await figures(port)
@@ -328,8 +330,9 @@ async def at_rest(port: int) -> dict[str, float]:
 
 
 async def settled(pid: int) -> None:
-    """Returns once the server, which has nothing to do, takes no more memory of the GPU: idle workers capture CUDA
-    graphs, a shape at a time. Gives up after SETTLE_S seconds."""
+    """Returns once the memory of the idle server on the GPU is constant: idle workers capture CUDA graphs, a shape at a
+    time. Gives up after SETTLE_S seconds.
+    """
     deadline, samples = clock.monotonic() + SETTLE_S, list[float]()
     while len(set(samples[-STEADY:])) > 1 or len(samples) < STEADY:
         if clock.monotonic() > deadline:
@@ -339,7 +342,7 @@ async def settled(pid: int) -> None:
 
 
 async def loaded(server: Server, asked: Sequence[Case], minutes: float, at_once: int, seed: int) -> dict[str, Any]:
-    """Loads a server; its record, with what it answered under "given"."""
+    """Loads a server; its record, with its answers under "given"."""
     await settled(server.process.pid)
     load = Load(server.port, asked, random.Random(f"clients {seed}"))
     began = clock.monotonic()
@@ -353,7 +356,7 @@ async def loaded(server: Server, asked: Sequence[Case], minutes: float, at_once:
         print(f"{minute:5.1f} min: {sum(load.kinds.values())} requests {dict(load.kinds)}", flush=True)
     await asyncio.gather(*clients)
     half = samples[len(samples) // 2 :]
-    names = set[str].intersection(*(set(one.processes) for _, one in half))  # those that were there all the time
+    names = set[str].intersection(*(set(one.processes) for _, one in half))  # processes that existed all the time
     grows = {name: slope([(at, one.processes[name]) for at, one in half]) for name in names}
     grows["gpu"] = slope([(at, one.gpu) for at, one in half])
     return {
@@ -392,7 +395,7 @@ async def references(port: int, asked: Sequence[Case], at_once: int) -> Expected
 def compared(
     given: Given, expected: Expected, asked: Sequence[Case], bytes_of: Any
 ) -> tuple[dict[str, int], list[Difference]]:
-    """How many answers are those expected, and where the others part from them."""
+    """How many answers equal the expected ones, and the first differences of the others."""
     counts, differences = Counter(compared=0, equal=0, distinct=0, not_ties=0), list[Difference]()
     for (number, choice, tokens), (one, times) in given.items():
         choices = expected[number]
@@ -417,7 +420,7 @@ def deployment(model: Path, device: str, workers: str, kv_memory: str) -> str:
 
 
 def wrong(record: dict[str, Any]) -> list[str]:
-    """What is wrong with a run, a sentence each."""
+    """The failed checks of a run, a sentence each."""
     found = [f"{record['failed']} requests failed"] if record["failed"] else []
     found += [f"{name} is {record['at_rest'].get(name)} at rest" for name in RESTING if record["at_rest"].get(name, 1)]
     found += [

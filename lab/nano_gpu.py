@@ -1,10 +1,11 @@
-"""Kimi-Nano on a GPU against Kimi-Nano on a CPU: the same prompts, greedy, on the GPU with drafts and without.
+"""Kimi-Nano on a GPU compared with Kimi-Nano on a CPU: the same prompts, greedy, on the GPU with and without drafts.
 
     python -m lab.nano_gpu --limit 1000 --save benchmarks/results/nano-gpu.json
 
-Answers are compared token for token: the GPU's with the CPU's, and the GPU's with drafts (its drafter's, and matches of
-the text's own past alone) with the GPU's without. Where two part, the CPU says how far apart its two likeliest tokens
-were there: a difference is the rounding of kernels only where that is little. All are graded as in `redline eval`.
+Answers are compared token for token: the GPU's with the CPU's, and the GPU's with drafts (those of its drafter, and
+suffix matches alone) with the GPU's without. At the first difference of two answers, the CPU computes the gap between
+its two most likely tokens: the difference is due to rounding of kernels only if the gap is small. All are graded as in
+`redline eval`.
 """
 
 import argparse
@@ -37,7 +38,7 @@ TOLERANCE = 0.25  # of logits: bf16 through eight layers; larger gaps are listed
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Two answers part at token `place`; gap: between the CPU's two likeliest tokens there, in logits."""
+    """Two answers differ first at token `place`; gap: between the CPU's two most likely tokens there, in logits."""
 
     prompt: str
     place: int
@@ -47,18 +48,17 @@ class Difference(msgspec.Struct, frozen=True):
 class Run(msgspec.Struct, frozen=True):
     """One device's answers to all prompts. seconds, tokens: of generating them.
 
-    fallbacks: calls of the reference by op. replays, led: steps that were replayed, and those that the host led, by
-    why.
+    fallbacks: calls of the reference by op. replays: steps replayed as CUDA graphs. led: eager steps, by reason.
     """
 
     device: str
-    drafts: str  # who drafts: none, learned, suffix
+    drafts: str  # the kind of drafts: none, learned, suffix
     seconds: float
     tokens: int
     fallbacks: dict[str, int]
     replays: int
     led: dict[str, int]
-    right: dict[str, float]  # kind of prompt, "all" among them: percent
+    right: dict[str, float]  # kind of prompt, including "all" -> percent
 
 
 def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
@@ -73,7 +73,7 @@ def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
 
 
 class Kept:
-    """An engine whose answers' tokens are kept, in the order of their jobs."""
+    """An engine that stores the tokens of its answers, in the order of their jobs."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -83,7 +83,7 @@ class Kept:
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> dict[JobId, list[Delta]]:
-        """What the engine answers. Raises AssertionError where an answer ends in an error."""
+        """The engine's answers. Raises AssertionError if an answer ends in an error."""
         deltas = self._engine.generate(jobs, on_delta)
         for job in jobs:
             error = next((delta.error for delta in deltas[job.id] if delta.error), None)
@@ -92,7 +92,7 @@ class Kept:
         return deltas
 
     def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
-        """As the engine does it; nothing is kept."""
+        """As the engine's own method, without storing tokens."""
         self._engine.run(jobs, on_delta)
 
 
@@ -101,7 +101,7 @@ def run(
 ) -> tuple[Run, list[tuple[int, ...]]]:
     """Answers every prompt on a device, timed and graded; returns the figures and the tokens of each answer.
 
-    speculation: who drafts; None: nobody. Raises ConfigError or CheckpointError where the engine cannot be opened.
+    speculation: the drafter; None: no drafts. Raises ConfigError or CheckpointError if the engine cannot be opened.
     """
     config = EngineConfig(
         max_model_len=CONTEXT,
@@ -140,7 +140,7 @@ def run(
 
 
 def gaps(folder: Path, prompts: Sequence[Prompt], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]):
-    """Yields the places where answers part, and how close the CPU's two likeliest tokens were there."""
+    """Yields the positions at which answers diverge, and the gap between the CPU's two most likely tokens there."""
     with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, device="cpu")) as engine:
         found: list[tuple[str, int, Job]] = []
         sampling = Sampling(max_tokens=1, temperature=0, logprobs=2)
@@ -159,13 +159,13 @@ def gaps(folder: Path, prompts: Sequence[Prompt], ours: Sequence[tuple[int, ...]
 
 
 def main() -> None:
-    """Compares as the command line says, and prints and saves what was found."""
+    """Compares as given on the command line, and prints and saves the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
     parser.add_argument("--limit", type=int, default=0, help="prompts; 0: all")
     parser.add_argument(
-        "--gpu-alone", action="store_true", help="without the CPU's answers; it tells gaps all the same"
+        "--gpu-alone", action="store_true", help="without the CPU's answers; gaps are computed nevertheless"
     )
     parser.add_argument("--save", type=output)
     given = parser.parse_args()
@@ -185,7 +185,7 @@ def main() -> None:
         equal = len(prompts) - len(parted)
         print(f"{name}: {equal} of {len(prompts)} answers equal; {wide} part at a gap > {TOLERANCE}", flush=True)
         print(f"gaps: {sorted(one.gap for one in parted)}", flush=True)
-        if given.save:  # what there is, since what follows takes minutes
+        if given.save:  # save the results so far, since the rest takes minutes
             given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record()), indent=1))
 
     def record() -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""Whether who owns memory outlives those who read it over NIXL and are killed: of a GPU, or of the host on a CPU.
+"""Whether an owner of memory survives when processes that read it over NIXL are killed: memory of a GPU, or of the host
+on a CPU.
 
     python -m lab.nixl_readers [--devices 0 1] [--owners 3] [--readers 4] [--device cuda] [--save FILE]
 
-Over TCP some owners end (docs/transport.md). Here an owner, a process of its own, has 64 MiB that may be read over
-`nixl`. Readers, processes too, read all of it, count its wrong bytes, and read on in pieces of 4 MiB until they are
-killed, one after another. Then one more reads all, and ends as a worker does. The same again with further owners. It
-takes some 20 s for each on GPUs, and every wait is bounded.
+Over TCP some owners end (docs/transport.md). Here an owner, a separate process, has 64 MiB that may be read over
+`nixl`. Readers, also processes, read all of it, count its wrong bytes, and read on in pieces of 4 MiB until they are
+killed, one after another. Then one more reads all, and ends as a worker does. The test is repeated with further owners.
+It takes about 20 s for each on GPUs, and every wait is bounded.
 
-devices: of owners and readers, as CUDA numbers them; one number: both share it.
+devices: of owners and readers, by CUDA numbers; one number: both share it.
 """
 
 import argparse
@@ -33,19 +34,19 @@ from redline.worker.ways import Carrier, carriers
 
 AREA = 64 << 20
 PIECE = 4 << 20
-AT_ONCE = 4  # reads of a reader
+AT_ONCE = 4  # reads in flight of one reader
 BYTE = 7
 READ_S = 10.0
-LINE_S = 60.0  # for a process to say what is waited for
+LINE_S = 60.0  # timeout for a process's expected line
 END_S = 20.0
-BETWEEN_S = 0.05  # two readers' ends
-NOTICED_S = 2.0  # within which an owner that does not outlive its readers has ended: over TCP it is less than one
+BETWEEN_S = 0.05  # between the ends of two readers
+NOTICED_S = 2.0  # within which an owner that does not survive its readers has ended: over TCP in less than one
 
 Role = Literal["owner", "reader", "last"]
 
 
 def best(device: str) -> Carrier:
-    """The best way over NIXL that a worker has."""
+    """The best transport path over NIXL that a worker has."""
     return carriers("nixl", None, pick_device(device))[0]
 
 
@@ -84,7 +85,7 @@ def read(device: str, told: bytes, *, last: bool) -> None:
 
 
 class Process:
-    """One of them. `device`: of CUDA's, that alone it sees."""
+    """One of the processes. `device`: the only CUDA device that it sees."""
 
     def __init__(self, role: Role, asked: argparse.Namespace, device: int, told: str = "") -> None:
         environment = dict(os.environ)
@@ -98,11 +99,13 @@ class Process:
         )
 
     def hear(self, word: str) -> list[str]:
-        """What it says behind a word. Raises RedlineError where it ends before, or says nothing for a minute."""
+        """The words after `word` in its output. Raises RedlineError if it ends before, or prints
+        nothing for a minute.
+        """
         timer = threading.Timer(LINE_S, self.process.kill)
         timer.start()
         assert self.process.stdout is not None
-        for line in iter(self.process.stdout.readline, ""):  # NIXL may have said something else
+        for line in iter(self.process.stdout.readline, ""):  # NIXL may have printed other lines
             if line.startswith(word):
                 timer.cancel()
                 return line.split()[1:]
@@ -110,7 +113,7 @@ class Process:
         raise RedlineError(f"the {self.role} has ended with code {self.process.wait()}, and never said `{word}`")
 
     def end(self) -> dict[str, Any]:
-        """Ends its input and waits: its exit code (None: it had to be killed) and the seconds that took."""
+        """Closes its input and waits: its exit code (None: it had to be killed) and the seconds that took."""
         assert self.process.stdin is not None
         began = clock.monotonic()
         self.process.stdin.close()
@@ -122,7 +125,7 @@ class Process:
         return {"code": code, "seconds": round(clock.monotonic() - began, 2)}
 
     def kill(self) -> None:
-        """At once (SIGKILL), if it has not ended."""
+        """Kill it at once (SIGKILL), if it has not ended."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -132,7 +135,7 @@ class Process:
 
 
 def one_owner(asked: argparse.Namespace) -> dict[str, Any]:
-    """An owner, its readers and what became of it."""
+    """One owner, its readers and the result."""
     owning, reading = asked.devices[0], asked.devices[-1]
     owner = Process("owner", asked, owning)
     processes = [owner]
@@ -172,7 +175,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--devices", type=int, nargs="+", default=[0, 1], help="of owners and readers")
     parser.add_argument("--owners", type=count, default=3)
     parser.add_argument("--readers", type=count, default=4, help="at each owner")
-    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: the GPU, if there is one)")
     parser.add_argument("--save", type=output, default=None)
     parser.add_argument("--as", dest="role", default=None, help=argparse.SUPPRESS)
     parser.add_argument("--told", default="", help=argparse.SUPPRESS)
@@ -180,9 +183,9 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(said: Sequence[str] | None = None) -> None:
-    """Runs the program with `said` in place of the command line's words.
+    """Runs the program with `said` instead of the command line's words.
 
-    Raises RedlineError where a process ends that nobody has killed and no reader's death explains.
+    Raises RedlineError if a process ends that was not killed, unless a reader's death explains it.
     """
     asked = arguments().parse_args(said)
     if asked.role == "owner":
@@ -212,4 +215,4 @@ def main(said: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    program(main, heard=False)  # each row is a sign of life
+    program(main, heard=False)  # each printed row shows progress

@@ -1,11 +1,12 @@
-"""Op times of a decode step on this GPU, each over its floor, next to the stored ones: a loss of 3 % is named.
+"""Op times of a decode step on this GPU, each relative to its floor, compared with the stored ones: losses over 3 % are
+listed.
 
     python -m lab.op_times [--rows 1 4 8 32 64 256] [--layers 5] [--stored FILE] [--save FILE]
 
-Times Kimi K2.6's step at a few layers in memory, with forced uniform routing and a context of 1,024 tokens, and its
-ops one by one. What is compared is time over floor: floors are over the bandwidth and the matrix rate that this run
-measured, so cards of one kind compare. An op that lost is timed again, and counts only if it lost both times.
-`make test-gpu` compares with the card's stored file.
+Times Kimi K2.6's step with a few layers in memory, with forced uniform routing and a context of 1,024 tokens, and its
+ops one by one. The ratio of time to floor is compared: floors are computed from the bandwidth and the matrix rate
+measured in this run, so cards of one kind are comparable. A slower op is timed again, and counts only if it was slower
+both times. `make test-gpu` compares with the card's stored file.
 """
 
 import argparse
@@ -33,7 +34,7 @@ SHORT_US = 3.0  # of one launch: below this, launch gaps decide, and no loss is 
 
 
 def stored_file(gpu: str) -> Path:
-    """The stored op times of a kind of card, from the name that it calls itself."""
+    """The stored op times of a kind of card, by its reported name."""
     kind = next((kind for kind in ("H200", "H100") if kind in gpu), None)
     return RESULTS / f"op-times-{(kind or gpu.replace(' ', '-')).lower()}.json"
 
@@ -45,7 +46,7 @@ def ratios(record: DepthRecord) -> dict[str, float]:
 
 
 def lost(now: DepthRecord, before: DepthRecord) -> dict[str, float]:
-    """Ops whose time over floor has grown by more than LOSS, and by how much of it."""
+    """Ops with a time over floor that has grown by more than LOSS, and the growth of each."""
     was = ratios(before)
     grown = {name: ratio / was[name] - 1 for name, ratio in ratios(now).items() if name in was}
     return {name: share for name, share in grown.items() if share > LOSS}
@@ -66,7 +67,7 @@ def table(now: DepthRecord, before: DepthRecord | None) -> list[str]:
 
 
 class Steps:
-    """Measures cases over one model, which is made once."""
+    """Measures cases with one model, which is created once."""
 
     def __init__(self, layers: int, device: torch.device) -> None:
         self.machine: Machine = measure(device)
@@ -87,7 +88,7 @@ class Steps:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program; 1 if an op has lost. Raises ConfigError without a GPU, or for a file of something else."""
+    """Runs the program; 1 if an op is slower. Raises ConfigError without a GPU, or for a file of another kind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=count, nargs="+", default=[1, 4, 8, 32, 64, 256], help="of each step")
     parser.add_argument("--layers", type=count, default=5, help="in memory, the dense one among them (default: 5)")

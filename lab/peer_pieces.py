@@ -1,17 +1,19 @@
-"""What a second process's memory is read at, piece by piece: over `peer` between two GPUs, over `shared` on a CPU.
+"""The rate at which a second process's memory is read, by chunk size: over `peer` between two GPUs, over `shared` on a
+CPU.
 
     python -m lab.peer_pieces [--devices 0 1] [--mib 1 4 16 64] [--layers 8] [--pages 448]
         [--transport auto] [--device cuda] [--save FILE]
 
-An owner, a process of its own, has random pages of Kimi's width, gathers them into parcels of each size, and lends
-them; the reader is this process. For each size it is measured, in GB/s, how fast the owner gathers and adds up; how
-fast parcels are read, all told of at once; and how fast they are read, verified and put into pages, as a worker does it
-(`worker/arrivals.py`), with nothing beside. Beside them stand one read of the whole area and, between two GPUs that
-this process sees, torch's own peer copy of as many bytes. All pages are compared with the owner's at each size's end.
+An owner, a separate process, has random pages of Kimi's width, gathers them into KV chunks (parcels) of each size, and
+lends them; this process is the reader. For each size it measures, in GB/s, how fast the owner gathers chunks and
+computes checksums; how fast chunks are read, all offered at once; and how fast they are read, verified and placed into
+pages, as in a worker (`worker/arrivals.py`), without other load. These are compared with one read of the whole area
+and, between two GPUs that this process sees, torch's own peer copy of the same size. After each size all pages are
+compared with the owner's.
 
-devices: of owner and reader, as CUDA numbers them; one number: both share it. transport: as `[handoff] transport`; the
-best of its ways is measured. `nixl` between two GPUs is from memory to memory of theirs, and stops with NIXL's reason
-where that cannot be had.
+devices: of owner and reader, by CUDA numbers; one number: both share it. transport: as `[handoff] transport`; the best
+of its paths is measured. `nixl` between two GPUs is from GPU memory to GPU memory, and stops with NIXL's reason if that
+is not possible.
 """
 
 import argparse
@@ -46,13 +48,13 @@ from redline.worker.departures import Departures
 from redline.worker.engine import pick_device
 from redline.worker.ways import Carrier, carriers
 
-KV_WIDTH = 576  # bf16 numbers of a position in a layer: Kimi's
-ROUNDS = 5  # of each measurement; the first warms up and does not count
+KV_WIDTH = 576  # bf16 numbers of a position in a layer, of Kimi
+ROUNDS = 5  # of each measurement; the first is a warm-up and does not count
 MIB = 1 << 20
 
 
 class Lent(msgspec.Struct, frozen=True):
-    """All pages are gathered into parcels of a size. area: as its transport tells it. seconds: that it took."""
+    """All pages, gathered into parcels of one size. area: the area's address. seconds: time of gathering."""
 
     area: bytes
     gpu: str
@@ -61,9 +63,9 @@ class Lent(msgspec.Struct, frozen=True):
 
 
 def pages_of(layers: int, pages: int, device: torch.device, seed: int | None) -> KvPool:
-    """Pages of Kimi's width as a worker has them, without a model. seed: of random ones; None: zeros."""
+    """Pages of Kimi's width as in a worker, without a model. seed: of random contents; None: zeros."""
     planes = torch.zeros(layers, pages, PAGE_TOKENS, KV_WIDTH, dtype=torch.bfloat16)
-    if seed is not None:  # drawn by the host, so that both processes have the same whatever their GPUs
+    if seed is not None:  # drawn by the host, so that both processes have the same contents on any GPUs
         drawn = torch.Generator().manual_seed(seed)
         planes.view(torch.int16).random_(generator=drawn)
     nothing = torch.empty(pages, PAGE_TOKENS, 0, dtype=torch.bfloat16, device=device)
@@ -78,7 +80,7 @@ def settle(device: torch.device) -> None:
 
 
 def owner(asked: argparse.Namespace) -> None:
-    """The owner's process: for each number on its standard input it lends all pages in parcels of so many MiB."""
+    """The owner's process: for each number on its standard input it lends all pages in parcels of that many MiB."""
     device = pick_device(asked.device)
     carrier = carriers(asked.transport, asked.folder, device)[0]
     kv = pages_of(asked.layers, asked.pages, device, seed=1)
@@ -110,7 +112,7 @@ def gathered(departures: Departures[None], parcels: Parcels, pages: int) -> tupl
             raise RedlineError("the owner's area has no room for all pages: its numbers are wrong")
     while len(offers) < len(pieces):
         for _, piece, ticket in departures.filled():
-            assert ticket is not None, "nobody leaves"
+            assert ticket is not None, "the reader must not have left"
             offers.append(Offer(job=JobId("pages"), number=len(offers), piece=piece, ticket=ticket))
     return tuple(offers)
 
@@ -126,7 +128,7 @@ class Reader:
         carrier.transport.landing(self.into)
 
     def read(self, peer: Peer, spans: Sequence[tuple[int, int]]) -> float:
-        """Seconds until all spans of the area (offset, bytes) have come, that are told of at once."""
+        """Seconds until all spans of the area (offset, bytes) have been read, all requested at once."""
         settle(self.device)
         began = clock.perf_counter()
         readings = deque(peer.read(at, self.into.address + at, size, READ_S) for at, size in spans)
@@ -136,7 +138,7 @@ class Reader:
         return clock.perf_counter() - began
 
     def place(self, peer: Peer, arrivals: Arrivals[None], offers: Sequence[Offer]) -> float:
-        """Seconds until all parcels are verified and in their pages, which are other ones than the owner's."""
+        """Seconds until all parcels are verified and in their pages, which differ from the owner's pages."""
         waiting, pages = deque(offers), range(self.pages - 1, -1, -1)
         settle(self.device)
         began = clock.perf_counter()
@@ -176,7 +178,7 @@ class Reader:
         return row
 
     def check(self) -> int:
-        """Bytes of pages that are not as the owner's; the pages are zeros again afterwards."""
+        """Bytes of pages that differ from the owner's; the pages are set to zero afterwards."""
         there = self.kv.planes.flip(1).view(torch.int16)
         wrong = 2 * int((there != self.right.view(torch.int16)).sum())
         self.kv.planes.zero_()
@@ -184,18 +186,18 @@ class Reader:
 
 
 def several(measure: Callable[[], float], size: int) -> dict[str, float]:
-    """GB/s, the median and the best of some rounds behind one that does not count."""
+    """GB/s, the median and the best of several rounds after a warm-up round."""
     seconds = [measure() for _ in range(ROUNDS + 1)][1:]
     return {"median": gb_s(size, statistics.median(seconds)), "best": gb_s(size, min(seconds))}
 
 
 def gb_s(size: int, seconds: float) -> float:
-    """Of so many bytes."""
+    """GB/s of `size` bytes in `seconds`."""
     return round(size / seconds / 1e9, 2)
 
 
 def torch_copy(size: int, reader: torch.device) -> dict[str, float] | None:
-    """Torch's copy of as many bytes from the other GPU; None where this process does not see two."""
+    """Torch's copy of `size` bytes from the other GPU; None if this process does not see two."""
     if reader.type != "cuda" or torch.cuda.device_count() < 2:
         return None
     there = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", 1))
@@ -213,11 +215,11 @@ def torch_copy(size: int, reader: torch.device) -> dict[str, float] | None:
 
 
 def measured(asked: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All sizes."""
+    """The results of all sizes."""
     device = pick_device(asked.device)
     owning, reading = asked.devices[0], asked.devices[-1]
     environment = dict(os.environ)
-    if device.type == "cuda":  # before anything touches CUDA here: the reader's is number 0, the owner's 1
+    if device.type == "cuda":  # set before anything here uses CUDA: the reader's device is number 0, the owner's 1
         environment["CUDA_VISIBLE_DEVICES"] = str(owning)
     words = [
         "--owner",
@@ -266,26 +268,26 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, nargs="+", default=[0, 1], help="of owner and reader")
-    parser.add_argument("--mib", type=count, nargs="+", default=[1, 4, 16, 64], help="of a parcel, at most")
+    parser.add_argument("--mib", type=count, nargs="+", default=[1, 4, 16, 64], help="maximum size of a chunk")
     parser.add_argument("--layers", type=count, default=8)
     parser.add_argument("--pages", type=count, default=448, help="of 64 tokens")
     parser.add_argument("--transport", choices=get_args(TransportName), default="auto")
-    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: the GPU, if there is one)")
     parser.add_argument("--save", type=output, default=None)
     parser.add_argument("--owner", type=Path, default=None, dest="folder", help=argparse.SUPPRESS)
     return parser
 
 
 def main(said: Sequence[str] | None = None) -> None:
-    """Runs the program with `said` in place of the command line's words.
+    """Runs the program with `said` instead of the command line's words.
 
-    Raises RedlineError where the owner ends, TransferFailed where its area cannot be read.
+    Raises RedlineError if the owner ends, TransferFailed if its area cannot be read.
     """
     asked = arguments().parse_args(said)
     if asked.folder is not None:
         owner(asked)
         return
-    if asked.device != "cpu":  # before CUDA begins here
+    if asked.device != "cpu":  # before CUDA is initialised here
         order = dict.fromkeys([asked.devices[-1], asked.devices[0]])
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, order))
     with tempfile.TemporaryDirectory(prefix="redline-pieces-", dir="/dev/shm") as name:

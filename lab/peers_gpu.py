@@ -1,12 +1,13 @@
-"""vLLM on this GPU at Kimi K2.6's sizes, next to our newest stored steps: decode, a prompt of 8,192 tokens, rounds.
+"""vLLM on this GPU at Kimi K2.6's sizes, compared with our newest stored steps: decode, a prompt of 8,192 tokens,
+rounds.
 
     python -m lab.peers_gpu --python PYTHON [--layers 5 9] [--ranks 1] [--rows 1 4 8 32 64 128 256]
         [--rounds 1 8 16] [--save FILE]
 
 PYTHON is an interpreter that has vLLM. It loads the model with the lower and with the higher number of layers (dummy
-weights, a router that spreads), and what a layer adds carries both to 61. Then it runs eagerly for the distinct
-experts of a step, so that it is known that both engines read the same bytes, and with an EAGLE-3 head of the usual
-shape and synthetic acceptance for rounds. Takes about fifteen minutes.
+weights, a router with a uniform distribution), and both are extrapolated to 61 layers by the time per layer. Then it
+runs eagerly to count the distinct experts of a step, which shows that both engines read the same bytes, and with an
+EAGLE-3 head of the usual shape and synthetic acceptance for rounds. Takes about fifteen minutes.
 """
 
 import argparse
@@ -26,12 +27,12 @@ from redline.model.k2.shapes import KIMI_K26
 PEER = Path(__file__).parent / "peers" / "peer_vllm.py"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 CONTEXT, PROMPT = 1024, 8192
-DRAFTS, ACCEPTED = 3, 2.88  # of a round; tokens that it gives, as our own drafters' on agents' texts
-COUNTED = (8, 64)  # rows of the steps whose distinct experts are counted
+DRAFTS, ACCEPTED = 3, 2.88  # drafts of a round; tokens that it gives, the figure of our own drafters on agents' texts
+COUNTED = (8, 64)  # rows of the steps in which distinct experts are counted
 
 
 def config(layers: int) -> dict[str, Any]:
-    """Kimi K2.6's text model with so many layers, as vLLM reads it."""
+    """Kimi K2.6's text model with `layers` layers, in the format that vLLM reads."""
     c = KIMI_K26
     group = {"num_bits": 4, "type": "int", "group_size": 32, "strategy": "group", "symmetric": True}
     return {
@@ -102,7 +103,7 @@ def draft() -> dict[str, Any]:
 
 
 def asked(python: str, **task: Any) -> list[dict[str, Any]]:
-    """What the peer's process prints. Raises ConfigError, with the end of what it said, where it fails."""
+    """The output of the peer's process. Raises ConfigError, with the end of its output, if it fails."""
     task = {"prompt": 0, "drafts": 0, "accepted": 1.0, "eager": False, "context": CONTEXT, "draft": draft()} | task
     task["config"] = config(task["layers"])
     try:
@@ -116,13 +117,13 @@ def asked(python: str, **task: Any) -> list[dict[str, Any]]:
 
 
 def carried(few: float, many: float, layers: Sequence[int]) -> float:
-    """Milliseconds at 61 layers, by what a layer adds between these two depths."""
+    """Milliseconds at 61 layers, extrapolated from the time per layer between these two depths."""
     fewer, more = layers
     return few + (KIMI_K26.num_hidden_layers - fewer) * (many - few) / (more - fewer)
 
 
 def figures(given: argparse.Namespace) -> dict[str, Any]:
-    """All that is measured."""
+    """All measured figures."""
     how = {"python": given.python, "ranks": given.ranks}
     shallow, deep = (asked(**how, layers=layers, rows=given.rows, prompt=PROMPT) for layers in given.layers)
     first = shallow[0]
@@ -161,7 +162,7 @@ def figures(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def ours(gpu: str, ranks: int) -> dict[int, DepthRecord]:
-    """Our newest stored step by its tokens, on cards of this kind."""
+    """Our newest stored step by its number of tokens, on cards of this kind."""
     found: dict[int, DepthRecord] = {}
     for file in sorted(RESULTS.glob("decode-*.json")):
         for one in read(file, DepthRecord):
@@ -190,7 +191,7 @@ def table(found: dict[str, Any]) -> Iterator[str]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Runs the program. Raises ConfigError where the peer cannot be run."""
+    """Runs the program. Raises ConfigError if the peer cannot be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="an interpreter that has vLLM")
     parser.add_argument("--layers", type=count, nargs=2, default=[5, 9], help="the two depths (default: 5 9)")

@@ -1,17 +1,17 @@
-"""Servers beside each other over HTTP, on two cores: Redline, with a drafter and without, vLLM's CPU build, llama.cpp.
+"""Servers compared over HTTP, on two cores: Redline, with and without a drafter, vLLM's CPU build, llama.cpp.
 
     python -m lab.peers_over_http [models/kimi-nano] [--vllm-python PYTHON] [--llama-server FILE]
                                                  [--rounds 5] [--save FILE]
 
-PYTHON has vLLM for CPUs, FILE is llama.cpp's `llama-server`; who is not named is left out. Ours serves the checkpoint
-as shipped. vLLM has it in bf16 (peers/to_bf16.py), as it reads our INT4 experts on GPUs alone; llama.cpp has a GGUF of
-4 bits (peers/to_gguf.py), its own fastest.
+PYTHON has vLLM for CPUs, FILE is llama.cpp's `llama-server`; a peer without its flag is left out. Ours serves the
+checkpoint as shipped. vLLM has it in bf16 (peers/to_bf16.py), as it reads our INT4 experts on GPUs only; llama.cpp has
+a GGUF of 4 bits (peers/to_gguf.py), its fastest format.
 
-One server runs at a time. In every round each is started, warmed up, and asked the same things by our client: random
-prompts and the evaluation sets' prompts, as token ids, so that nobody's template or tokenizer counts; greedy, and every
-answer has its whole length. A round begins with another server than the one before. Prompts are new in every round,
-and nothing is cached at its start. What is said is the median over rounds of a round's ratio to ours without a drafter:
-what slows a whole round slows all of it.
+One server runs at a time. In every round each is started, warmed up, and gets the same requests from our client: random
+prompts and the evaluation sets' prompts, as token ids, so that templates and tokenizers do not matter; greedy, and
+every answer has its full length. Each round begins with another server than the previous one. Prompts are new in every
+round, and nothing is cached at its start. The result is the median over rounds of a round's ratio to ours without a
+drafter: a disturbance that slows a whole round slows all servers.
 """
 
 import argparse
@@ -45,15 +45,16 @@ from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import RedlineError
 
 CORES = 2
-CONTEXT = 4096  # tokens of a request, at most
+CONTEXT = 4096  # maximum tokens of a request
 STREAMS = (1, 8)
 PROMPT, ANSWER = 256, 128  # tokens of a random prompt, and of every answer
-PROMPTS = {1: 4, 8: 16}  # by streams; of the evaluation sets' too, in turn of their domains
-WARM = 2  # requests for each stream, before what counts
+# number of prompts by streams; also of the evaluation sets' prompts, alternating between their domains
+PROMPTS = {1: 4, 8: 16}
+WARM = 2  # requests of each stream before the measurement
 KEYS = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms", "duration")
 RATIOS = ("output_throughput", "median_ttft_ms", "median_tpot_ms")
 NAME = "nano"
-OPENING = 16  # characters by which answers are compared
+OPENING = 16  # characters of answers that are compared
 OURS = "redline"
 VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -62,14 +63,14 @@ VLLM = {
     "DO_NOT_TRACK": "1",
     "VLLM_TARGET_DEVICE": "cpu",
 }
-# Its threads wait for each other by spinning, which costs most of its speed where another process has a core.
+# Its threads spin while they wait for each other, which costs most of its speed if another process uses a core.
 LLAMA = {"OMP_WAIT_POLICY": "passive"}
 
 Figures = dict[str, float]
 
 
 class Server(NamedTuple):
-    """A server that can be started. command: without the port, which follows `--port` at its end."""
+    """A server that can be started. command: without the port, which is appended after `--port`."""
 
     name: str
     command: tuple[str, ...]
@@ -77,7 +78,7 @@ class Server(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What is asked at once, and how many streams ask it."""
+    """The requests of one load, and the number of streams."""
 
     name: str
     streams: int
@@ -85,10 +86,10 @@ class Load(NamedTuple):
 
 
 def servers(folder: Path, place: Path, vllm_python: Path | None, llama_server: Path | None) -> list[Server]:
-    """Ours, with the drafter beside the model and without, and those of the peers that are named.
+    """Ours, with the model's drafter and without, and the peers given by flags.
 
-    place: a folder for the peers' copies of the model, which are written. Raises CheckpointError where the model cannot
-    be converted.
+    place: a folder for the peers' copies of the model, which are written. Raises CheckpointError if the model cannot be
+    converted.
     """
     ours = (sys.executable, "-m", "redline", "serve", str(folder), "--served-model-name", NAME)
     ours += ("--max-model-len", str(CONTEXT), "--log-level", "warning")
@@ -110,9 +111,9 @@ def servers(folder: Path, place: Path, vllm_python: Path | None, llama_server: P
 
 
 def loads(folder: Path, number: int) -> list[Load]:
-    """What is asked in a round; for each load its warm-up first, of other prompts.
+    """The requests of a round; for each load its warm-up first, with other prompts.
 
-    Raises ConfigError where the evaluation sets cannot be read.
+    Raises ConfigError if the evaluation sets cannot be read.
     """
     tokenizer = Tokenizer.open(folder)
     draw = random.Random(number)
@@ -126,7 +127,7 @@ def loads(folder: Path, number: int) -> list[Load]:
         warm = [_ask(fresh(), "warm-up") for _ in range(WARM * streams)]
         asks = [_ask(fresh(), "random") for _ in range(PROMPTS[streams])]
         found.append(Load("random", streams, (*warm, *asks)))
-    # A stream's prompts are others than those of eight streams: what one has left in a cache serves no other.
+    # One stream gets other prompts than eight streams, so that pages cached by one load do not serve the other.
     paths = sorted((folder / "eval").glob("*.jsonl"))
     questions = read_questions(paths, tokenizer, style_of(folder), sum(PROMPTS.values()))
     domains = [list(group) for _, group in itertools.groupby(questions, key=lambda question: question.domain)]
@@ -145,9 +146,9 @@ def _ask(tokens: tuple[int, ...], name: str) -> Ask:
 
 @contextmanager
 def running(server: Server, folder: Path, cores: Sequence[int] = ()) -> Generator[str]:
-    """Its address once it is healthy; at the end it is ended. folder: for a file of what it says.
+    """Runs the server; yields its address once it is healthy, and ends it on exit. folder: for a file of its output.
 
-    cores: on which it runs; none: on those of this process. Raises RedlineError where it ends before that, or is not
+    cores: on which it runs; empty: on those of this process. Raises RedlineError if it ends before that, or is not
     ready after START_S.
     """
     port = free_port()
@@ -173,15 +174,15 @@ def running(server: Server, folder: Path, cores: Sequence[int] = ()) -> Generato
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
-        with suppress(ProcessLookupError):  # what it has started too
+        with suppress(ProcessLookupError):  # ends its child processes too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def measure(url: str, load: Load) -> tuple[Figures, dict[str, str]]:
-    """KEYS of a load, and how the answers begin, by the prompt.
+    """KEYS of a load, and the beginnings of answers by prompt.
 
-    Raises RedlineError where an answer failed or has another length.
+    Raises RedlineError if an answer failed or has another length.
     """
     body = {"temperature": 0, "ignore_eos": True}
     target = Target(base_url=url, backend="openai", model=NAME, body=body)
@@ -202,7 +203,7 @@ def _check(answer: Answer) -> None:
 
 
 def medians(rounds: Sequence[Mapping[str, Mapping[str, Figures]]]) -> dict[str, dict[str, Figures]]:
-    """By load and server the median of each figure, and of RATIOS' the median of rounds' ratios to OURS."""
+    """By load and server the median of each figure, and for RATIOS the median of rounds' ratios to OURS."""
     found: dict[str, dict[str, Figures]] = {}
     for load in rounds[0][OURS]:
         for server in rounds[0]:
@@ -225,7 +226,7 @@ def table(found: Mapping[str, Mapping[str, Figures]]) -> str:
 
 
 def versions(vllm_python: Path | None, llama_server: Path | None) -> dict[str, str]:
-    """Of the peers that are named."""
+    """Versions of the peers given by flags."""
     found: dict[str, str] = {}
     if vllm_python is not None:
         find = "import importlib.metadata as m; print(m.version('vllm'))"
@@ -239,7 +240,7 @@ def versions(vllm_python: Path | None, llama_server: Path | None) -> dict[str, s
 
 
 def main() -> None:
-    """Runs the rounds, writes the result after each, says the medians."""
+    """Runs the rounds, writes the result after each, prints the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--vllm-python", type=Path, help="a Python that has vLLM for CPUs")
@@ -248,7 +249,8 @@ def main() -> None:
     parser.add_argument("--save", type=output, default="runs/serving-nano-cpu.json")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])  # of this process, and so of every server
+    # the affinity of this process, inherited by every server
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
     rounds: list[dict[str, dict[str, Figures]]] = []
     openings: dict[str, list[float]] = {}
     averages: list[list[float]] = []
@@ -289,12 +291,13 @@ def main() -> None:
                 "medians": medians(rounds),
                 "rounds": rounds,
             }
-            arguments.save.write_text(json.dumps(result, indent=1) + "\n")  # after each: a stop loses one round
+            # written after each round: an interruption loses one round
+            arguments.save.write_text(json.dumps(result, indent=1) + "\n")
     print(table(medians(rounds)))
 
 
 def _shown(server: Server, place: Path) -> str:
-    """Its command as anybody would type it: no folders of this machine."""
+    """Its command as a user would type it, without folders of this machine."""
     program, *words = (word.replace(f"{place}/", "") for word in server.command)
     return " ".join([f"{name}={value}" for name, value in server.environment.items()] + [Path(program).name, *words])
 

@@ -1,28 +1,28 @@
-"""Prompts handed over from one GPU to another while answers are written there: Kimi's widths, random weights.
+"""KV transfers from one GPU to another while the second one generates answers: Kimi's widths, random weights.
 
     python -m lab.pools_gpus --save benchmarks/results/pools-gpus.json
 
-That is for two GPUs of 80 GB, and ends within 200 s. `--transport nixl` is the same over NIXL, from GPU to GPU where it
-takes their memory. `--devices 0 0` is one GPU for both; `--smoke` is nano from its
-files with short prompts, on a CPU too, to try the flow. `--ranks 2 2 --devices 0 2` gives each worker two GPUs, from
-those on, and pages come through the host's memory; numbers that differ are for `--smoke`, since random weights are
-other ones for another number of ranks. The file is written anew after each part, and each worker's log lies beside it
-(`.prefill.log`, `.decode.log`); they tell by which way parcels travel, and why not by a better one.
+This command is for two GPUs of 80 GB, and ends within 200 s. `--transport nixl` is the same over NIXL, from GPU to GPU
+if it supports their memory. `--devices 0 0` uses one GPU for both; `--smoke` is Kimi-Nano from its files with short
+prompts, also on a CPU, to test the sequence. `--ranks 2 2 --devices 0 2` gives each worker two GPUs, starting at these
+numbers, and pages pass through the host's memory; different numbers of ranks need `--smoke`, since random weights
+depend on the number of ranks. The file is rewritten after each part, and each worker's log is next to it
+(`.prefill.log`, `.decode.log`); the logs contain the path of KV transfers, and why no better one is used.
 
-1. pieces: `peer_pieces`, in a process of its own: GB/s by a parcel's size, beside plain copies of the same bytes.
-2. Two workers as `redline serve` starts them, one that computes prompts and one that answers; this program sends what a
-   gateway would.
-3. alone: milliseconds to the first token of a prompt, computed where it is answered (`local`), computed and answered by
-   the worker that computes (`there`: its GPUs are others, and need not be as fast), handed over (`handed`), and the
-   last two once more with all but its last page cached where it is computed (`there_cached`, `handed_cached`). What is
-   not hidden behind the prompt is `handed - there`; `handed_cached - there_cached` is what is not hidden behind one
-   page's step, where layers leave while it runs, and the whole of the handoff where they do not (on a CPU). Each comes
-   after a rest, since a GPU that has just computed a prompt takes some per cent longer for the next.
-4. beside: streams decode; windows without prompts, with prompts that come one after another, and with prompts that are
-   cached where they are computed, so that nothing but their pages comes, one window after the other and back. A step is
-   what lies between two tokens of a stream.
-5. answers: greedy tokens of prompts that were handed over, beside those of the same prompts where they are answered.
-   Each runs alone, since the experts of random weights follow a token's place in its step.
+1. pieces: `peer_pieces`, in a separate process: GB/s by chunk size, compared with plain copies of the same bytes.
+2. Two workers as `redline serve` starts them, a prefill worker and a decode worker; this program takes the gateway's
+place.
+3. alone: milliseconds to the first token of a prompt, computed by the decode worker (`local`), computed and answered by
+the prefill worker (`there`: it has other GPUs, which may have another speed), transferred (`handed`), and the last two
+once more with all but the last page cached on the prefill worker (`there_cached`, `handed_cached`). The part of a
+transfer not hidden behind the prompt is `handed - there`; `handed_cached - there_cached` is the part not hidden behind
+one page's step, if layers are sent during the step, and otherwise (on a CPU) the whole transfer. Each prompt follows a
+pause, since a GPU that has just computed a prompt takes several per cent longer for the next.
+4. beside: streams decode; windows without prompts, with prompts in sequence, and with prompts that are cached on the
+prefill worker, so that only their pages arrive, one window after the other and in reverse order. A step is the time
+between two tokens of a stream.
+5. answers: greedy tokens of transferred prompts, compared with those of the same prompts computed locally. Each runs
+alone, since the experts of random weights depend on a token's position in its step.
 """
 
 import argparse
@@ -63,18 +63,18 @@ from redline.wire.news import Failed, Load, Ready, Role, Stop
 from redline.worker.config import EngineConfig, WorkerConfig
 
 WORKER = sys.executable, "-m", "redline.worker.main"
-STREAM = 16384  # tokens of a stream, so that it outlasts all windows
-LOAD_S = 120.0  # for both workers to be ready
-ANSWER_S = 60.0  # for one answer
+STREAM = 16384  # tokens of a stream, enough to last for all windows
+LOAD_S = 120.0  # timeout for both workers to be ready
+ANSWER_S = 60.0  # timeout of one answer
 STOP_S = 10.0
 REST_S = 1.5  # before each prompt of `alone`
-NEAR = 0.05  # nats between the two likeliest tokens: nearer, and rounding may choose
+NEAR = 0.05  # nats between the two most likely tokens: if closer, rounding may decide
 
 
 class Asked(NamedTuple):
-    """What the program is to do, from its flags."""
+    """The parameters of the run, from its flags."""
 
-    weights: Path | None  # None: random, of a shape
+    weights: Path | None  # None: random weights of a shape
     config: K2Config
     in_memory: int | None
     device: str
@@ -93,7 +93,7 @@ class Asked(NamedTuple):
 
 
 class Worker:
-    """One worker's process, and what it says."""
+    """One worker's process, and its messages."""
 
     def __init__(self, name: Role, asked: Asked, weights: Path, folder: Path, parcels: Path, log: Path) -> None:
         self.name, self.log = name, log
@@ -161,7 +161,7 @@ class Worker:
                 self._came.notify_all()
 
     def until(self, what: str, seconds: float, there: Callable[[], bool]) -> None:
-        """Waits until something is there. Raises RedlineError where the worker fails first, or time is over."""
+        """Waits until `there` is true. Raises RedlineError if the worker fails first, or at the timeout."""
         with self._came:
             came = self._came.wait_for(lambda: self.failed is not None or there(), seconds)
         if self.failed is not None or not came:
@@ -170,7 +170,7 @@ class Worker:
             raise RedlineError(f"the worker {self.name}: {why}; the end of {self.log}:\n{last}")
 
     def put(self, message: Job | Prefill | Abort | Stop) -> None:
-        """As a gateway tells it."""
+        """Sends a message, as a gateway does."""
         self._outbox.put(message)
 
     def is_ready(self) -> bool:
@@ -178,25 +178,25 @@ class Worker:
         return self.ready is not None
 
     def parts(self, id: str) -> list[tuple[float, Delta]]:
-        """What has come of a job: (seconds, delta)."""
+        """The deltas received for a job: (seconds, delta)."""
         with self._came:
             return list(self._deltas.get(id, ()))
 
     def has(self, id: str, count: int) -> bool:
-        """Whether so many deltas of a job have come. For `until`."""
+        """Whether `count` deltas of a job have been received. For `until`."""
         return len(self._deltas.get(id, ())) >= count
 
     def ended(self, id: str) -> bool:
-        """Whether a job's last delta has come. For `until`."""
+        """Whether a job's last delta has been received. For `until`."""
         parts = self._deltas.get(id, ())
         return bool(parts) and parts[-1][1].finish is not None
 
     def ways(self) -> list[str]:
-        """Lines of its log that tell how parcels travel."""
+        """Lines of its log about the path of KV transfers."""
         return [line for line in self.log.read_text(errors="replace").splitlines() if "travel" in line or "way" in line]
 
     def close(self) -> int | None:
-        """Tells it to stop, and waits; ends it where it does not. Its exit code, -9 then."""
+        """Sends Stop, and waits; kills the process if it does not end. -> its exit code, -9 if killed."""
         self.put(Stop())
         try:
             self._process.wait(STOP_S)
@@ -213,29 +213,29 @@ class Worker:
 
 
 class Answer(NamedTuple):
-    """What came of a job."""
+    """The answer to a job."""
 
     first_ms: float
     tokens: tuple[int, ...]
-    gaps: tuple[float, ...]  # nats between the two likeliest at each token, where asked for
-    cached: int  # tokens of its prompt
+    gaps: tuple[float, ...]  # nats between the two most likely tokens at each token, if requested
+    cached: int  # cached tokens of its prompt
 
 
 class Pools:
-    """Both workers, as a gateway has them."""
+    """Both workers, as seen by a gateway."""
 
     def __init__(self, computes: Worker, answers: Worker) -> None:
         self.computes, self.answers = computes, answers
         self._numbers = itertools.count()
 
     def other(self, worker: Worker) -> PagesFrom:
-        """How one is told of the other."""
+        """The address of the other worker, for `worker`."""
         ready = worker.ready
         assert ready is not None
         return PagesFrom(worker=worker.name, epoch=1, inbox=worker.address, area=ready.area, format=ready.format)
 
     def job(self, tokens: Sequence[int], most: int, salt: str, logprobs: int | None = None) -> Job:
-        """A greedy job. salt: jobs of another share no cached page with it."""
+        """A greedy job. salt: jobs with another salt share no cached page with it."""
         ready = self.answers.ready
         assert ready is not None
         sampling = Sampling(max_tokens=most, temperature=0.0, logprobs=logprobs)
@@ -245,8 +245,8 @@ class Pools:
     def ask(self, job: Job, *, handed: bool = False, by: Worker | None = None) -> Answer:
         """Sends a job and waits for its end.
 
-        handed: its prompt is computed by the one, and answered by the other, which has none of it cached. by: the
-        worker, where it is not handed over; None: the one that answers.
+        handed: its prompt is computed by the prefill worker, and answered by the decode worker, which has none of it
+        cached. by: the worker that does both otherwise; None: the decode worker.
         """
         worker, ready = self.answers if handed or by is None else by, self.answers.ready
         assert ready is not None
@@ -270,10 +270,10 @@ class Pools:
 
 
 class Prompts:
-    """Prompts that come one after another, each once the one before has its first token. Use as a context manager."""
+    """Prompts in sequence, each sent once the previous one has its first token. Use as a context manager."""
 
     def __init__(self, ask: Callable[[], float], ttft_ms: list[float]) -> None:
-        """ask: sends one and tells milliseconds to its first token, which are put into ttft_ms."""
+        """ask: sends one and returns milliseconds to its first token, which are appended to ttft_ms."""
         self._stopping = threading.Event()
         self._failed: Exception | None = None
 
@@ -297,7 +297,7 @@ class Prompts:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, the mean, the 99th percentile, the largest, and how many there are."""
+    """The median, the mean, the 99th percentile, the largest, and the number of values."""
     if not values:
         return {"count": 0}
     ordered = sorted(values)
@@ -311,7 +311,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def alone(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[str, Any]:
-    """First tokens with nothing beside."""
+    """First tokens without other load."""
     times: dict[str, list[float]] = {kind: [] for kind in ("local", "there", "handed", "there_cached", "handed_cached")}
     cached: dict[str, list[int]] = {kind: [] for kind in times}
     for number in range(asked.times):
@@ -337,10 +337,10 @@ def alone(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[
 
 
 def answers(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dict[str, Any]:
-    """Greedy tokens, handed over and local."""
+    """Greedy tokens, of transferred and of local prompts."""
     equal, parted = 0, list[dict[str, Any]]()
     for number in range(asked.answers):
-        tokens = draw(asked.prompt - 7 * number)  # most end within a page
+        tokens = draw(asked.prompt - 7 * number)  # most lengths end within a page
         there = pools.ask(pools.job(tokens, asked.tokens, f"answers {number}", logprobs=2), handed=True)
         here = pools.ask(pools.job(tokens, asked.tokens, f"answers {number} local", logprobs=2))
         if there.tokens == here.tokens:
@@ -353,7 +353,7 @@ def answers(pools: Pools, draw: Callable[[int], list[int]], asked: Asked) -> dic
 
 
 def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: int) -> dict[str, Any]:
-    """Steps of streams, with pages coming and without."""
+    """Steps of streams, with and without arriving pages."""
     streams = [pools.job(draw(asked.stream_prompt), STREAM, f"stream {i}") for i in range(asked.streams)]
     for job in streams:
         pools.answers.put(job)
@@ -361,7 +361,7 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
     for job in streams:
         worker.until(f"tokens of {job.id}", ANSWER_S, functools.partial(worker.has, job.id, 8))
     repeated = draw(asked.prompt)
-    pools.ask(pools.job(repeated, 1, "repeated"), handed=True)  # cached where it is computed from now on
+    pools.ask(pools.job(repeated, 1, "repeated"), handed=True)  # cached on the prefill worker from now on
     first_ms: dict[str, list[float]] = {"prompts": [], "pages": []}
     windows: list[tuple[str, float, float]] = []
     kinds: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
@@ -413,7 +413,7 @@ def beside(pools: Pools, draw: Callable[[int], list[int]], asked: Asked, turns: 
 
 
 def pieces(asked: Asked, save: Path) -> dict[str, Any]:
-    """What `peer_pieces` measures. What goes wrong there is said in its place."""
+    """The results of `peer_pieces`; an error is recorded in their place."""
     command = [sys.executable, "-m", "lab.peer_pieces", "--device", asked.device]
     command += ["--devices", *map(str, asked.devices), "--transport", asked.transport, "--save", str(save)]
     if asked.device == "cpu":
@@ -431,24 +431,30 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", type=output, required=True, help="a JSON file")
-    parser.add_argument("--smoke", action="store_true", help="nano, short prompts, on what there is")
+    parser.add_argument("--smoke", action="store_true", help="Kimi-Nano, short prompts, on the available device")
     parser.add_argument("--shape", default="kimi-k2.6")
     parser.add_argument("--layers", type=count, default=12, help="of the model")
-    parser.add_argument("--in-memory", type=count, default=4, help="of these; all others are one of them")
-    parser.add_argument("--devices", type=int, nargs=2, default=[0, 1], help="who computes, who answers")
-    parser.add_argument("--ranks", type=int, nargs=2, default=[1, 1], help="of who computes, of who answers")
+    parser.add_argument("--in-memory", type=count, default=4, help="layers in memory; all others reuse them")
+    parser.add_argument(
+        "--devices", type=int, nargs=2, default=[0, 1], help="first device of the prefill worker, of the decode worker"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs=2, default=[1, 1], help="ranks of the prefill worker, of the decode worker"
+    )
     parser.add_argument("--transport", choices=get_args(TransportName), default="peer")
     parser.add_argument("--prompt", type=count, default=8192, help="tokens")
     parser.add_argument("--streams", type=count, default=8)
-    parser.add_argument("--window", type=float, default=3.0, help="seconds of one window beside streams")
+    parser.add_argument("--window", type=float, default=3.0, help="seconds of one window with streams")
     parser.add_argument("--turns", type=count, default=2, help="of six windows each")
-    parser.add_argument("--seconds", type=float, default=190.0, help="parts are shortened, or left out, beyond")
+    parser.add_argument(
+        "--seconds", type=float, default=190.0, help="time limit; parts are shortened or left out beyond it"
+    )
     parser.add_argument("--skip-pieces", action="store_true")
     return parser
 
 
 def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
-    """What the flags ask for."""
+    """The parameters given by the flags."""
     given = arguments().parse_args(said)
     devices, ranks = (given.devices[0], given.devices[1]), (given.ranks[0], given.ranks[1])
     if ranks[0] != ranks[1] and not given.smoke:
@@ -475,9 +481,9 @@ def asked_of(said: Sequence[str] | None) -> tuple[Asked, argparse.Namespace]:
 
 
 def main(said: Sequence[str] | None = None) -> None:
-    """Runs the program with `said` in place of the command line's words, and writes JSON after each part.
+    """Runs the program with `said` instead of the command line's words, and writes JSON after each part.
 
-    Raises RedlineError where a worker fails, or an answer does not come.
+    Raises RedlineError if a worker fails, or an answer does not arrive.
     """
     asked, given = asked_of(said)
     began = clock.monotonic()
@@ -526,7 +532,7 @@ def main(said: Sequence[str] | None = None) -> None:
             worker.until("Ready", LOAD_S, worker.is_ready)
         pools = Pools(*workers)
         keep("workers", [worker.ready.summary for worker in workers if worker.ready is not None])
-        for _ in range(2):  # kernels are compiled, and all shapes met once
+        for _ in range(2):  # compiles kernels, and uses all shapes once
             tokens = draw(asked.prompt)
             pools.ask(pools.job(tokens, 4, "warm", logprobs=2))
             pools.ask(pools.job(tokens, 4, "warm", logprobs=2), by=pools.computes)
@@ -538,7 +544,7 @@ def main(said: Sequence[str] | None = None) -> None:
         keep("beside", beside(pools, draw, asked, turns))
         if clock.monotonic() - began < given.seconds - 20:
             keep("answers", answers(pools, draw, asked))
-        clock.sleep(0.5)  # for the last Load
+        clock.sleep(0.5)  # waits for the last Load
         keep("handoffs", {worker.name: dict(worker.load.handoffs) for worker in workers if worker.load is not None})
 
 

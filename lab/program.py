@@ -1,4 +1,6 @@
-"""What the programs of lab/ share: a sign of life while they work, and one line for what somebody can mend."""
+"""Shared by the programs of lab/: progress lines while they work, and one-line messages for errors
+that a user can fix.
+"""
 
 import argparse
 import sys
@@ -12,15 +14,15 @@ from redline.progress import Working
 
 
 def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
-    """Runs `main`, with a line on stderr every ten seconds: no bar, which would draw beside what is timed.
+    """Runs `main`, with a line on stderr every ten seconds: no progress bar, whose drawing would disturb timings.
 
-    Exits with what `main` returns where that is not 0; with 1 and one line for a RedlineError, which somebody can mend;
-    with 130 after Ctrl-C. A commit in the environment that is none is refused before anything is measured. heard: False
-    where the program says itself how far it is.
+    Exits with the result of `main` if it is not 0; with 1 and one line for a RedlineError, which a user can fix; with
+    130 after Ctrl-C. An invalid commit in the environment is refused before the measurement. heard: False if the
+    program reports its progress itself.
     """
     name = Path(sys.argv[0]).stem
     try:
-        told_commit()  # what cannot be stored is refused before it is measured
+        told_commit()  # an invalid value is refused before the measurement
         with Working(name, shown=heard, bar=False):
             status = main()
     except RedlineError as error:
@@ -33,9 +35,9 @@ def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
 
 
 def output(text: str) -> Path:
-    """An argparse type: a file that can be written, tried before the work. Its folder is made where it is missing.
+    """An argparse type: a file that can be written, checked before the work. Its folder is created if missing.
 
-    Raises ConfigError where it cannot be written.
+    Raises ConfigError if it cannot be written.
     """
     path = Path(text)
     check_output(path)

@@ -1,11 +1,11 @@
-"""Runs `make tests` again and again: other Pythons, other instruction sets, idle and busy machines. All runs must pass.
+"""Runs `make tests` repeatedly: other Pythons, other instruction sets, idle and busy machines. All runs must pass.
 
     python -m lab.repeat_tests [--times 12] [--python python3.11 ...] [--isa avx2 avx512] [--save FILE]
 
-Every Python gets a clone of HEAD with an environment of its own (`make .venv/.test`), kept in --folder for the next
-call. Runs take the Pythons and the instruction sets of the CPU kernels (REDLINE_CPU_ISA) in turn; in every second run
-two other processes keep two cores busy. Each run is added to the JSON file when it ends, with the names of the tests
-that failed; a call with the same file and commit goes on where the last one stopped. Exits with 1 if a run failed.
+Every Python gets a clone of HEAD with its own environment (`make .venv/.test`), kept in --folder for the next call.
+Runs take the Pythons and the instruction sets of the CPU kernels (REDLINE_CPU_ISA) in rotation; in every second run two
+other processes keep two cores busy. Each run is added to the JSON file when it ends, with the names of the tests that
+failed; a call with the same file and commit continues after the last run. Exits with 1 if a run failed.
 """
 
 import argparse
@@ -21,17 +21,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUSY = 2  # processes
-LIMIT_S = 3600  # of one run; a busy process ends by itself after it
+BUSY = 2  # busy processes
+LIMIT_S = 3600  # timeout of one run; a busy process ends by itself after it
 
 
 def git(*arguments, folder=ROOT):
-    """What git prints."""
+    """The output of git."""
     return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def clone(folder, python, commit):
-    """A clone of this repository at `commit`, and the seconds that making its environment took."""
+    """A clone of this repository at `commit`, and the seconds that creating its environment took."""
     tree = folder / Path(python).name
     if not tree.exists():
         subprocess.run(["git", "clone", "--quiet", ROOT, tree], check=True)
@@ -60,9 +60,7 @@ def busy(number):
 
 def run(tree, isa, others):
     """One run of `make tests`: its counts, seconds and failures."""
-    own = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
-    }  # as a user's shell has it
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}  # as in a user's shell
     environment = {**own, "REDLINE_CPU_ISA": isa}
     began = time.monotonic()
     with busy(others):
@@ -106,7 +104,8 @@ def main():
         record = before if before["commit"] == commit else record
     info = Path("/proc/cpuinfo").read_text()
     record["machine"] = next(iter(re.findall(r"model name\s*: (.*)", info)), "unknown")
-    # Each instruction set meets each Python, idle and busy: runs n and n + 1 differ in the first two and in the load.
+    # Each instruction set is combined with each Python, idle and busy: runs n and n + 1 differ in the first two and in
+    # the load.
     plan = list(itertools.islice(itertools.cycle(itertools.product(asked.isa, pythons)), asked.times))
     trees = {}
     for number, (isa, python) in enumerate(plan):

@@ -1,13 +1,14 @@
-"""schemathesis on the document of a running server: requests made from it, right and wrong, and answers held to it.
+"""schemathesis on the OpenAPI document of a running server: valid and invalid requests generated from it, and answers
+checked against it.
 
     python -m lab.schema PYTHON http://127.0.0.1:8000 --examples 50 --log run.txt
 
-PYTHON is the interpreter of an environment that has schemathesis, which is no dependency of ours. What it looks for:
-a status of 500 or more, and an answer whose status, type or body is not what `/openapi.json` says. 504 is no fault:
-some requests give the server a millisecond. The exit code is its own: 0 where it finds nothing.
+PYTHON is the interpreter of an environment that has schemathesis, which is not a dependency of ours. It reports a
+status of 500 or more, and an answer with a status, type or body that `/openapi.json` does not declare. 504 is not an
+error: some requests set a timeout of a millisecond. The exit code is that of schemathesis: 0 if it finds nothing.
 
-An answer may be as long as the context, where its request says nothing. For a run that is to end soon, let the server's
-deployment say `requests.default_max_tokens` and `most_max_tokens`.
+An answer may fill the context if its request has no limit. For a short run, set `requests.default_max_tokens` and
+`most_max_tokens` in the server's deployment.
 """
 
 import argparse
@@ -26,9 +27,9 @@ expected-statuses = ["2xx", "4xx", 504]
 
 
 def command(python: str, config: Path, address: str, examples: int, seed: int) -> list[str]:
-    """The call of schemathesis. config: a file that says `CONFIG`. address: where the server answers.
+    """The command line of schemathesis. config: a file with `CONFIG`. address: of the server.
 
-    examples: most requests of each kind a route.
+    examples: maximum requests of each kind for a route.
     """
     words = ["run", f"{address}/openapi.json", "--checks", CHECKS, "--max-examples", str(examples)]
     words += ["--seed", str(seed), "--request-timeout", str(ANSWER_S), "--generation-database", "none", "--no-color"]
@@ -36,15 +37,15 @@ def command(python: str, config: Path, address: str, examples: int, seed: int) -
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run it, tell what it says, and write that to the log, without the path of the interpreter."""
+    """Run it, print its output, and write it to the log, without the path of the interpreter."""
     parser = argparse.ArgumentParser(prog="python -m lab.schema")
     parser.add_argument("python", help="interpreter of an environment that has schemathesis")
     parser.add_argument("address", help="of the server, as http://127.0.0.1:8000")
-    parser.add_argument("--examples", type=int, default=50, help="most requests of each kind a route")
+    parser.add_argument("--examples", type=int, default=50, help="maximum requests of each kind for a route")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path, help="a file that gets what it says")
+    parser.add_argument("--log", type=Path, help="a file for the output")
     how = parser.parse_args(words)
-    with TemporaryDirectory() as folder:  # where it leaves its own files too
+    with TemporaryDirectory() as folder:  # it writes its own files there too
         config = Path(folder) / "schemathesis.toml"
         config.write_text(CONFIG, encoding="utf-8")
         run = subprocess.run(

@@ -1,14 +1,14 @@
-"""Serving on a CPU against transformers' `generate` and llama.cpp, in one run.
+"""Serving on a CPU compared with transformers' `generate` and llama.cpp, in one run.
 
     python -m lab.serve_cpu [models/kimi-nano] [--llama-python PYTHON] [--rounds 5]
 
 Ours is the checkpoint as shipped, through the engine (`streams`: over HTTP). transformers has its weights dequantised;
-llama.cpp has it as a GGUF of 4 bits (peers/to_gguf.py), and as one that is 4 bits where ours is, if a Python is named
-that has llama-cpp-python. Each peer is a process of its own, in the way that a short measurement in the same run finds
-fastest. All alternate and the median counts. Decode is timed from the first token of every row to the last, so prefill
-is in neither. Prompts are random tokens, new ones for every run, so nothing is found in the prefix cache but where that
-is what is measured; with and without the drafter they are the evaluation sets' questions, and figures are means over
-their domains.
+llama.cpp has it as a GGUF of 4 bits (peers/to_gguf.py), and as one with the same 4-bit matrices as ours, if a Python
+with llama-cpp-python is given. Each peer is a separate process, in the configuration that a short measurement in the
+same run finds fastest. All alternate and the median counts. Decode is timed from the first token of every row to the
+last, so prefill is in neither. Prompts are random tokens, new ones for every run, so there are no prefix cache hits
+except in the measurement of these; comparisons with and without the drafter use the evaluation sets' questions, and
+figures are means over their domains.
 """
 
 import argparse
@@ -62,13 +62,13 @@ from redline.worker.engine import Engine
 
 THREADS = 2
 CONTEXT = 8192  # tokens of one request
-# Where a peer's fastest way is looked for: tokens at most, and runs that count.
+# The search for a peer's fastest configuration: maximum tokens, and runs that count.
 SHORT_PROMPT, SHORT_NEW, SHORT_PREFILL, TRIES = 32, 9, 512, 2
 STEPS = 12  # of each kind in a round
 DRAFT_BATCH = 16
-ANSWER = 64  # tokens at most of an answer to a question
-PEER_ANSWER = 24  # tokens of the peer's answer, whose rate needs no more
-# Matrices other than routed experts: in 4 bits, and as we compute with them.
+ANSWER = 64  # maximum tokens of an answer to a question
+PEER_ANSWER = 24  # tokens of the peer's answer, enough for its rate
+# Matrices other than routed experts: in 4 bits, and in the format in which we compute.
 LLAMA_CPP = {"llama.cpp": "q4_0", "llama.cpp, bf16 beside experts": "bf16"}
 KV_BYTES = 1 << 30  # of each of the two engines that answer questions
 
@@ -89,7 +89,7 @@ DECODE_1 = Case(1, 200, 96)
 DECODE_16 = Case(16, 200, 48)
 DECODE_LONG = Case(1, 4000, 96)
 PREFILL = Case(1, 2000, 1)
-WHOLE, CACHED = 4000, 3900  # tokens of a prompt, and how many of them an earlier one began with
+WHOLE, CACHED = 4000, 3900  # tokens of a prompt, and how many of them are cached from an earlier one
 STREAMS = Case(64, 100, 64)
 
 
@@ -104,7 +104,7 @@ class Ours:
         """Greedy, `new` tokens for every prompt. Returns seconds until every row has a token, and of the others.
 
         Rows get their first tokens in different steps here, so `rest_s` is scaled to all `new - 1` tokens of all rows.
-        Raises AssertionError where an answer has another number of tokens.
+        Raises AssertionError if an answer has another number of tokens.
         """
         ids = [JobId(f"run-{next(self._numbers)}") for _ in prompts]
         sampling = Sampling(max_tokens=new, temperature=0)
@@ -130,7 +130,7 @@ class Ours:
 
 
 class Peer:
-    """A program of `lab.peers` in a process of its own. Use as a context manager: on leaving, the process ends.
+    """A program of `lab.peers` in a separate process. Use as a context manager: on exit, the process ends.
 
     ways: those that `fastest` tries.
     """
@@ -148,9 +148,9 @@ class Peer:
 
     @classmethod
     def llama_cpp(cls, name: str, model: Path, dense: str, python: Path, folder: Path) -> Self:
-        """The peer on a GGUF of the model, which is made in `folder`. python: one that has llama-cpp-python.
+        """The peer on a GGUF of the model, which is written to `folder`. python: one that has llama-cpp-python.
 
-        Raises CheckpointError where the model cannot be converted.
+        Raises CheckpointError if the model cannot be converted.
         """
         to_gguf.convert(model, folder / f"{dense}.gguf", dense)
         return cls(name, [python, peer_llama_cpp.__file__, folder], peer_llama_cpp.ways(THREADS, dense))
@@ -158,7 +158,7 @@ class Peer:
     def run(self, way: Any, prompts: Prompts, new: int) -> Times:
         """Greedy, `new` tokens for every prompt (all of one length), in one way. Returns seconds, as `Ours.run` does.
 
-        Raises BrokenPipeError or JSONDecodeError where the peer's process has ended.
+        Raises BrokenPipeError or JSONDecodeError if the peer's process has ended.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -167,9 +167,9 @@ class Peer:
         return Times(**json.loads(self._process.stdout.readline()))
 
     def fastest(self, draw: Callable[[Case], Prompts], case: Case, field: Field) -> Any:
-        """The way that takes the fewest seconds: of decoding a few tokens behind a short prompt, or for a prefill.
+        """The way that takes the fewest seconds: of decoding a few tokens after a short prompt, or for a prefill.
 
-        draw: makes new prompts for a case. field: which of the two times counts.
+        draw: creates new prompts for a case. field: which of the two times counts.
         """
         short = case._replace(prompt=min(case.prompt, SHORT_PROMPT), new=min(case.new, SHORT_NEW))
         measured = short if field == "rest_s" else short._replace(prompt=min(case.prompt, SHORT_PREFILL))
@@ -205,7 +205,7 @@ class Bench:
     """Runs the cases, each a row of the result. Rates are medians of `rounds` runs, peers alternating with ours.
 
     machine: the measured limits, for floors. ways: each peer's fastest way in each case, filled as cases run. `targets`
-    of a case: how many times as fast as each peer we want to be, by its name.
+    of a case: the intended speed relative to each peer, by its name.
     """
 
     def __init__(self, engine: Engine, peers: Sequence[Peer], machine: Machine, rounds: int) -> None:
@@ -235,7 +235,7 @@ class Bench:
         return self._against(name, case, "first_s", case.batch * case.prompt, targets, floor_s)
 
     def long_context(self) -> dict[str, Any]:
-        """What a token costs behind 4,000 others, over what it costs behind 200; in ms, with the ratio."""
+        """The time of a token after 4,000 others, relative to one after 200; in ms, with the ratio."""
         short: list[float] = []
         long: list[float] = []
         for _ in range(self._rounds):
@@ -254,7 +254,9 @@ class Bench:
         }
 
     def cached_prefix(self) -> dict[str, Any]:
-        """Time to the first token with most of the prompt cached, over that with none of it; in ms, with the ratio."""
+        """Time to the first token with most of the prompt cached, relative to that with none of it; in ms, with the
+        ratio.
+        """
         cold: list[float] = []
         warm: list[float] = []
         for _ in range(self._rounds):
@@ -285,7 +287,7 @@ class Bench:
         for number in range(1 + self._rounds):
             for who, run in runs.items():
                 seconds = getattr(run(), field)
-                if number:  # the first one warms
+                if number:  # the first one is a warm-up
                     took[who].append(seconds)
         rate = {who: tokens / statistics.median(seconds) for who, seconds in took.items()}
         peers = {
@@ -320,7 +322,9 @@ class Bench:
 
 
 def steps(model: K2, rounds: int) -> Iterator[Row]:
-    """Yields what a step of 4 or 16 tokens takes over a step of one: rows that verify drafts, and rows of one token."""
+    """Yields the time of a step of 4 or 16 tokens relative to a step of one: rows that verify drafts, and rows of one
+    token.
+    """
     ratios: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
         ms = {(part.name, part.batch): part.ms for part in bench_parts(model, None, (1, 4, 16), DECODE_1.prompt, STEPS)}
@@ -340,9 +344,9 @@ def steps(model: K2, rounds: int) -> Iterator[Row]:
 
 
 def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iterator[Row]:
-    """Yields what the drafter brings to one stream, that one beside the peer, and what it brings to a batch.
+    """Yields the speedup by the drafter for one stream, the same compared with the peer, and the speedup for a batch.
 
-    way: the peer's. Raises ConfigError where the engine or the evaluation sets cannot be opened.
+    way: the peer's. Raises ConfigError if the engine or the evaluation sets cannot be opened.
     """
     paths = sorted((folder / "eval").glob("*.jsonl"))
     questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), DRAFT_BATCH)
@@ -377,7 +381,7 @@ def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iter
 
 
 def by_domain(rates: Sequence[Rate]) -> dict[str, dict[str, float]]:
-    """{domain: {variant: tokens/s}}, rounded to a tenth. Raises RedlineError where one is above its floor."""
+    """{domain: {variant: tokens/s}}, rounded to a tenth. Raises RedlineError if one is above its limit."""
     found: dict[str, dict[str, float]] = {}
     for rate in rates:
         if rate.tokens_per_s is None:
@@ -387,10 +391,10 @@ def by_domain(rates: Sequence[Rate]) -> dict[str, dict[str, float]]:
 
 
 async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
-    """Asks for all prompts at once over HTTP.
+    """Requests all prompts at once over HTTP.
 
-    A stream's tokens/s count from its request to its end, so waiting counts too. What a stream raises is counted under
-    `errors`, and ends no other stream.
+    A stream's tokens/s count from its request to its end, so waiting counts too. An exception of a stream is counted
+    under `errors`, and ends no other stream.
     """
 
     async def one(client: httpx.AsyncClient, prompt: list[int]) -> float:
@@ -440,9 +444,9 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
 
 @contextmanager
 def served(folder: Path) -> Generator[str]:
-    """Runs `redline serve` on a free port until the end; gives its address once it is ready.
+    """Runs `redline serve` on a free port until the end; yields its address once it is ready.
 
-    Raises RedlineError where the server ends before that, or is not ready after START_S.
+    Raises RedlineError if the server ends before that, or is not ready after START_S.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -476,7 +480,7 @@ def main() -> None:
     """Runs every case of the command line, prints each as it ends, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
-    parser.add_argument("--draft", type=Path, help="the drafter's folder; absent: the model's, with -eagle3")
+    parser.add_argument("--draft", type=Path, help="the drafter's folder (default: the model's, with -eagle3)")
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python: the second peer")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, alternating; the median counts")
     parser.add_argument("--out", type=output, default="runs/serve-cpu.json")
@@ -487,7 +491,8 @@ def main() -> None:
         parser.error(f"{draft}: no drafter here; name its folder with --draft")
     llama_python: Path | None = arguments.llama_python
     rounds: int = arguments.rounds
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process, and so of every child
+    # the affinity of this process, inherited by every child
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     machine = measure(working_set_bytes=weights)
     load = os.getloadavg()[0]
@@ -546,7 +551,7 @@ def main() -> None:
 
 
 def llama_version(python: Path) -> str:
-    """The version of llama-cpp-python that a Python has. Raises CalledProcessError where it has none."""
+    """The version of llama-cpp-python that a Python has. Raises CalledProcessError if it has none."""
     program = "from importlib.metadata import version; print(version('llama-cpp-python'))"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 

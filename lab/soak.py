@@ -1,12 +1,13 @@
-"""Twenty minutes of everything at once, and whether the server is then what it was: pages, memory, descriptors, log.
+"""Twenty minutes of mixed load, and whether the server afterwards is as before: pages, memory, descriptors, log.
 
     python -m lab.soak [--minutes 20] [--requests 24000] [--at-once 24] [--seed 0] [--save FILE]
         [--server http://127.0.0.1:PORT --pid PID]
 
-Serves a model with its drafter, or asks the server whose API has the process id PID. Requests of all three dialects,
-with tools, forms, streams and whole answers, come at an even pace; some clients leave in the middle, some bodies are
-bad (`random_requests.light`). A bystander reads two streams, alone at first and then beside all of it (`watch.py`).
-When everybody has left, every page has to be free, and nothing may run or wait. Ends with 1 where something is wrong.
+Serves a model with its drafter, or uses a running server; PID is the process id of its API. Requests of all three
+dialects, with tools, schemas, streams and whole answers, arrive at a constant rate; some clients disconnect early, some
+bodies are invalid (`random_requests.light`). A bystander reads two streams, alone at first and then under the load
+(`watch.py`). When all clients have gone, every page must be free, and no job may run or wait. Ends with 1 if a check
+fails.
 """
 
 import argparse
@@ -34,11 +35,11 @@ from redline.api.config import Limits
 from redline.bench.record import provenance
 
 FLAT_MIB = 1.0  # per 1,000 requests, of each process, over the second half
-WARM = 2000  # requests before which memory still grows to its size, and no slope says anything
+WARM = 2000  # requests during which memory still grows to its working size, so that slopes have no meaning
 MORE_FILES = (
-    8  # descriptors that an idle server may have more than before: two processes that compile grammars have some
+    8  # more descriptors than before are permitted for an idle server: two processes that compile grammars have some
 )
-TOLD_EVERY = 20  # of the samples of memory, one a second, so many make one in the record
+TOLD_EVERY = 20  # one of this number of memory samples, taken once a second, is put into the record
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "redline:queue_jobs")
 IDLE_TOKENS = "redline:queue_tokens"
 
@@ -52,19 +53,19 @@ def source(seed: int) -> Iterator[Request]:
 
 
 def open_files(pid: int) -> int:
-    """How many descriptors a process has. Raises OSError where it has ended."""
+    """How many descriptors a process has. Raises OSError if it has ended."""
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 async def figures(port: int) -> dict[str, float]:
-    """What /metrics says of what runs, waits and holds pages, by the name of the series."""
+    """The series of /metrics about running and waiting jobs and held pages, by name."""
     reply = await ask(port, get("/metrics"), limit_s=CALM_S)
     found = re.findall(r"^([\w:]+)\{[^}]*\} (\S+)$", reply.body.decode(), re.MULTILINE)
     return {name: float(value) for name, value in found if name in (*IDLE, IDLE_TOKENS)}
 
 
 async def rest(port: int) -> dict[str, float]:
-    """The figures once all of them are 0, or after CALM_S seconds as they are then."""
+    """The figures once all of them are 0, or the present ones after CALM_S seconds."""
     deadline = clock.monotonic() + CALM_S
     while True:
         found = await figures(port)
@@ -74,7 +75,7 @@ async def rest(port: int) -> dict[str, float]:
 
 
 def wrong(record: dict[str, Any]) -> list[str]:
-    """What is wrong with a soak, in words; empty where nothing is."""
+    """The failed checks of a soak, in words; empty if there are none."""
     found = [f"{name} is {value:g} at rest" for name, value in record["at_rest"].items() if value]
     if set(record["at_rest"]) != {*IDLE, IDLE_TOKENS}:
         found.append("not all figures of rest were told")
@@ -97,14 +98,16 @@ def wrong(record: dict[str, Any]) -> list[str]:
 
 
 def quarters(samples: Sequence[Sample]) -> list[dict[str, float]]:
-    """The slopes of each quarter of the requests: what fills or settles grows less in each, a leak does not."""
+    """The slopes of each quarter of the requests: the growth of caches declines from quarter to quarter, that of a leak
+    does not.
+    """
     last = samples[-1].requests if samples else 0
     parts = [[one for one in samples if k * last < 4 * one.requests <= (k + 1) * last] for k in range(4)]
     return [slopes(part) for part in parts]
 
 
 async def run(bench: Bench, asked: argparse.Namespace, pids: dict[str, int]) -> dict[str, Any]:
-    """The bystander alone, then beside the soak, and then rest. `asked`: the flags. pids: of API and worker."""
+    """The bystander alone, then under the load, and then at rest. `asked`: the flags. pids: of API and worker."""
     await bench.open(asked.kv_tokens, asked.known_bytes)
     await bench.control("alone", asked.alone)
     before = {who: open_files(pid) for who, pid in pids.items()}
@@ -134,16 +137,21 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="models/kimi-nano")
-    parser.add_argument("--server", help="its address on loopback; absent: one is started")
-    parser.add_argument("--pid", type=count, help="of the API of --server")
+    parser.add_argument("--server", help="its address on loopback (default: a server is started)")
+    parser.add_argument("--pid", type=count, help="process id of the API of --server")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--requests", type=count, default=24_000, help="spread evenly over the minutes")
     parser.add_argument("--at-once", type=count, default=24, help="requests in flight, at most")
     parser.add_argument("--alone", type=float, default=20.0, help="seconds of the bystander alone, before and after")
     parser.add_argument("--kv-memory", default="1GB")
-    parser.add_argument("--kv-tokens", type=int, default=105_000, help="so many are prefilled, to touch every page")
     parser.add_argument(
-        "--known-bytes", type=int, default=Limits().known_bytes, help="of texts that the API keeps: it is filled first"
+        "--kv-tokens", type=int, default=105_000, help="tokens that are prefilled first, to touch every page"
+    )
+    parser.add_argument(
+        "--known-bytes",
+        type=int,
+        default=Limits().known_bytes,
+        help="size of the API's cache of texts, which is filled first",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=output, default="runs/soak.json")
@@ -151,9 +159,9 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the program with `words` in place of the command line's; writes JSON. Returns 1 where something is wrong.
+    """Runs the program with `words` instead of the command line's; writes JSON. Returns 1 if a check fails.
 
-    Raises SystemExit for --server without --pid, and RedlineError where the server does not start.
+    Raises SystemExit for --server without --pid, and RedlineError if the server does not start.
     """
     asked = arguments().parse_args(words)
     if (asked.server is None) != (asked.pid is None):
@@ -196,7 +204,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _running(address: str, pid: int) -> SimpleNamespace:
-    """A server that somebody else has started, as far as `Bench` asks for one."""
+    """A running server, with the part of the interface that `Bench` uses."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     port = int(address.rstrip("/").rpartition(":")[2])
     return SimpleNamespace(process=SimpleNamespace(pid=pid), worker=int(children[0]), until_ready=lambda: port)

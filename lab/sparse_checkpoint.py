@@ -1,9 +1,9 @@
-"""A checkpoint with the names, shapes and file sizes of a whole model, nearly all of it holes: to rehearse on.
+"""A checkpoint with the names, shapes and file sizes of a whole model, almost entirely sparse, for rehearsals.
 
     python -m lab.sparse_checkpoint --folder /scratch/sparse [--shape kimi-k2.6] [--layers 0 30 60]
 
-The layers that are named have random weights; of Kimi K2.6 they take 1.2 GB of the disk (a dense one) and 9.9 GB each.
-`redline verify` computes them, and names every other tensor as empty.
+The listed layers have random weights; of Kimi K2.6 they take 1.2 GB of disk space (a dense one) and 9.9 GB each.
+`redline verify` computes them, and reports every other tensor as empty.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""docs/speed.md from benchmarks/results/decode-*.json, which `redline bench decode --shape ... --save FILE` fills.
+"""docs/speed.md from benchmarks/results/decode-*.json, which `redline bench decode --shape ... --save FILE` writes.
 
     python -m lab.speed_page
 
-Of a case that was measured more than once the page has the last; git has the history.
+If a case was measured more than once, the page has the last result; git has the history.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,7 +48,7 @@ too.
 
 
 def page(records: Sequence[DepthRecord]) -> str:
-    """The whole text of the page. records: in the order in which they were measured; of equal cases the last counts."""
+    """The whole text of the page. records: in the order of measurement; of equal cases the last counts."""
     if not records:
         return f"{HEAD}\nNo step has been measured on a GPU yet: this page has no figures.\n"
     groups = [list(group) for _, group in groupby(sorted(_latest(records), key=_order), key=_group)]
@@ -73,7 +73,7 @@ def _order(record: DepthRecord) -> tuple[object, ...]:
 
 
 def _section(group: Sequence[DepthRecord]) -> Iterator[str]:
-    """All cases that differ in rows and tokens alone."""
+    """All cases that differ only in rows and tokens."""
     one = group[0]
     whole = "" if one.physical_layers == one.layers else f", {one.physical_layers} of them in memory"
     ranks = "" if one.ranks == 1 else f"{one.ranks} x "
@@ -164,7 +164,7 @@ def _peer() -> list[str]:
 
 
 def main() -> None:
-    """Writes docs/speed.md. Raises ConfigError where a file of results holds anything else."""
+    """Writes docs/speed.md. Raises ConfigError if a file of results has another format."""
     files = sorted(RESULTS.glob("decode-*.json"))
     PAGE.write_text(page([record for path in files for record in read(path, DepthRecord)]))
     print(f"written: {PAGE}")

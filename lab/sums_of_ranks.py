@@ -1,14 +1,15 @@
-"""What the sums of several ranks cost where they end a decode step's products, on the GPUs of one host.
+"""The cost of all-reduces fused into the products of a decode step, on the GPUs of one host.
 
     python -m lab.sums_of_ranks --ranks 2 --save benchmarks/results/sums-h200.json
 
-Every rank is a process with a GPU of its own. At Kimi's sizes, divided among the ranks, it times graphs in which the
-two products that end in a sum follow one another as in a layer (attention's projection, then the experts' second half),
-once over all ranks and once as if each were alone: the difference is what the sums add. Weights lie in several places,
-so that none is in a cache. And `project_a`, multiplied whole by each rank or a part by each with a sum, as the product
-that begins such a layer; the sum of a launch of its own, the gather of logits, and torch's NCCL beside them. From eight
-rows on sums are timed in one shot and in two (blocks/ranks.cuh). Before a time counts, the sums are compared with those
-of NCCL, and the shared product with the whole one.
+Every rank is a process with its own GPU. At Kimi's sizes, divided over the ranks, it times CUDA graphs in which the two
+products that end in an all-reduce follow one another as in a layer (attention's projection, then the experts' second
+half), once over all ranks and once with each rank alone: the difference is the cost of the all-reduces. There are
+several copies of the weights, so that none is in a cache. It also times `project_a`, multiplied whole by each rank or a
+part by each with an all-reduce, as the product that begins such a layer; an all-reduce as a launch of its own, the
+all-gather of logits, and torch's NCCL for comparison. From eight rows on, all-reduces are timed in one shot and in two
+(blocks/ranks.cuh). Before a time counts, the sums are compared with those of NCCL, and the divided product with the
+whole one.
 """
 
 import argparse
@@ -44,15 +45,15 @@ from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 
 ROWS = 1, 4, 8, 16, 32
-BOTH = 8  # rows from which sums are timed in one shot and in two
-PLACES = 3  # of weights in memory, taken in turn
-LAYERS = 30  # of a graph: as many pairs of products
-REPEATS = 40  # replays, of which the median counts
+BOTH = 8  # rows from which all-reduces are timed in one shot and in two
+PLACES = 3  # copies of the weights in memory, used in rotation
+LAYERS = 30  # layers of a graph, each a pair of products
+REPEATS = 40  # replays; the median counts
 LIMIT_S = 300
 
 
 def main() -> int:
-    """Starts the ranks, or is one of them."""
+    """Starts the ranks, or runs as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=count, default=2, help="GPUs, one process for each")
     parser.add_argument("--save", type=output, help="a JSON file for the times")
@@ -75,7 +76,9 @@ def main() -> int:
 
 
 def together(module: str, ranks: int) -> Any:
-    """Runs a program's ranks, and gives what rank 0 printed. Raises ConfigError with what a rank said that failed."""
+    """Runs a program's ranks, and returns the output of rank 0. Raises ConfigError with the output of a rank that
+    failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", module, "--ranks", str(ranks), "--meet", f"{folder}/meet", "--rank"]
         started = [
@@ -104,7 +107,7 @@ def show(times: dict[str, dict[str, float]]) -> None:
 
 
 def measure(rank: int, ranks: int, meet: str) -> dict[str, dict[str, float]]:
-    """Microseconds by rows and by what was timed: of a product, of a launch, of a gather."""
+    """Microseconds by rows and by name of the timed operation: of a product, of a launch, of an all-gather."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     c = KIMI_K26
@@ -118,7 +121,7 @@ def measure(rank: int, ranks: int, meet: str) -> dict[str, dict[str, float]]:
 
 
 class Products:
-    """The two products of a layer that end in a sum, a rank's part of each, at several places of memory."""
+    """The two products of a layer that end in an all-reduce, a rank's part of each, with several copies in memory."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device) -> None:
         c = KIMI_K26
@@ -137,13 +140,13 @@ class Products:
         self.device, self.generator = device, g
 
     def normal(self, g: torch.Generator, *shape: int) -> Tensor:
-        """bf16, whose products keep the variance of their inputs."""
+        """A random bf16 weight that preserves the variance of its inputs."""
         return (torch.randn(*shape, generator=g, device=g.device) * shape[-1] ** -0.5).bfloat16()
 
     def layers(self, rows: int, *, begins: bool = False) -> Callable[[Links | None], list[Tensor]]:
-        """LAYERS pairs of products over random rows: the residual behind each. begins: behind `project_a`."""
+        """LAYERS pairs of products over random rows: the residual after each. begins: including `project_a`."""
         g, device = self.generator, self.device
-        same = torch.Generator(device).manual_seed(rows)  # what all ranks have alike
+        same = torch.Generator(device).manual_seed(rows)  # values that are equal on all ranks
         y = self.normal(g, rows, self.inputs)
         residual = torch.randn(rows, self.hidden, generator=same, device=device)
         gamma = torch.rand(self.hidden, generator=same, device=device) + 0.5
@@ -171,7 +174,7 @@ class Products:
         return run
 
     def projected(self, rows: int) -> Callable[[Links | None], tuple[Tensor, Tensor, Tensor]]:
-        """`project_a` of random rows that all ranks have."""
+        """`project_a` of random rows, equal on all ranks."""
         g = torch.Generator(self.device).manual_seed(rows)
         x, squares = self.normal(g, rows, self.hidden), torch.rand(3, 8, generator=g, device=self.device)
         gamma = torch.rand(self.rank_q, generator=g, device=self.device) + 0.5
@@ -179,7 +182,9 @@ class Products:
 
 
 def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]:
-    """Microseconds of what is named. Raises AssertionError where sums are not those of NCCL, or differ among ranks."""
+    """Microseconds by name of the timed operation. Raises AssertionError if sums differ from those of NCCL, or among
+    ranks.
+    """
     links, device, hidden = group.links, products.device, products.hidden
     run = products.layers(rows)
     both_shots: tuple[Shots, Shots] = (1, 2)
@@ -236,28 +241,32 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
 
 
 def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup, links: Links) -> None:
-    """Every residual over the ranks is the one before plus NCCL's sum of what each rank adds, and has equal bits."""
-    assert ROWS[-1] <= MOST_TOKENS, "a step of so many rows goes pair by pair"
+    """Checks that every residual is the previous one plus NCCL's sum of each rank's contribution, with equal bits on
+    all ranks.
+    """
+    assert ROWS[-1] <= MOST_TOKENS, "a step with more rows is computed pair by pair"
     for _ in range(3):
         mine, together_ = run(None), run(links)
         torch.cuda.synchronize()
         group.check()
-        # What this rank adds is the difference of neighbours alone; of the first there is no neighbour.
+        # This rank's contribution is the difference of neighbouring residuals; the first residual has no predecessor.
         for i in range(1, len(mine)):
             added = (mine[i] - mine[i - 1]).double()
             dist.all_reduce(added)
             got = (together_[i] - together_[i - 1]).double()
-            # Residuals are float32, so their differences are as coarse as they are.
+            # Residuals are float32, so their differences have the rounding error of the residuals.
             error = (got - added).abs().max() / torch.maximum(mine[i].abs().max(), together_[i].abs().max())
             assert error < 2**-20, f"sum {i}: off by {error:.1e}"
         for residual in (together_[-1],):
             others = [torch.empty_like(residual) for _ in range(group.ranks)]
             dist.all_gather(others, residual)
-            assert all(torch.equal(residual, other) for other in others), "ranks have other bits"
+            assert all(torch.equal(residual, other) for other in others), "the ranks' bits differ"
 
 
 def check_shared(run: Callable[[Links | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
-    """What ranks multiply a part of each is what one multiplies whole, to rounding, and has equal bits."""
+    """Checks that the product divided over ranks equals the whole product, to rounding, with equal
+    bits on all ranks.
+    """
     links = replace(group.links, projection="divided")
     for _ in range(3):
         whole, shared = run(None), run(links)
@@ -271,13 +280,15 @@ def check_shared(run: Callable[[Links | None], tuple[Tensor, Tensor, Tensor]], g
             assert error < (1e-2 if name == "queries" else 1e-4), f"{name}: off by {error:.1e}"
             others = [torch.empty_like(of_all) for _ in range(group.ranks)]
             dist.all_gather(others, of_all)
-            assert all(torch.equal(of_all, other) for other in others), f"{name}: ranks have other bits"
-        # The sites are used in turn: what follows in a layer comes before the next.
+            assert all(torch.equal(of_all, other) for other in others), f"{name}: the ranks' bits differ"
+        # The buffers are used in rotation: each operation finishes before the next one of the layer.
         dist.barrier()
 
 
 def timed(work: Callable[[], object], times: int, group: GpuGroup) -> float:
-    """Microseconds of one of `times` alike in a graph: the median of replays that all ranks begin together."""
+    """Microseconds of one of `times` equal operations in a graph: the median of replays that all ranks
+    start together.
+    """
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -291,7 +302,7 @@ def timed(work: Callable[[], object], times: int, group: GpuGroup) -> float:
         for _ in range(REPEATS):
             dist.barrier()
             begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()  # the ranks meet in it, however far apart they begin
+            graph.replay()  # the ranks synchronise in it, even if they start at different times
             begun.record()
             graph.replay()
             ended.record()

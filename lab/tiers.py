@@ -1,27 +1,27 @@
-"""What a conversation that returns gains from memory below the prefix cache, and how well that is predicted.
+"""The gain from KV offload tiers for a conversation that returns, and how well that gain is predicted.
 
     python -m lab.tiers [models/kimi-nano] [--lengths 8192 --conversations 4] [--device cpu]
         [--turns 3] [--ranks 2] [--save FILE]
     python -m lab.tiers --shape kimi-k2.6 [--in-memory 4] [--save FILE]      random weights, on a GPU
 
-`returning`: new conversations of random tokens and older ones that return with MORE tokens take turns in an engine with
-host memory and a disk, whose pages hold one of them; so each return is read from the host's memory, and stands beside
-prompts that were computed just before and after it. Then the engine is opened again, and all return from the disk.
-Timed is the first token. Beside what was measured stands what had been predicted, of each reading, of each first token
-and of each prompt that was computed; beside these errors their floor, which is what the same work differs by from its
-own median in this run. `regret` counts hits that were slower than computing was predicted to be, or was.
+`returning`: new conversations of random tokens and older ones that return with MORE tokens alternate in an engine with
+host memory and a disk, with pages for one of them; so each return is read from host memory, and is compared with
+prompts computed just before and after it. Then the engine is opened again, and all return from the disk. The first
+token is timed. Measured times are compared with the predictions of each read, of each first token and of each computed
+prompt; the errors are compared with their floor, the deviation of the same work from its own median in this run.
+`regret` counts cache hits that were slower than the predicted, or the measured, prefill.
 
-`parts` says where the time until a first token goes, by tier and length: medians of the milliseconds of each part in
-it. Parts of several threads lie beside one another. Of the loop's: `room`, to make room for a reading, in it `save:
-...`, which saves displaced pages; `step`, from a step's launch to its end. Of the thread that launches steps: `launch`.
-Of the store's: `read: ...`, and `thread: ...`, to add up, write and pin. A launch or a step that is longer where the
-store's thread pins waits for that.
+`parts` divides the time until a first token, by tier and length: medians of the milliseconds of each part. Parts of
+different threads overlap. Parts of the loop: `room`, to make room for a read, including `save: ...`, which saves
+displaced pages; `step`, from a step's launch to its end. Of the thread that launches steps: `launch`. Of the store's
+thread: `read: ...`, and `thread: ...`, to compute checksums, write and pin. A launch or a step that is longer while the
+store's thread pins memory waits for that.
 
-`served`: the same over HTTP, in turns at two servers, with host memory and without (`tiers_served.py`). `repeated`: on
-a CPU the same reading again and again, and what of its time is waiting for a core (`tiers_repeated.py`). About four
-minutes on a CPU with a core to itself, one on a GPU. With `--shape` pages have the real model's bytes and prompts take
-its time; nothing is served then. On a GPU an answer from the disk may part from the one from memory, as any two runs
-may, and such are counted.
+`served`: the same over HTTP, alternating between two servers, with host memory and without (`tiers_served.py`).
+`repeated`: on a CPU the same read again and again, and the part of its time that is waiting for a core
+(`tiers_repeated.py`). Takes about four minutes on a CPU with a free core, one on a GPU. With `--shape`, pages have the
+real model's bytes and prompts take its time; nothing is served then. On a GPU an answer from the disk may differ from
+the one from memory, as any two runs may, and these are counted.
 """
 
 import argparse
@@ -58,21 +58,23 @@ from redline.wire.news import TierLoad
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of, pick_device
 
-MORE, ANSWER = 64, 4  # tokens that a return adds, and those of each answer
-LEFT = 64  # spans of the prompt before, of which some may reach into this one's time
+MORE, ANSWER = 64, 4  # tokens that a return adds, and tokens of each answer
+LEFT = 64  # spans of the previous prompt that are kept, since some may reach into this one's time
 WARM = (
     1500,
     704,
     200,
     100,
-)  # tokens of prompts that do not count, each asked again with MORE: what they take is learnt
+)  # tokens of prompts that do not count, each sent again with MORE: the estimates learn from them
 TIERS = "host", "disk"
-SETTLE_S = 120.0  # for memory to be made
-NONE = {"ms": 0.0}  # of a part that was not met
+SETTLE_S = 120.0  # timeout for the allocation of memory
+NONE = {"ms": 0.0}  # a part that did not occur
 
 
 class Series(NamedTuple):
-    """So many conversations, whose lengths in tokens are these in turn. Each returns as many conversations later."""
+    """`conversations` conversations, with these lengths in tokens in rotation. Each returns after the same number of
+    others.
+    """
 
     lengths: Sequence[int]
     conversations: int
@@ -85,11 +87,12 @@ SERIES = {
 
 
 class Asked(NamedTuple):
-    """One prompt. Of times in ms: of the first token, as it was and as it was predicted (None: not known); of the
-    reading before it (0: none), both too; and what computing all of it was predicted to take. parts: of the time until
-    the first token (`run.tiers.parts.told`)."""
+    """One prompt. Times in ms: of the first token, measured and predicted (None: unknown); of the read before it (0:
+    none), both too; and the predicted time of computing all of it. parts: of the time until the first token
+    (`run.tiers.parts.told`).
+    """
 
-    tier: str  # where most of its pages came from: "host", "disk", "cache"; "none": it was computed
+    tier: str  # the source of most of its pages: "host", "disk", "cache"; "none": it was computed
     tokens: int
     hit_tokens: int
     ms: float
@@ -101,7 +104,7 @@ class Asked(NamedTuple):
 
 
 class Launches:
-    """Hears of the parts of steps (`Runner.begins`), and keeps how long each step was launched."""
+    """Receives the parts of steps (`Runner.begins`), and keeps the time of each step's launch."""
 
     def __init__(self, spans: list[Span]) -> None:
         self._spans = spans
@@ -120,13 +123,13 @@ class Talks:
 
     def __init__(self, engine: Engine) -> None:
         tiers = engine.engine.tiers
-        assert tiers is not None, "an engine with tiers"
+        assert tiers is not None, "the engine has no tiers"
         self._engine, self._tiers, self._asked = engine, tiers, 0
         self._spans = tiers.store.parts.kept = list[Span]()
         engine.engine.runner.begins = Launches(self._spans)
 
     def ask(self, prompt: Sequence[int]) -> tuple[Asked, tuple[int, ...]]:
-        """A prompt's times, and its answer. Raises RedlineError where it has none."""
+        """A prompt's times, and its answer. Raises RedlineError if it has none."""
         self._asked += 1
         del self._spans[:-LEFT]
         sampling = Sampling(max_tokens=ANSWER, min_tokens=ANSWER, temperature=0.0)
@@ -162,14 +165,16 @@ class Talks:
         return asked, tuple(token for delta in deltas for token in delta.tokens)
 
     def settle(self) -> float:
-        """Seconds until all memory is there that is made while nothing else is to be done. Raises RedlineError."""
+        """Seconds until all memory is allocated that is allocated in idle times. Raises RedlineError."""
         began = clock.perf_counter()
         if not self._tiers.store.settle(SETTLE_S):
             raise RedlineError(f"memory of the host was not made in {SETTLE_S:g} s")
         return clock.perf_counter() - began
 
     def warm(self, draw: random.Random, size: int) -> None:
-        """As a worker that has served some prompts. size: of the vocabulary. Raises RedlineError."""
+        """Bring the engine into the state of a worker that has served some prompts. size: of the vocabulary. Raises
+        RedlineError.
+        """
         for length in WARM:
             prompt = [draw.randrange(size) for _ in range(length + MORE)]
             self.ask(prompt[:length])
@@ -177,12 +182,12 @@ class Talks:
 
 
 def _since(then: TierLoad, now: TierLoad) -> tuple[float, float, float]:
-    """Tokens that came from a tier meanwhile, seconds that it took, and those predicted."""
+    """Tokens that came from a tier in between, seconds that it took, and those predicted."""
     return now.hit_tokens - then.hit_tokens, now.read_s - then.read_s, now.predicted_s - then.predicted_s
 
 
 def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str, Any]:
-    """Raises RedlineError where an engine does not answer, or on a CPU a return has another answer from the disk."""
+    """Raises RedlineError if an engine does not answer, or if on a CPU a return has another answer from the disk."""
     draw, longest = random.Random(given.seed), max(series.lengths) + MORE + ANSWER + PAGE_TOKENS
     config: dict[str, Any] = {"max_model_len": max(longest, *WARM) + MORE + ANSWER, "device": given.device}
     config |= {"ranks": given.ranks, "random_weights": given.in_memory if given.shape else None}
@@ -199,10 +204,10 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     turns = [(at, back) for number in range(len(prompts) + lag) for at, back in ((number, False), (number - lag, True))]
     turns = [(at, back) for at, back in turns if 0 <= at < len(prompts)]
 
-    made_s = list[float]()  # until the host's memory was there, once the engine had nothing to do
+    made_s = list[float]()  # until host memory was allocated, once the engine was idle
 
     def opened(turns: Sequence[tuple[int, bool]]) -> tuple[float, list[Asked], dict[int, tuple[int, ...]]]:
-        """Seconds until the engine was open; what was asked; the answers of those that return."""
+        """Seconds until the engine was open; the prompts; the answers of those that return."""
         began, asked, answers = clock.perf_counter(), list[Asked](), dict[int, tuple[int, ...]]()
         with Engine.open(folder, EngineConfig(**config)) as engine:
             opened_s, talks = clock.perf_counter() - began, Talks(engine)
@@ -218,7 +223,7 @@ def played(folder: Path, series: Series, given: argparse.Namespace) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="redline-tiers-", dir=given.disk) as place:
         config |= {"host_memory": room, "disk": place, "disk_size": 2 * room}
         _, asked, answers = opened(turns)
-        if given.device == "cuda":  # the model of before is nobody's: its memory is for the next
+        if given.device == "cuda":  # the previous model is no longer referenced: release its memory for the next
             gc.collect()
             torch.cuda.empty_cache()
         opened_s, again, from_disk = opened([(at, True) for at in range(len(prompts))])
@@ -271,7 +276,7 @@ def told(asked: Sequence[Asked]) -> dict[str, Any]:
 
 
 def _parts(asked: Sequence[Asked]) -> dict[str, dict[str, float]]:
-    """By tokens: milliseconds of the first token and of each part, medians; a part that one has not took it nothing."""
+    """By tokens: milliseconds of the first token and of each part, medians; a missing part counts as 0."""
     found: dict[str, dict[str, float]] = {}
     for tokens in sorted({one.tokens for one in asked}):
         those = [one for one in asked if one.tokens == tokens]
@@ -296,8 +301,9 @@ def _of_tokens(asked: Sequence[Asked], tier: str) -> dict[str, float]:
 
 
 def errors(pairs: Sequence[tuple[int, float | None, float]]) -> dict[str, float]:
-    """Of |predicted - measured| / measured, where anything was predicted: how many, median and p90. floor: the same of
-    the median of what was measured of work of that size, known afterwards. pairs: (size, predicted, measured)."""
+    """Of |predicted - measured| / measured, if there is a prediction: count, median and p90. floor: the same for the
+    median of the measured times of work of that size, known afterwards. pairs: (size, predicted, measured).
+    """
     known = [(size, predicted, measured) for size, predicted, measured in pairs if predicted is not None]
     if not known:
         return {"count": 0}
@@ -325,21 +331,25 @@ def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT / MODEL)
-    parser.add_argument("--shape", default=None, help="random weights of it in the place of the folder's, all layers")
-    parser.add_argument("--in-memory", type=count, default=4, help="of these layers; all others are one of them")
+    parser.add_argument(
+        "--shape", default=None, help="random weights of this shape instead of the folder's, all layers"
+    )
+    parser.add_argument("--in-memory", type=count, default=4, help="layers in memory; all others reuse them")
     parser.add_argument("--ranks", type=count, default=1)
-    parser.add_argument("--lengths", type=count, nargs="+", default=None, help="of conversations; absent: SERIES's")
+    parser.add_argument(
+        "--lengths", type=count, nargs="+", default=None, help="lengths of conversations (default: those of SERIES)"
+    )
     parser.add_argument("--conversations", type=count, default=4, help="of --lengths")
-    parser.add_argument("--turns", type=int, default=3, help="of each conversation over HTTP; 0: none are served")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each conversation over HTTP; 0: no server")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
-    parser.add_argument("--disk", default=None, help="where the folder of pages is made; absent: where TMPDIR says")
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: the GPU, if there is one)")
+    parser.add_argument("--disk", default=None, help="parent folder of the disk tier (default: TMPDIR)")
     parser.add_argument("--save", type=output, default=None)
     return parser
 
 
 def main(said: Sequence[str] | None = None) -> None:
-    """Runs the program with `said` in place of the command line's words. Raises RedlineError."""
+    """Runs the program with `said` instead of the command line's words. Raises RedlineError."""
     given = arguments().parse_args(said)
     device = pick_device(given.device)
     given.device = device.type

@@ -1,17 +1,17 @@
-"""Pages of Kimi's size between a GPU and the host's memory, beside a plain copy of as many bytes: the floor.
+"""Copies of pages of Kimi's size between a GPU and host memory, compared with a plain copy of the same size: the floor.
 
     python -m lab.tiers_copies [--shape kimi-k2.6] [--pages 1 8 64 128] [--repeats 7]
         [--device cuda] [--save FILE]
 
-Of each number of pages, in turns: `read`, from the host's memory to their places in the pool, verified, as a job waits
-for it (`run/tiers/store.py`); `save`, out of the pool, until all is on the host and sealed; `in` and `out`, one copy of
-the same bytes between pinned memory and one piece of the GPU's, which is the floor. Medians, and the best. `parts` says
-what a thread of the host did meanwhile: of `read` the store's, of `save` who called it and then the store's, and how
-long the stream of steps waits (`until pages are free`); that saved pages may be overwritten then is proven. `device`
-takes the work apart: gathering pages, copying them, placing and adding them up, each by itself, in milliseconds of the
-host to launch it and of the device to do it. `pinning` is what new memory costs (`tiers_pinning.py`).
-`seal_bytes_per_s` is what one thread of the host adds up of a checksum: a GPU's pages are added up by the GPU. No
-weights are needed. A minute on a GPU, at most.
+For each number of pages, in rotation: `read`, from host memory to their slots in the pool, verified, as a job waits for
+it (`run/tiers/store.py`); `save`, out of the pool, until all are on the host with checksums; `in` and `out`, one copy
+of the same bytes between pinned memory and one region of the GPU's, which is the floor. Medians, and the best. `parts`
+lists the times of host threads: for `read` the store's thread, for `save` the caller and then the store's thread, and
+how long the stream of steps waits (`until pages are free`); the run verifies that saved pages may be overwritten then.
+`device` measures the pieces of work separately: gathering pages, copying them, placing them and computing checksums, in
+milliseconds of the host to launch it and of the device to do it. `pinning` is the cost of new memory
+(`tiers_pinning.py`). `seal_bytes_per_s` is the checksum rate of one host thread: for pages of a GPU the GPU computes
+checksums. No weights are needed. Takes at most a minute on a GPU.
 """
 
 import argparse
@@ -44,13 +44,13 @@ from redline.run.tiers.store import Saved, Store
 from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 from redline.worker.engine import pick_device
 
-LIMIT_S = 75.0  # for all of it; what has been measured by then is told
-WAIT_S = 20.0  # for one reading
-WARM = 2  # of each, that do not count
+LIMIT_S = 75.0  # time limit of the program; results measured by then are printed
+WAIT_S = 20.0  # timeout of one read
+WARM = 2  # warm-up runs of each
 
 
 class _Sizes(NamedTuple):
-    """What a pool of pages wants to know of a model."""
+    """The sizes of a model that a pool of pages needs."""
 
     config: K2Config
     device: torch.device
@@ -60,7 +60,8 @@ class _Sizes(NamedTuple):
 class Copies:
     """A pool of three times `most` pages, and a store for twice as many as are read or saved together.
 
-    The store has the first third for good. The second third is saved under new names each time; into the last is read.
+    The store keeps the first third for ever. The second third is saved under new names each time; reads go into the
+    last.
     """
 
     def __init__(self, config: K2Config, most: int, device: torch.device) -> None:
@@ -83,12 +84,13 @@ class Copies:
         self._piece = torch.empty(most * self.pages.size, dtype=torch.uint8, device=device)
 
     def read(self, pages: int) -> float:
-        """Seconds until so many that were saved are in their places. Raises RedlineError where not all come, or not as
-        they were."""
+        """Seconds until `pages` saved pages are in their slots. Raises RedlineError if not all arrive, or with other
+        contents.
+        """
         hashes, first = [one.hash for one in self._kept[:pages]], 2 * self.most
         began = clock.perf_counter()
         reading = self.store.hold(hashes)
-        assert reading is not None, "all pages are kept"
+        assert reading is not None, "not all pages are stored"
         self.store.read(reading, [PageId(first + page) for page in range(pages)], WAIT_S)
         reading.ended.wait(WAIT_S)
         took = clock.perf_counter() - began
@@ -100,12 +102,12 @@ class Copies:
         return took
 
     def save(self, pages: int) -> float:
-        """Seconds until so many are on the host, and sealed."""
-        self.store.save(self._kept)  # which marks them as used, so that others are given up
+        """Seconds until `pages` pages are on the host, with checksums."""
+        self.store.save(self._kept)  # marks them as used, so that others are evicted
         return self._save([Saved(self._name(), PageId(self.most + page), True, False) for page in range(pages)])
 
     def copy(self, pages: int, *, inwards: bool) -> float:
-        """Seconds of one copy of the bytes of so many pages."""
+        """Seconds of one copy of the bytes of `pages` pages."""
         host, piece = (one[: pages * self.pages.size] for one in (self._host, self._piece))
         began = clock.perf_counter()
         (piece if inwards else host).copy_(host if inwards else piece, non_blocking=True)
@@ -119,7 +121,7 @@ class Copies:
         return {part: one["ms"] for part, one in told(spans, 0.0, clock.perf_counter()).items()}
 
     def device_parts(self, pages: int) -> dict[str, tuple[float, float]]:
-        """Of each piece of the work by itself: milliseconds until the host had launched it, and of the device."""
+        """For each piece of the work alone: milliseconds until the host had launched it, and of the device."""
         size = self.pages.size
         host_PB, here_PB = (one[: pages * size].view(pages, size) for one in (self._host, self._piece))
         first = PageId(2 * self.most)
@@ -134,7 +136,8 @@ class Copies:
         def put(at: int) -> object:
             return self.pages.put(numbers(at), list(here_PB[at : at + some]), [1] * len(numbers(at)))
 
-        # Of the first and the last the copies are within the device's memory, where they take a thirtieth of the time.
+        # The copies of the first and the last piece are within the device's memory, where they take a thirtieth of the
+        # time.
         pieces: dict[str, tuple[int, Callable[[int], object]]] = {
             "gather and add up": (some, take),
             "copy out": (1, lambda at: host_PB[at].copy_(here_PB[at], non_blocking=True)),
@@ -160,7 +163,7 @@ class Copies:
         return launched_ms, took_ms
 
     def seal_bytes_per_s(self) -> float:
-        """Bytes of a page that a thread of the host adds up in a second, at best."""
+        """Bytes of a page per second for which a host thread computes the checksum, at best."""
         page = self._host[: self.pages.size]
         best = 0.0
         for _ in range(20):
@@ -170,7 +173,7 @@ class Copies:
         return best
 
     def prove(self, pages: int) -> None:
-        """Pages that are overwritten as soon as they are saved come back as they were. Raises RedlineError if not."""
+        """Check that pages overwritten directly after their save come back unchanged. Raises RedlineError if not."""
         theirs = self._bytes_LPTB[:, self.most : self.most + pages]
         were, names = theirs.clone(), [self._name() for _ in range(pages)]
         self.store.save(self._kept)
@@ -179,7 +182,7 @@ class Copies:
         theirs.zero_()
         first = 2 * self.most
         reading = self.store.hold(names)
-        assert reading is not None, "they are kept"
+        assert reading is not None, "the pages are not stored"
         self.store.read(reading, [PageId(first + page) for page in range(pages)], WAIT_S)
         reading.ended.wait(WAIT_S)
         if len(reading.kept) < pages or not torch.equal(self._bytes_LPTB[:, first : first + pages], were):
@@ -188,9 +191,9 @@ class Copies:
         self._wait()
 
     def _save(self, pages: Sequence[Saved]) -> float:
-        """Seconds until they are on the host, and sealed."""
+        """Seconds until the pages are on the host, with checksums."""
         began = clock.perf_counter()
-        with self.store.parts.of("until pages are free"):  # for what is launched on the stream of steps
+        with self.store.parts.of("until pages are free"):  # for work launched on the stream of steps
             self.store.save(pages)
             if self.device.type == "cuda":
                 torch.cuda.default_stream(self.device).synchronize()
@@ -207,7 +210,7 @@ class Copies:
 
 
 def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Of each number of pages: milliseconds, bytes/s, and how many times the floor's they took."""
+    """For each number of pages: milliseconds, bytes/s, and the ratio to the floor."""
     until, found = clock.monotonic() + LIMIT_S, list[dict[str, Any]]()
     for pages in counts:
         ways: dict[str, Callable[[], float]] = {
@@ -261,7 +264,7 @@ def measured(copies: Copies, counts: Sequence[int], repeats: int) -> list[dict[s
 
 
 def _middle(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Medians; a part that one has not took it nothing."""
+    """Medians; a missing part counts as 0."""
     names = sorted({name for each in parts for name in each})
     return {name: round(statistics.median(each.get(name, 0.0) for each in parts), 4) for name in names}
 
@@ -269,19 +272,17 @@ def _middle(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 def arguments() -> argparse.ArgumentParser:
     """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="kimi-k2.6", help="a model's sizes by name, as `redline bench decode` has")
+    parser.add_argument("--shape", default="kimi-k2.6", help="a model's sizes by name, as for `redline bench decode`")
     parser.add_argument("--pages", type=count, nargs="+", default=[1, 8, 64, 128])
     parser.add_argument("--repeats", type=count, default=7)
-    parser.add_argument(
-        "--slab", type=count, default=SLAB_BYTES, help="bytes of the memory that is pinned for `pinning`"
-    )
-    parser.add_argument("--device", default=None, help="cpu or cuda; absent: the GPU, if there is one")
+    parser.add_argument("--slab", type=count, default=SLAB_BYTES, help="bytes of memory that is pinned for `pinning`")
+    parser.add_argument("--device", default=None, help="cpu or cuda (default: the GPU, if there is one)")
     parser.add_argument("--save", type=output, default=None)
     return parser
 
 
 def main(said: Sequence[str] | None = None) -> None:
-    """Runs the program with `said` in place of the command line's words. Raises RedlineError."""
+    """Runs the program with `said` instead of the command line's words. Raises RedlineError."""
     given = arguments().parse_args(said)
     config, device = shape(given.shape), pick_device(given.device)
     began = clock.monotonic()

@@ -1,13 +1,13 @@
-"""What it takes to pin memory of the host, and what it does to who launches work meanwhile.
+"""The time to pin host memory, and its effect on a thread that launches work at the same time.
 
-Memory for pages is pinned a slab at a time while a worker serves. Of each way to have a slab: how long it takes, how
-much of that is in calls of the driver, how long it takes behind work that the device has still to do (a way that waits
-for all of it takes that long at least), and what another thread sees that launches small kernels meanwhile: its longest
-launch, and its usual one.
+Memory for pages is pinned a slab at a time while a worker serves. For each way to get a slab: how long it takes, how
+much of that is in calls of the driver, how long it takes while the device still has work to do (a way that waits for
+all of that takes at least as much time), and the launch times of another thread that launches small kernels: the
+longest, and the median.
 
-`asked`: the allocator of torch, which has the driver make it (cudaHostAlloc). `touched`: pages are written first, which
-needs no driver, and are pinned where they lie (cudaHostRegister). `huge`: the same, in pages of 2 MiB where the system
-has such. On a CPU nothing is pinned.
+`asked`: torch's allocator, with memory allocated by the driver (cudaHostAlloc). `touched`: pages are first written,
+without the driver, and then pinned in place (cudaHostRegister). `huge`: the same, in pages of 2 MiB if the system has
+them. On a CPU nothing is pinned.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from redline import clock
 
-SLABS = 6  # of each way
-BEHIND_S = 0.05  # of work, that a slab is asked for behind
-_SIDE = 4096  # of a square matrix, whose product is a piece of work
+SLABS = 6  # slabs of each way
+BEHIND_S = 0.05  # of work queued on the device before a slab is requested
+_SIDE = 4096  # of a square matrix; its product is one piece of work
 
 
 class Slab(NamedTuple):
-    """Memory, what lets it go, and how many seconds of making it were calls of the driver."""
+    """Memory, a function that releases it, and the seconds of its allocation in calls of the driver."""
 
     memory: Tensor
     close: Callable[[], object]
@@ -37,14 +37,14 @@ class Slab(NamedTuple):
 
 
 def asked(size: int, gpu: bool) -> Slab:
-    """As torch makes it."""
+    """Memory allocated by torch."""
     began = clock.perf_counter()
     memory = torch.empty(size, dtype=torch.uint8, pin_memory=gpu)
     return Slab(memory, lambda: None, clock.perf_counter() - began if gpu else 0.0)
 
 
 def touched(size: int, gpu: bool, huge: bool = False) -> Slab:
-    """Writes to memory of the system, then has it pinned. Raises RuntimeError where the driver refuses."""
+    """Writes to system memory, then pins it. Raises RuntimeError if the driver refuses."""
     mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with contextlib.suppress(OSError):
@@ -69,7 +69,7 @@ WAYS: dict[str, Way] = {"asked": asked, "touched": touched, "huge": partial(touc
 
 
 def pinned(device: torch.device, size: int, slabs: int = SLABS) -> dict[str, Any]:
-    """Milliseconds, of each way. size: bytes of a slab."""
+    """Milliseconds, for each way. size: bytes of a slab."""
     gpu, found = device.type == "cuda", dict[str, Any]()
     work = _Work(device)
     for name, way in WAYS.items():
@@ -121,12 +121,12 @@ class _Work:
             self._piece_s = clock.perf_counter() - began
 
     def launch(self, seconds: float) -> None:
-        """So much of it, about. On a CPU it is done at once."""
+        """Launch about `seconds` of work. On a CPU it is done at once."""
         for _ in range(max(1, min(1000, round(seconds / self._piece_s)))):
             torch.matmul(self._square, self._square, out=self._into)
 
     def launched_beside(self, way: Way, size: int, held: list[Slab]) -> list[float]:
-        """Seconds of each small launch while another thread makes a slab, which is added to those that are held."""
+        """Seconds of each small launch while another thread allocates a slab, which is added to `held`."""
         thread, took = threading.Thread(target=lambda: held.append(way(size, self._gpu)), daemon=True), list[float]()
         thread.start()
         while not took or thread.is_alive():
@@ -139,7 +139,7 @@ class _Work:
         return took
 
     def wait(self) -> None:
-        """Until all of it is done."""
+        """Wait until all of it is done."""
         if self._gpu:
             torch.cuda.synchronize(self._device)
 

@@ -1,8 +1,8 @@
-"""The same reading again and again: how far one differs from the next, and what of it the machine's other work does.
+"""The same read again and again: how much the reads differ, and how much of that is due to other work of the machine.
 
-Pages of a model's size are read from the host's memory into the pages of a pool, each number of pages in turn, and as
-many bytes are copied once beside. Of each reading the system tells how long its thread computed and how long it waited
-for a core (`/proc/self/task/.../schedstat`). No prediction can be nearer than the same work is to itself.
+Pages of a model's size are read from host memory into the pages of a pool, each number of pages in rotation, together
+with one copy of the same bytes. For each read the system reports how long its thread computed and how long it waited
+for a core (`/proc/self/task/.../schedstat`). No prediction can be more accurate than the same work is constant.
 """
 
 import threading
@@ -18,11 +18,11 @@ from redline.model.k2.config import K2Config
 
 PAGES = 4, 16, 64
 REPEATS = 24
-WARM = 2  # of each, that do not count
+WARM = 2  # warm-up runs of each
 
 
 class Once(NamedTuple):
-    """Milliseconds of one reading: all of it, what its thread computed, what it waited for a core, and of one copy."""
+    """Milliseconds of one read: total, computing of its thread, waiting for a core, and of one copy."""
 
     all: float
     computed: float
@@ -33,8 +33,9 @@ class Once(NamedTuple):
 def repeated(
     config: K2Config, device: torch.device, pages: Sequence[int] = PAGES, repeats: int = REPEATS
 ) -> dict[str, Any]:
-    """Of each number of pages: medians in ms, and how far single ones are off them. Raises RedlineError where pages do
-    not come back as they were."""
+    """For each number of pages: medians in ms, and the deviation of single reads from them. Raises RedlineError if
+    pages do not come back unchanged.
+    """
     copies = Copies(config, max(pages), device)
     try:
         [thread] = [one for one in threading.enumerate() if one.name == "tiers"]
@@ -54,7 +55,7 @@ def repeated(
 
 
 def _schedule(told: Path) -> tuple[float, float]:
-    """Seconds that a thread has computed, and that it has waited for a core, since it began."""
+    """Total seconds that a thread has computed, and that it has waited for a core."""
     computed, waited, _ = told.read_text().split()
     return int(computed) / 1e9, int(waited) / 1e9
 

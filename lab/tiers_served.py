@@ -1,8 +1,9 @@
-"""Conversations of several turns over HTTP, more than the prefix cache holds: host memory below it, and none.
+"""Conversations of several turns over HTTP, more than the prefix cache holds: with and without host memory as offload
+tier.
 
-Two servers of the same model stand beside each other, and each request goes to both, one after the other, so that
-whatever slows the machine slows both. A conversation's next turn comes when all others had theirs, by when the cache
-has forgotten it. The answers are compared: those of one server are those of the other.
+Two servers of the same model run side by side, and each request goes to both, one after the other, so that a
+disturbance of the machine slows both. A conversation's next turn follows after a turn of all others, by when the cache
+has evicted it. The answers of the two servers must be equal.
 """
 
 import http.client
@@ -24,9 +25,9 @@ from redline.worker.engine import kv_dtype_of
 CONVERSATIONS = 5
 FIRST, TURN = 420, 60  # words of a conversation's first message, and of each further one
 ANSWER = 16  # tokens
-OF_A_WORD = 3  # tokens, at most, with room for what a template adds
-HELD = 1.5  # conversations that the cache has room for
-LIMIT_S = 90.0  # for all turns; what was asked by then is told
+OF_A_WORD = 3  # maximum tokens per word, including the template's
+HELD = 1.5  # conversations for which the cache has room
+LIMIT_S = 90.0  # time limit of all turns; results until then are reported
 REQUEST_S = 60.0
 WORDS = ("river", "house", "sea", "mill", "bridge", "stone", "path", "wind", "rain", "tree", "bird", "hill", "field")
 
@@ -34,7 +35,7 @@ WORDS = ("river", "house", "sea", "mill", "bridge", "stone", "path", "wind", "ra
 def served_turns(folder: Path, device: str, turns: int, seed: int) -> dict[str, Any]:
     """TTFT in ms of the first turns and of the returning ones, at each server. turns: of each conversation.
 
-    Raises RedlineError where a server does not start, refuses a request, or answers as the other does not.
+    Raises RedlineError if a server does not start, refuses a request, or gives another answer than the other one.
     """
     draw, words = random.Random(seed), FIRST + turns * TURN
     longest = OF_A_WORD * words + turns * (ANSWER + 32)
@@ -91,7 +92,7 @@ def _figures(ms: Sequence[float]) -> dict[str, Any]:
 
 
 def _first_token(port: int, talk: Sequence[dict[str, str]]) -> tuple[float, str]:
-    """Milliseconds to the first token of a chat, and its answer. Raises RedlineError where it is refused."""
+    """Milliseconds to the first token of a chat, and its answer. Raises RedlineError if it is refused."""
     body = {
         "messages": list(talk),
         "max_tokens": ANSWER,
@@ -119,7 +120,7 @@ def _first_token(port: int, talk: Sequence[dict[str, str]]) -> tuple[float, str]
 
 
 def _tier_metrics(port: int) -> dict[str, float]:
-    """What the server says of its tiers, a second after the last answer, by when its worker has told."""
+    """The server's metrics of its tiers, a second after the last answer, by when its worker has published them."""
     clock.sleep(1.0)
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_S)
     try:

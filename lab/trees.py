@@ -1,7 +1,7 @@
-"""Two copies of the project beside each other: a commit or a folder becomes a tree, and a tree is served.
+"""Copies of the project for comparisons: a commit or a folder becomes a tree, and a tree is served.
 
-Of a tree nothing is used but its command line (`python -m redline`) and HTTP, so it may be of any commit. Models are
-the tree's own where it has them, otherwise those of this checkout.
+Only the command line of a tree (`python -m redline`) and HTTP are used, so it may be of any commit. Models are the
+tree's own if it has them, otherwise those of this checkout.
 """
 
 import http.client
@@ -27,23 +27,23 @@ ROOT = Path(__file__).parents[1]
 MODEL = "models/kimi-nano"
 START_S = 300.0  # seconds; a tree's kernels may have to be compiled first
 END_S = 20.0  # seconds from SIGTERM to the server's end
-KNOCK_S = 5.0  # seconds in which a server has to tell its health
-OPEN_FILES = 1024  # of the server, as a login shell gives
+KNOCK_S = 5.0  # timeout in seconds of a health check
+OPEN_FILES = 1024  # open files of the server, the limit of a login shell
 GIT_S = 60.0
 TOLD_TRACEBACKS = 4
 
 
 class Tree(NamedTuple):
-    """A copy of the project. name: as it was asked for. commit: with "+" where the folder has changes."""
+    """A copy of the project. name: as given by the user. commit: with "+" if the folder has changes."""
 
     name: str
     folder: Path
     commit: str
 
     def model(self, path: str) -> Path:
-        """The folder of a model: the tree's own, or this checkout's where the tree has none.
+        """The folder of a model: the tree's own, or this checkout's if the tree has none.
 
-        Raises ConfigError where neither has it.
+        Raises ConfigError if neither has it.
         """
         for folder in (self.folder / path, ROOT / path):
             if (folder / "config.json").exists():
@@ -58,9 +58,9 @@ class Tree(NamedTuple):
 
 @contextmanager
 def opened(names: Sequence[str]) -> Generator[list[Tree]]:
-    """The trees of commits, branches or folders. A commit's files lie in a folder of their own until the end.
+    """The trees of commits, branches or folders. A commit's files are in a temporary folder until the end.
 
-    Raises ConfigError for a name that is neither a commit nor a folder, or has no Redline in it.
+    Raises ConfigError for a name that is neither a commit nor a folder, or does not contain Redline.
     """
     with ExitStack() as stack:
         stack.enter_context(ended_by_a_signal())
@@ -88,7 +88,7 @@ def _tree(name: str) -> Generator[Tree]:
 
 
 def _checked(tree: Tree) -> Tree:
-    """The tree, once Python has said that it is the tree's code which runs there, and no installed copy."""
+    """The tree, after a check that Python imports the tree's code, and not an installed copy."""
     if not (tree.folder / "redline" / "__main__.py").is_file():
         raise ConfigError(f"{tree.name}: no copy of Redline (redline/__main__.py is missing)")
     told = subprocess.run(
@@ -106,7 +106,7 @@ def _checked(tree: Tree) -> Tree:
 
 
 def _commit(name: str) -> str:
-    """The short hash, or nothing where the name is no commit of this repository."""
+    """The short hash, or empty if the name is not a commit of this repository."""
     try:
         return _git("rev-parse", "--short", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     except ConfigError:
@@ -114,7 +114,9 @@ def _commit(name: str) -> str:
 
 
 def _git(*arguments: str, tree: Path | None = None) -> str:
-    """What git says of a folder, or of this checkout. Raises ConfigError where it fails, or takes longer than GIT_S."""
+    """The output of git for a folder, or for this checkout. Raises ConfigError if it fails, or takes
+    longer than GIT_S.
+    """
     command = ["git", "-C", str(tree or ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S)
@@ -126,9 +128,9 @@ def _git(*arguments: str, tree: Path | None = None) -> str:
 
 
 def commit_of(tree: Path) -> str:
-    """The short hash of a folder's HEAD, with "+" where it has changes; "unknown" where git cannot tell.
+    """The short hash of a folder's HEAD, with "+" if it has changes; "unknown" if git fails.
 
-    REDLINE_COMMIT in the environment stands in its place.
+    REDLINE_COMMIT in the environment replaces it.
     """
     if told := told_commit():
         return told
@@ -141,7 +143,7 @@ def commit_of(tree: Path) -> str:
 
 @contextmanager
 def ended_by_a_signal() -> Generator[None]:
-    """SIGTERM and SIGHUP unwind, so that neither a server nor a folder stays behind."""
+    """SIGTERM and SIGHUP raise an exception, so that servers and folders are cleaned up."""
 
     def unwind(number: int, _: object) -> NoReturn:
         sys.exit(128 + number)
@@ -158,9 +160,9 @@ def ended_by_a_signal() -> Generator[None]:
 
 
 class End(NamedTuple):
-    """How a server ended. seconds: from SIGTERM on. code: its exit status; None where it had to be killed.
+    """How a server ended. seconds: since SIGTERM. code: its exit status; None if it had to be killed.
 
-    tracebacks: how many its output has. first_tracebacks: the first few, with the lines about them.
+    tracebacks: how many its output has. first_tracebacks: the first few, with the lines around them.
     """
 
     seconds: float
@@ -171,7 +173,7 @@ class End(NamedTuple):
 
 
 class Server:
-    """`redline serve` of a tree, in a process group of its own, and what it says."""
+    """`redline serve` of a tree, in its own process group, and its output."""
 
     def __init__(
         self,
@@ -181,9 +183,9 @@ class Server:
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the process, and does not wait for it. folder: for a file of what the server says.
+        """Starts the process, and does not wait for it. folder: for a file of the server's output.
 
-        environment: beside the tree's.
+        environment: in addition to the tree's.
         """
         self.tree = tree
         self.port = free_port()
@@ -202,13 +204,13 @@ class Server:
 
     @property
     def said(self) -> str:
-        """All that the server has written so far, stdout and stderr together."""
+        """All output of the server so far, stdout and stderr together."""
         return self._said.read_text(errors="replace")
 
     def until_ready(self) -> int:
         """The port, once the model answers.
 
-        Raises RedlineError with what the server said, where it ends before that or is not ready after START_S.
+        Raises RedlineError with the server's output if it ends before that or is not ready after START_S.
         """
         deadline = clock.monotonic() + START_S
         while self.process.poll() is None and clock.monotonic() < deadline:
@@ -218,7 +220,7 @@ class Server:
         raise RedlineError(f"the server of {self.tree.name} did not start: {self.said.strip()[-2000:]}")
 
     def check(self) -> None:
-        """Raises RedlineError where the server has ended by itself."""
+        """Raises RedlineError if the server has ended by itself."""
         if self.process.poll() is not None:
             raise RedlineError(
                 f"the server of {self.tree.name} has ended with status {self.process.returncode}: "
@@ -229,13 +231,13 @@ class Server:
     def worker(self) -> int:
         """The process id of the server's first child.
 
-        Raises IndexError where it has none, and OSError where it has ended.
+        Raises IndexError if it has none, and OSError if it has ended.
         """
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0])
 
     def stop(self) -> End:
-        """Asks the server to end (SIGTERM), and kills it after twice END_S; returns how it went."""
+        """Asks the server to end (SIGTERM), and kills it after twice END_S; returns the outcome."""
         began = clock.monotonic()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -250,7 +252,7 @@ class Server:
         return End(round(took, 1), code, len(found), first, said[-2000:])
 
     def close(self) -> None:
-        """Kills the server and its children where it still runs, and waits for it."""
+        """Kills the server and its children if it still runs, and waits for it."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -260,7 +262,7 @@ class Server:
 def served(trees: Sequence[Tree], arguments: Sequence[Sequence[str]]) -> Generator[list[Server]]:
     """A server of each tree with its arguments, all of them ready. They start together, and are killed at the end.
 
-    Raises RedlineError where one does not start.
+    Raises RedlineError if one does not start.
     """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="redline-said-")))
@@ -274,7 +276,7 @@ def served(trees: Sequence[Tree], arguments: Sequence[Sequence[str]]) -> Generat
 
 
 def is_healthy(port: int) -> bool:
-    """Whether the server on this port of loopback says that it is ready."""
+    """Whether the server on this port of loopback reports that it is ready."""
     link = http.client.HTTPConnection("127.0.0.1", port, timeout=KNOCK_S)
     try:
         link.request("GET", "/health")
@@ -286,12 +288,12 @@ def is_healthy(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 on which nobody listens at this moment."""
+    """A port of 127.0.0.1 without a listener at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def hard_limit() -> int:
-    """How many files a process may open at most, whatever it sets itself."""
+    """The hard limit of open files of a process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -1,16 +1,16 @@
-"""Our client and vLLM's own against the same server: do their figures agree, and whose is nearer the truth?
+"""Our client and vLLM's own on the same server: whether their figures agree, and which is nearer the truth.
 
     python -m lab.two_clients --vllm-python PYTHON [--rounds 3] [--served models/kimi-nano] [--save FILE]
 
-PYTHON has vLLM; only its `vllm bench serve` runs. Both ask the same prompts, in rounds that alternate which of them
-begins. What is compared is the median over rounds of each round's ratio, ours by theirs, so that what slows a whole
+PYTHON has vLLM; only its `vllm bench serve` runs. Both send the same prompts, in rounds that alternate which of them
+begins. The result is the median over rounds of each round's ratio, ours to theirs, so that a disturbance of a whole
 round slows both. Every figure here is a time or a rate that vLLM gives under the same key.
 
-The first server is the scripted one, whose delays are known and which logs what it really did: each client's TTFT is
-held against that log. vLLM's client counts from when it takes a request up, so that is compared with ours from the same
-moment (`Answer.taken`); what it does between then and the server's receipt, opening a connection for each request, and
-between the event's departure and its own stamp, is in its TTFT and in no server. The second, with --served, is
-`redline serve` on one core, with the clients on another.
+The first server is the scripted one, with known delays and a log of its actual times: each client's TTFT is compared
+with that log. vLLM's client counts from the time when it takes up a request, so that is compared with ours from the
+same moment (`Answer.taken`); its time until the server's receipt, opening a connection for each request, and its time
+between the event's departure and its own time stamp, are part of its TTFT and of no server's. The second, with
+--served, is `redline serve` on one core, with the clients on another.
 """
 
 import argparse
@@ -42,8 +42,8 @@ HELD = (
 KEYS = (*TTFT, "mean_itl_ms", "median_itl_ms", *HELD)
 SCRIPT = Script(first_s=0.1, gaps_s=(0.02,))
 LIMIT = 0.02
-TTFT_MS = 3.0  # by which TTFT may lie apart in any case: what vLLM's client adds to 100 ms
-LOG_MS = 0.5  # by which ours may lie from what the server logged
+TTFT_MS = 3.0  # permitted difference of TTFT in any case: the time that vLLM's client adds to 100 ms
+LOG_MS = 0.5  # permitted difference of ours from the server's log
 CLIENT_S = 300
 TOKENIZER = Path(__file__).parents[1] / "models" / "kimi-nano"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_TARGET_DEVICE": "cpu"}
@@ -51,7 +51,7 @@ OURS = (sys.executable, "-m", "redline")
 
 
 class Size(NamedTuple):
-    """What is asked in a run: so many prompts, at once, and tokens of each answer."""
+    """The size of a run: number of prompts, concurrent streams, and tokens of each answer."""
 
     prompts: int
     streams: int
@@ -59,19 +59,21 @@ class Size(NamedTuple):
 
 
 SCRIPTED = Size(prompts=32, streams=4, tokens=64)
-# One stream: with several, when a client sends decides which requests a step computes together, and clients differ in
+# One stream: with several, the time at which a client sends determines which requests a step computes together, and
+# clients differ in that. Long answers: vLLM's client takes milliseconds to send a request, which are a part of E2EL and
+# throughput.
 # that. Long answers: vLLM's client takes milliseconds to send a request, which are a part of E2EL and throughput.
 SERVED = Size(prompts=8, streams=1, tokens=256)
 
 Figures = dict[str, float]
-Round = dict[str, Figures]  # of `ours` and of `theirs`
+Round = dict[str, Figures]  # {client: figures}, `ours` and `theirs`
 
 
 class Asked(NamedTuple):
-    """What one run found. figures: KEYS. taken_ttfts: ms of each request since the client took it up.
+    """The results of one run. figures: KEYS. taken_ttfts: ms of each request since the client took it up.
 
-    sent_ttfts: since its first byte, which vLLM's client does not say. starts: when it was taken up, seconds on the
-    server's clock, where the client says so.
+    sent_ttfts: since its first byte, which vLLM's client does not report. starts: when it was taken up, seconds on the
+    server's clock, if the client reports it.
     """
 
     figures: Figures
@@ -81,7 +83,7 @@ class Asked(NamedTuple):
 
 
 def prompts(folder: Path, number: int) -> Path:
-    """A file of so many prompts, as both clients read a custom dataset."""
+    """A file of `number` prompts, in the format of a custom dataset for both clients."""
     path = folder / "prompts.jsonl"
     lines = (json.dumps({"prompt": f"Question {i}: what is {i} times {i + 7}?"}) for i in range(number))
     path.write_text("\n".join(lines) + "\n")
@@ -93,7 +95,7 @@ def ask(
 ) -> Asked:
     """One run. client: the words before `bench serve`; more: flags of this run alone.
 
-    Raises RedlineError where it fails or loses answers.
+    Raises RedlineError if it fails or loses answers.
     """
     command = [
         *(*client, "bench", "serve", "--base-url", url, "--model", model, "--tokenizer", str(TOKENIZER)),
@@ -101,7 +103,7 @@ def ask(
         *("--dataset-path", str(dataset), "--custom-output-len", str(size.tokens), "--disable-shuffle"),
         *("--num-prompts", str(size.prompts), "--max-concurrency", str(size.streams), "--disable-tqdm"),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result", "--save-detailed"),
-        "--skip-chat-template",  # theirs puts one around a custom prompt
+        "--skip-chat-template",  # their client adds one to a custom prompt
         *("--result-dir", str(result.parent), "--result-filename", result.name, *more),
     ]
     ran = subprocess.run(command, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=CLIENT_S)
@@ -126,7 +128,7 @@ def compare(rounds: Sequence[Mapping[str, Mapping[str, float]]], keys: Sequence[
 
 
 def too_far(rounds: Sequence[Mapping[str, Mapping[str, float]]], keys: Sequence[str]) -> list[str]:
-    """Which of `keys` lie further apart than they may: LIMIT, or TTFT_MS for TTFT where that is more."""
+    """Those of `keys` that differ by more than permitted: LIMIT, or TTFT_MS for TTFT if that is more."""
     found = [key for key, share in compare(rounds, keys).items() if abs(share) > LIMIT]
     return [key for key in found if key not in TTFT or abs(_apart_ms(rounds, key)) > TTFT_MS]
 
@@ -136,11 +138,11 @@ def _apart_ms(rounds: Sequence[Mapping[str, Mapping[str, float]]], key: str) -> 
 
 
 def beside_log(asked: Asked, rows: Sequence[Logged]) -> Figures:
-    """ms by which a client's TTFT is more than the server's own, from its receipt of a request to the first event.
+    """ms by which a client's TTFT exceeds the server's own, from its receipt of a request to the first event.
 
-    Means and medians of a whole run, so that nobody has to say which row is which request. sent: of what the client
-    counts from its first byte on. before and after: of a client that says when it took requests up, how much of it
-    passed before the server had them, and how much after the event had left.
+    Means and medians of a whole run, so that rows and requests need not be matched. sent: counted from the client's
+    first byte. before and after: for a client that reports when it took requests up, the time until the server had
+    them, and the time after the event had left.
     """
     log = [(row.events[0] - row.received) * 1000 for row in rows]
     found = {"server_median_ms": statistics.median(log)}
@@ -158,7 +160,7 @@ def beside_log(asked: Asked, rows: Sequence[Logged]) -> Figures:
 
 
 def pair(number: int, vllm_python: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Who asks first in a round, and who then, each with the words of its command."""
+    """The clients of a round in their order, each with the words of its command."""
     order = (("ours", OURS), ("theirs", (str(vllm_python), "-m", "vllm.entrypoints.cli.main")))
     return order if number % 2 == 0 else order[::-1]
 
@@ -166,7 +168,7 @@ def pair(number: int, vllm_python: Path) -> tuple[tuple[str, tuple[str, ...]], .
 def measure(vllm_python: Path, count_rounds: int) -> tuple[list[Round], list[Round]]:
     """On the scripted server: figures of every round, TTFT from when a request was taken up; and `beside_log` of each.
 
-    Raises RedlineError where a client fails.
+    Raises RedlineError if a client fails.
     """
     found: list[Round] = []
     logs: list[Round] = []
@@ -179,7 +181,7 @@ def measure(vllm_python: Path, count_rounds: int) -> tuple[list[Round], list[Rou
                 asked = ask(how, server.url, MODEL, SCRIPTED, dataset, Path(name) / f"{who}-{number}.json", ())
                 log[who] = beside_log(
                     asked, server.log().requests[-SCRIPTED.prompts :]
-                )  # theirs asks once before it counts
+                )  # their client sends one request before the measurement
                 mean, median = statistics.fmean(asked.taken_ttfts), statistics.median(asked.taken_ttfts)
                 figures[who] = asked.figures | dict(zip(TTFT, (mean, median), strict=True))
             found.append(figures)
@@ -190,7 +192,7 @@ def measure(vllm_python: Path, count_rounds: int) -> tuple[list[Round], list[Rou
 def measure_served(vllm_python: Path, count_rounds: int, folder: Path) -> list[Round]:
     """On `redline serve` of a model, greedy and of one length: figures of every round.
 
-    Raises RedlineError where the server or a client fails.
+    Raises RedlineError if the server or a client fails.
     """
     more = ("--temperature", "0", "--ignore-eos")
     serve = (*OURS, "serve", str(folder), "--served-model-name", NAME, "--log-level", "warning")
@@ -212,7 +214,7 @@ def measure_served(vllm_python: Path, count_rounds: int, folder: Path) -> list[R
 
 @contextmanager
 def on(cores: Sequence[int]) -> Generator[None]:
-    """This process, and what it starts meanwhile, run on these cores alone."""
+    """This process, and processes started in this context, run on these cores alone."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -222,11 +224,11 @@ def on(cores: Sequence[int]) -> Generator[None]:
 
 
 def main() -> int:
-    """Measures, says, saves; 1 where a figure is further apart than it may be."""
+    """Measures, prints, saves; 1 if a figure differs by more than permitted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", type=Path, required=True)
     parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--served", type=Path, help="a model's folder: ask `redline serve` too")
+    parser.add_argument("--served", type=Path, help="a model's folder: measure `redline serve` too")
     parser.add_argument("--served-rounds", type=count, default=7)
     parser.add_argument("--save", type=output)
     arguments = parser.parse_args()
@@ -269,7 +271,9 @@ def say(rounds: Sequence[Round], keys: Sequence[str]) -> None:
 
 
 def off_the_log(logs: Sequence[Round]) -> bool:
-    """Whether our own TTFT lies further than LOG_MS from the server's log: by medians, as a mean has every hiccup."""
+    """Whether our own TTFT differs from the server's log by more than LOG_MS: by medians, since a mean includes every
+    outlier.
+    """
     return abs(_median(logs, "ours", "sent_median_ms")) > LOG_MS
 
 

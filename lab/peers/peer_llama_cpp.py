@@ -1,16 +1,16 @@
-"""The peer: llama.cpp on a GGUF, through llama-cpp-python's own bindings, timed in a process of its own.
+"""The peer: llama.cpp on a GGUF, through llama-cpp-python's own bindings, timed in a separate process.
 
     PYTHON lab/peers/peer_llama_cpp.py FOLDER
 
-PYTHON has llama-cpp-python, and needs nothing of Redline. FOLDER has a file for each way in which matrices other than
-routed experts are stored: q4_0.gguf and so on (to_gguf.py). Like peer_transformers.py it reads one task per line
+PYTHON has llama-cpp-python, and needs nothing of Redline. FOLDER has a file for each format in which matrices other
+than routed experts are stored: q4_0.gguf and so on (to_gguf.py). Like peer_transformers.py it reads one task per line
 as JSON from stdin and writes one JSON line for each:
 
     {"way": {...}, "prompts": [[1, 2, ...]], "new": 64}       -> {"first_s": ..., "rest_s": ...}
     {"way": {...}, "prompts": [[1, 2, ...]], "logits": FILE}  -> {}, and FILE holds float32 [all tokens, vocabulary]
 
-The decoding loop is the plainest that the library allows: one batch that is filled in place, logits read where they
-lie, the largest one taken.
+The decoding loop is the simplest that the library allows: one batch that is filled in place, logits read without a
+copy, the largest one taken.
 """
 
 import json
@@ -26,7 +26,7 @@ import numpy as np
 from redline import clock
 
 CHUNK = 512  # tokens of a prompt that are computed at once: llama.cpp's own default
-CELLS = 256  # the room of a cache is a multiple of so many tokens
+CELLS = 256  # the size of a cache is a multiple of this number of tokens
 
 
 class Way(NamedTuple):
@@ -43,9 +43,9 @@ def ways(threads: int, dense: str) -> list[Way]:
 
 
 class Context:
-    """`rows` prompts of `prompt` tokens at once, with room for `room` tokens in each one's cache.
+    """`rows` prompts of `prompt` tokens at once, with `room` tokens in each one's cache.
 
-    Raises AssertionError where llama.cpp makes no context.
+    Raises AssertionError if llama.cpp fails to create a context.
     """
 
     def __init__(self, llama: Any, model: Any, way: Way, rows: int, prompt: int, room: int) -> None:
@@ -57,7 +57,7 @@ class Context:
         self._llama, self._rows, self._prompt = llama, rows, prompt
         self._vocabulary = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
         self._context = llama.llama_init_from_model(model, values)
-        assert self._context, f"llama.cpp made no context for {way}"
+        assert self._context, f"llama.cpp created no context for {way}"
         self._memory = llama.llama_get_memory(self._context)
         self._batch = llama.llama_batch_init(rows * prompt, 0, 1)
 
@@ -65,7 +65,7 @@ class Context:
         """Greedy, `new` tokens for every prompt, never ending early.
 
         Returns first_s, the seconds until the first new token of every row, and rest_s, those of the other new tokens.
-        Raises AssertionError for another number of prompts than `rows`, or where llama_decode fails.
+        Raises AssertionError for another number of prompts than `rows`, or if llama_decode fails.
         """
         self._llama.llama_memory_clear(self._memory, False)
         wanted = self._fill(prompts, every=False)
@@ -83,12 +83,14 @@ class Context:
         return {"first_s": first - start, "rest_s": clock.perf_counter() - first}
 
     def logits(self, prompt: list[int]) -> Any:
-        """float32 [tokens, vocabulary] of one prompt, as an array of its own."""
+        """float32 [tokens, vocabulary] of one prompt, as a copy."""
         self._llama.llama_memory_clear(self._memory, False)
         return self._logits(self._fill([prompt], every=True)).copy()
 
     def _fill(self, prompts: list[list[int]], every: bool) -> int:
-        """Puts prompts into the batch, and asks for logits of each one's last token, or of all; returns how many."""
+        """Puts prompts into the batch, and requests logits of each one's last token, or of all tokens; returns their
+        number.
+        """
         assert len(prompts) == self._rows
         batch = self._batch
         batch.n_tokens = self._rows * self._prompt
@@ -100,9 +102,11 @@ class Context:
         return batch.n_tokens if every else self._rows
 
     def _logits(self, count: int) -> Any:
-        """Computes the batch: float32 [count, vocabulary], a view of llama.cpp's own, good until the next call."""
+        """Computes the batch: float32 [count, vocabulary], a view of llama.cpp's own memory, valid
+        until the next call.
+        """
         status = self._llama.llama_decode(self._context, self._batch)
-        assert status == 0, f"llama_decode gave {status}"
+        assert status == 0, f"llama_decode returned {status}"
         return np.ctypeslib.as_array(self._llama.llama_get_logits(self._context), (count, self._vocabulary))
 
     def close(self) -> None:
@@ -112,13 +116,13 @@ class Context:
 
 
 def _nothing(level: int, text: bytes, data: Any) -> None:
-    """Takes llama.cpp's log, and drops it."""
+    """Receives llama.cpp's log, and drops it."""
 
 
 def serve(folder: Path) -> None:
     """Answers tasks until stdin ends. folder: of the GGUF files.
 
-    Raises AssertionError where llama.cpp cannot load one.
+    Raises AssertionError if llama.cpp cannot load one.
     """
     llama = import_module("llama_cpp.llama_cpp")
     quiet = llama.llama_log_callback(_nothing)
@@ -133,7 +137,7 @@ def serve(folder: Path) -> None:
         assert loaded, f"llama.cpp does not load {folder / dense}.gguf"
         return loaded
 
-    held: dict[tuple[Any, ...], Context] = {}  # the last one: another task of the same kind finds it warm
+    held: dict[tuple[Any, ...], Context] = {}  # only the last one is kept: another task of the same kind finds it warm
 
     def context(way: Way, rows: int, prompt: int, room: int) -> Context:
         kind = (way, rows, prompt, room)

@@ -1,10 +1,10 @@
-"""The peer: transformers' `generate` on the dequantised weights, timed in a process of its own.
+"""The peer: transformers' `generate` on the dequantised weights, timed in a separate process.
 
     python -m lab.peers.peer_transformers FOLDER
 
 reads one task per line as JSON from stdin and writes one JSON line of seconds for each, so that a benchmark can
-alternate between it and us without the two ever sharing threads. A task is {"way": {...}, "prompts": [[1, 2, ...]],
-"new": 64}; a way is dtype, experts and threads, and the benchmark finds out which is the fastest.
+alternate between it and us, without the two sharing threads. A task is {"way": {...}, "prompts": [[1, 2, ...]], "new":
+64}; a way is dtype, experts and threads, and the benchmark determines the fastest one.
 """
 
 import json
@@ -64,7 +64,7 @@ def run(model: Any, prompts: list[list[int]], new: int) -> Times:
 def serve(folder: Path) -> None:
     """Answers tasks until stdin ends.
 
-    folder: of the checkpoint; its weights are kept once for each dtype that was asked for.
+    folder: of the checkpoint; its weights are kept once for each dtype that was requested.
     """
 
     @cache
@@ -84,7 +84,7 @@ def _clock() -> Any:
     from transformers import StoppingCriteria
 
     class Clock(StoppingCriteria):
-        """Notes when each token has been chosen; stops nothing."""
+        """Records the time at which each token was chosen; stops nothing."""
 
         def __init__(self) -> None:
             self.ticks: list[float] = []

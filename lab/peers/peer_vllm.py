@@ -1,4 +1,4 @@
-"""The peer: vLLM at Kimi K2's sizes with few layers and dummy weights, timed in a process of its own.
+"""The peer: vLLM at Kimi K2's sizes with few layers and dummy weights, timed in a separate process.
 
     PYTHON lab/peers/peer_vllm.py TASK
 
@@ -7,7 +7,7 @@ PYTHON has vLLM (0.33 or newer), and needs nothing of Redline. TASK is JSON: {"l
 prints one JSON line for each figure:
 
     {"vllm": "0.33.0", "gpu": "NVIDIA H200"}
-    {"rows": 8, "ms": 3.07}                    a step, or a round where drafts are asked for
+    {"rows": 8, "ms": 3.07}                    a step, or a round if there are drafts
     {"prompt": 8192, "ms": 96.8}               a prompt alone, one token out
     {"rows": 8, "experts": 59.6}               distinct experts of a layer and step, if eager
 
@@ -28,7 +28,7 @@ from typing import Any
 
 OUT = 128  # tokens of a timed answer
 TRIES = 3
-QUIET = {  # nothing leaves the machine, and kernels are those that vLLM takes by itself on one host
+QUIET = {  # no network access, and the kernels that vLLM chooses by default on one host
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -40,7 +40,7 @@ class Spread:
     """Mixed into vLLM's worker (`worker_extension_cls`)."""
 
     def spread(self) -> None:
-        """Weights with which tokens reach all experts alike."""
+        """Set weights with which tokens are routed uniformly to all experts."""
         import torch
 
         with torch.no_grad():
@@ -59,7 +59,7 @@ class Spread:
                     weight.random_(codes.min, codes.max, generator=draw)
 
     def watch(self, chosen: int) -> None:
-        """From now on count the distinct experts of each layer's step; the model has to run eagerly."""
+        """Count the distinct experts of each layer's step from now on; the model must run eagerly."""
         self._distinct: list[int] = []
 
         def look(_module: object, _inputs: object, output: Any) -> None:
@@ -71,7 +71,7 @@ class Spread:
                 module.register_forward_hook(look)
 
     def counted(self) -> list[int]:
-        """What was counted since the last call."""
+        """The counts since the last call."""
         counted, self._distinct = self._distinct, []
         return counted
 
@@ -80,14 +80,14 @@ class Spread:
 
 
 def main() -> None:
-    """Times what the task asks for."""
+    """Times the figures of the task."""
     task = json.loads(sys.argv[1])
     here = str(Path(__file__).parent)
     os.environ.update(QUIET, PYTHONPATH=os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
     sys.path.insert(0, here)
     import torch
 
-    vllm = import_module("vllm")  # no part of what Redline is installed with
+    vllm = import_module("vllm")  # not a dependency of Redline
 
     tell(vllm=vllm.__version__, gpu=torch.cuda.get_device_name())
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +139,7 @@ def run(vllm: Any, task: dict[str, Any], folder: Path) -> None:
             answers(prompts[:rows], 20)
             counted = model.collective_rpc("counted")[0]
             tell(rows=rows, experts=statistics.mean(counted[len(counted) // 4 :]))
-            return  # hooks stay: one number of rows for each process
+            return  # hooks stay installed: one number of rows for each process
         times = [each_ms(answers(prompts[:rows], OUT)) for _ in range(TRIES)]
         tell(rows=rows, ms=statistics.median(times) * (task["accepted"] if drafts else 1))
     if task["prompt"] and not drafts:
@@ -153,7 +153,7 @@ def run(vllm: Any, task: dict[str, Any], folder: Path) -> None:
 
 
 def each_ms(answers: list[Any]) -> float:
-    """Milliseconds of a token, by the engine's own clock: the host that reads the answers is not in it."""
+    """Milliseconds per token, by the engine's own clock: without the time of the host that reads the answers."""
     spans = [
         1e3 * (one.metrics.last_token_ts - one.metrics.first_token_ts) / (len(one.outputs[0].token_ids) - 1)
         for one in answers
@@ -169,7 +169,7 @@ def written(folder: Path, config: dict[str, Any]) -> str:
 
 
 def tell(**figure: Any) -> None:
-    """One line for whoever started this."""
+    """Print one JSON line."""
     print(json.dumps(figure), flush=True)
 
 

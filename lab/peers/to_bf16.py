@@ -2,9 +2,9 @@
 
     python -m lab.peers.to_bf16 models/kimi-nano FOLDER
 
-vLLM's CPU build is one: its experts in 4 bits are those of AWQ and GPTQ, not of compressed-tensors. An INT4 code times
-its scale has up to eleven significant bits, of which bf16 keeps eight. The folder gets config.json, the weights in one
-file, and the vocabulary's files as they are.
+vLLM's CPU build is one: its 4-bit experts are those of AWQ and GPTQ, not of compressed-tensors. The product of an INT4
+code and its scale has up to eleven significant bits, of which bf16 keeps eight. The folder gets config.json, the
+weights in one file, and the unchanged vocabulary files.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from lab.program import program
 from redline.model.k2.checkpoint import Checkpoint, Projection, weights
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
-# transformers does not write these two, and vLLM reads them: without them it routes by softmax.
+# transformers does not write these two keys, but vLLM reads them: without them it routes by softmax.
 ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 PROJECTIONS: dict[str, Projection] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Writes the checkpoint in `folder` to the folder `out`, which is made.
+    """Writes the checkpoint in `folder` to the folder `out`, which is created.
 
     Raises CheckpointError if the checkpoint is broken.
     """
@@ -43,7 +43,7 @@ def convert(folder: Path, out: Path) -> None:
 
 
 def config(folder: Path) -> dict[str, Any]:
-    """What config.json says of the text model, as DeepSeek-V3's and without quantisation."""
+    """The text model's settings of config.json, as DeepSeek-V3's and without quantisation."""
     top = json.loads((folder / "config.json").read_text())
     text: dict[str, Any] = top.get("text_config", top)
     kept = {key: value for key, value in text.items() if key != "quantization_config"}
@@ -55,7 +55,7 @@ def _name(logical: str) -> str:
 
 
 def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
-    """bf16, but for the correction biases of routers, which are float32 as stored."""
+    """bf16, except for the correction biases of routers, which are float32 as stored."""
     match name.split("."):
         case ["layers", layer, "mlp", "experts", expert, matrix, "weight"]:
             stored = checkpoint.expert(int(layer), int(expert), PROJECTIONS[matrix])
@@ -66,7 +66,7 @@ def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def main() -> None:
-    """Writes the folder that the command line names."""
+    """Writes the folder named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)

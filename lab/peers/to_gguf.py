@@ -1,24 +1,24 @@
-"""A K2 checkpoint as a GGUF of architecture `deepseek2`, so that llama.cpp can be measured beside us on the same model.
+"""A K2 checkpoint as a GGUF of architecture `deepseek2`, so that llama.cpp can be measured on the same model.
 
     python -m lab.peers.to_gguf models/kimi-nano FOLDER [--dense q4_0] [--vocabulary] [--check ...]
 
 writes FOLDER/q4_0.gguf, and so on for each `--dense`.
 
-Routed experts become Q4_0 without being quantised again: blocks of 32, codes 0..15 less 8, one scale, as compressed-
-tensors has them, but for the scale, which is bf16 there and fp16 here (exact from 2^-14 to 65504, where a trained scale
-lies). Every other matrix is rounded to `--dense`: q4_0 with a head of q8_0, as llama.cpp's own quantiser makes a Q4_0
+Routed experts become Q4_0 without being quantised again: blocks of 32, codes 0..15 minus 8, one scale, as in
+compressed-tensors, except that the scale is bf16 there and fp16 here (exact from 2^-14 to 65504, the range of trained
+scales). Every other matrix is rounded to `--dense`: q4_0 with a head of q8_0, as llama.cpp's own quantiser makes a Q4_0
 file of these widths; or q8_0, or bf16 as in the checkpoint. Norms, routers and their biases are float32. f32 is for
-`--check`: everything dequantised, experts too, so that what is left of a difference is not rounding of weights.
+`--check`: all weights dequantised, including experts, so that remaining differences are not due to rounding of weights.
 
-Attention is stored split, for the latent form: the keys' half of kv_b transposed (`attn_k_b`), the values' as it is
-(`attn_v_b`). Rope pairs are interleaved on both sides. There is no vocabulary, where what is measured are token ids;
-with `--vocabulary`, which a server needs to answer in text, it is that of tokenizer.json.
+Attention is stored split, for the latent form: the keys' half of kv_b transposed (`attn_k_b`), the values' unchanged
+(`attn_v_b`). Rope pairs are interleaved on both sides. There is no vocabulary by default, since measurements use token
+ids; `--vocabulary`, which a server needs to answer in text, adds that of tokenizer.json.
 
 The container (version 3, github.com/ggml-org/ggml/blob/master/docs/gguf.md) is written here; it is built in memory.
 
 --check prints, for real prompts with their greedy answers and for all of them as one long context, how often
-llama.cpp's most likely token is transformers' (float32, dequantised weights), and how far logits are apart. What
-llama.cpp rounds in any case: cache rows to fp16, and beside Q4_0 and Q8_0 weights the activations to 8 bits.
+llama.cpp's most likely token is transformers' (float32, dequantised weights), and the differences of logits. llama.cpp
+rounds in any case: cache rows to fp16, and the activations multiplied with Q4_0 and Q8_0 weights to 8 bits.
 """
 
 import argparse
@@ -58,7 +58,7 @@ Value = bool | int | float | str | list[str] | list[int]
 
 
 class Kind(NamedTuple):
-    """A type of ggml's: its number, and that of a file whose tensors are mostly of it (llama.h's llama_ftype)."""
+    """A type of ggml: its number, and the number of a file of mostly this type (llama.h's llama_ftype)."""
 
     number: int
     file: int
@@ -68,7 +68,7 @@ KINDS = {"f32": Kind(0, 0), "q4_0": Kind(2, 2), "q8_0": Kind(8, 7), "bf16": Kind
 
 
 class Stored(NamedTuple):
-    """A tensor of the file. kind: a key of KINDS. shape: as torch has it, [..., out, in].
+    """A tensor of the file. kind: a key of KINDS. shape: in torch's order, [..., out, in].
 
     data: its bytes in ggml's layout.
     """
@@ -80,7 +80,7 @@ class Stored(NamedTuple):
 
 
 def convert(folder: Path, out: Path, dense: str = "q4_0", *, words: bool = False) -> None:
-    """Writes the checkpoint in `folder` to `out`. dense: the type of all matrices but routed experts, one of DENSE.
+    """Writes the checkpoint in `folder` to `out`. dense: the type of all matrices except routed experts, one of DENSE.
 
     With f32 the experts have that type too. words: with the vocabulary of tokenizer.json. Raises CheckpointError if the
     checkpoint is broken, or beyond what llama.cpp's deepseek2 computes.
@@ -91,9 +91,10 @@ def convert(folder: Path, out: Path, dense: str = "q4_0", *, words: bool = False
 
 
 def metadata(config: K2Config, dense: str) -> dict[str, Value]:
-    """What llama.cpp's loader reads, under its names. Latent attention counts as one key head, a cache row wide.
+    """The metadata that llama.cpp's loader reads, under its names. Latent attention counts as one key head of a cache
+    row's width.
 
-    Raises CheckpointError where YaRN has two different mscales, of which deepseek2 knows one.
+    Raises CheckpointError if YaRN has two different mscales, of which deepseek2 supports one.
     """
     yarn = config.yarn
     if yarn is not None and yarn.mscale != yarn.mscale_all_dim:
@@ -148,7 +149,7 @@ def metadata(config: K2Config, dense: str) -> dict[str, Value]:
 def vocabulary(folder: Path) -> dict[str, Value]:
     """The vocabulary of `folder`/tokenizer.json under llama.cpp's names. Its control tokens end no answer.
 
-    Raises CheckpointError where the file is missing, or its ids are not 0, 1, 2 and so on.
+    Raises CheckpointError if the file is missing, or its ids are not 0, 1, 2 and so on.
     """
     path = folder / "tokenizer.json"
     if not path.exists():
@@ -224,7 +225,7 @@ def tensors(checkpoint: Checkpoint, dense: str) -> Iterator[Stored]:
 def pack(weight: Tensor | Int4, kind: str) -> bytes:
     """A tensor [..., K] in ggml's layout of `kind`. In q4_0 an Int4 keeps its codes. Blocks need K divisible by 32.
 
-    Raises ValueError for a kind that is none of DENSE.
+    Raises ValueError for a kind not in DENSE.
     """
     if kind == "q4_0":
         return _bytes(q4_0(weight) if isinstance(weight, Int4) else q4_0_of(weight))
@@ -241,13 +242,17 @@ def pack(weight: Tensor | Int4, kind: str) -> bytes:
 
 
 def q4_0(weight: Int4) -> Tensor:
-    """uint8 [..., K / 32, 18]: the scale in fp16, then 16 bytes of codes: of column i below, of column 16 + i above."""
+    """uint8 [..., K / 32, 18]: the scale in fp16, then 16 bytes of codes: low bits of column i, high bits of column 16
+    + i.
+    """
     codes = weight.codes()
     return _q4_0_blocks(codes.view(*codes.shape[:-1], -1, BLOCK), weight.scale)
 
 
 def q4_0_of(weight: Tensor) -> Tensor:
-    """A plain tensor [..., K] as `q4_0` has it, rounded as llama.cpp does: the value farthest from zero becomes -8."""
+    """A plain tensor [..., K] in the layout of `q4_0`, rounded as in llama.cpp: the value farthest from zero becomes
+    -8.
+    """
     groups = _groups(weight)
     farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scale = farthest / -8
@@ -286,9 +291,9 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def write(path: Path, values: dict[str, Value], stored: list[Stored]) -> None:
-    """GGUF version 3: header, values, where each tensor lies, then the data, each tensor at a multiple of ALIGNMENT.
+    """GGUF version 3: header, values, the offset of each tensor, then the data, each tensor at a multiple of ALIGNMENT.
 
-    Raises OSError where the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     head = [b"GGUF", struct.pack("<IQQ", 3, len(stored), len(values))]
     head += [_string(key) + _value(value) for key, value in values.items()]
@@ -314,7 +319,7 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Value) -> bytes:
-    """The number of its type, and itself."""
+    """The number of the value's type, and the value."""
     match value:
         case bool():
             return struct.pack("<I?", 7, value)
@@ -334,14 +339,14 @@ def _value(value: Value) -> bytes:
 
 
 class Text(NamedTuple):
-    """A text that both peers read: its token ids, and what transformers says of each."""
+    """A text that both peers compute: its token ids, and transformers' logits."""
 
     tokens: list[int]
     logits: Tensor  # transformers': float32 [tokens, vocabulary]
 
 
 def texts(folder: Path) -> list[Text]:
-    """A prompt of each domain with its greedy answer, and last all of these as one."""
+    """A prompt of each domain with its greedy answer, and then all of these as one text."""
     files = sorted((folder / "eval").glob("*.jsonl"))
     questions = read_questions(files, Tokenizer.open(folder), style_of(folder), most=1)
     model = transformers_model(folder)
@@ -351,7 +356,7 @@ def texts(folder: Path) -> list[Text]:
 
 
 def compare(mine: Sequence[Text], theirs: Sequence[Tensor]) -> dict[str, Any]:
-    """How llama.cpp's logits [tokens, vocabulary] of each text differ from transformers'.
+    """The differences of llama.cpp's logits [tokens, vocabulary] of each text from transformers'.
 
     same_top: the share of tokens with the same most likely next token. The others are differences of logits.
     """
@@ -369,9 +374,9 @@ def compare(mine: Sequence[Text], theirs: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def peer_logits(python: Path, folder: Path, dense: str, mine: Sequence[Text]) -> list[Tensor]:
-    """llama.cpp's logits of each text, float32 [tokens, vocabulary], by FOLDER/dense.gguf.
+    """llama.cpp's logits of each text, float32 [tokens, vocabulary], from FOLDER/dense.gguf.
 
-    python: one that has llama-cpp-python. Raises CalledProcessError where the peer's process fails.
+    python: one that has llama-cpp-python. Raises CalledProcessError if the peer's process fails.
     """
     way = {"dense": dense, "attention": "plain", "threads": THREADS}
     with tempfile.TemporaryDirectory() as place:
@@ -384,12 +389,14 @@ def peer_logits(python: Path, folder: Path, dense: str, mine: Sequence[Text]) ->
 
 
 def main() -> None:
-    """Writes the files that the command line names, and with --check prints a line of JSON for each comparison."""
+    """Writes the files named on the command line, and with --check prints a line of JSON for each comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--dense", action="append", choices=DENSE, help="once or several times; q4_0 if absent")
-    parser.add_argument("--vocabulary", action="store_true", help="with that of tokenizer.json, as a server needs it")
+    parser.add_argument("--dense", action="append", choices=DENSE, help="repeatable (default: q4_0)")
+    parser.add_argument(
+        "--vocabulary", action="store_true", help="include that of tokenizer.json, as a server needs it"
+    )
     parser.add_argument("--check", action="store_true", help="compare llama.cpp's logits with transformers'")
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python")
     arguments = parser.parse_args()
