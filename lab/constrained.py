@@ -264,7 +264,7 @@ def drawn(real: Tokenizer, matcher: Matcher, generator: torch.Generator) -> list
 def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Microseconds of a mask with the vocabulary of a folder, over matching texts: wall time, and the thread's own.
 
-    Texts are drawn first, with separate matchers: so little time passes between two timed masks, as in an engine. A
+    Texts are drawn first, with separate matchers: so hardly any time passes between two timed masks, as in an engine. A
     grammar's first masks are included, without anything precomputed.
     """
     real = Tokenizer.open(folder)

@@ -1,7 +1,7 @@
 """Links that stall and drop: proxies in place of a server's own sockets.
 
 The sockets of a server and its workers are files in a folder. A `Detours` watches the folder: it renames each socket
-that appears, and later connections to the old name go to a proxy, which forwards bytes until it is told to hold them,
+that appears, and later connections to the old name go to a proxy, which forwards bytes until it is asked to hold them,
 or to cut the connection and drop the held bytes. The server needs no changes.
 """
 

@@ -14,7 +14,7 @@ from redline.progress import Working
 
 
 def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
-    """Runs `main`, with a line on stderr every ten seconds: no progress bar, whose drawing would disturb timings.
+    """Runs `main`, with a line on stderr every ten seconds: no progress bar, since drawing it would disturb timings.
 
     Exits with the result of `main` if it is not 0; with 1 and one line for a RedlineError, which a user can fix; with
     130 after Ctrl-C. An invalid commit in the environment is refused before the measurement. heard: False if the

@@ -78,7 +78,7 @@ def wrong(record: dict[str, Any]) -> list[str]:
     """The failed checks of a soak, in words; empty if there are none."""
     found = [f"{name} is {value:g} at rest" for name, value in record["at_rest"].items() if value]
     if set(record["at_rest"]) != {*IDLE, IDLE_TOKENS}:
-        found.append("not all figures of rest were told")
+        found.append("not all figures at rest were reported")
     found += [
         f"the memory of the {who} grows by {mib} MiB per 1,000 requests"
         for who, mib in record["mib_per_1000_requests"].items()
@@ -90,7 +90,7 @@ def wrong(record: dict[str, Any]) -> list[str]:
         if after > before + MORE_FILES
     ]
     if record["soak"]["odd"]:
-        found.append(f"{len(record['soak']['odd'])} answers that nobody should get")
+        found.append(f"{len(record['soak']['odd'])} answers that no client should get")
     found += [f"{phase['name']}: answers another than before" for phase in record["phases"] if not phase["right"]]
     if record["end"] is not None and (record["end"]["code"] != 0 or record["end"]["tracebacks"]):
         found.append(f"the server ended with {record['end']['code']} and {record['end']['tracebacks']} tracebacks")

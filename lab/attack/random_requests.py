@@ -75,12 +75,12 @@ def ids(rng: random.Random) -> list[int]:
 
 
 def integer(low: int, high: int) -> Field:
-    """A field whose valid values are the integers from `low` to `high`, both included."""
+    """A field with these valid values: the integers from `low` to `high`, both included."""
     return Field(lambda rng: rng.randint(low, high), lambda rng: rng.choice([low - 1, high + 1, *ANYTHING]))
 
 
 def number(low: float, high: float) -> Field:
-    """A field whose valid values are the numbers from `low` to `high`; both ends are drawn often."""
+    """A field with these valid values: the numbers from `low` to `high`; both ends are drawn often."""
 
     def good(rng: random.Random) -> float:
         return rng.choice([low, high, rng.uniform(low, high), rng.uniform(low, high)])

@@ -140,7 +140,7 @@ def read(notes: Notes) -> Pauses:
 
 
 def spread(seconds: Sequence[float]) -> Spread:
-    """Percentiles of durations in seconds, as milliseconds; zeros where there are none."""
+    """Percentiles of durations in seconds, as milliseconds; zeros if there are none."""
     if not seconds:
         return Spread(0.0, 0.0, 0.0)
     ordered = sorted(seconds)

@@ -42,7 +42,7 @@ def test_a_server_that_is_what_it_was_has_nothing_wrong():
         ({"at_rest": {}}, "not all figures"),
         ({"mib_per_1000_requests": {"api": 5.0}}, "memory of the api grows by 5.0"),
         ({"descriptors": {"api": [20, 90]}}, "90 descriptors, 20 before"),
-        ({"soak": {"odd": [{"odd": "500"}], "sent": 9}}, "1 answers that nobody should get"),
+        ({"soak": {"odd": [{"odd": "500"}], "sent": 9}}, "1 answers that no client should get"),
         ({"phases": [{"name": "soak", "right": False}]}, "answers another"),
         ({"end": {"code": 0, "tracebacks": 1}}, "1 tracebacks"),
         ({"end": {"code": None, "tracebacks": 0}}, "ended with None"),
