@@ -366,7 +366,7 @@ def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[
     _check_ids(ids, f"{top.place}: {_LAYER_IDS}")
     count = top.get("num_aux_hidden_states")
     if count is not None and count != len(ids):
-        raise top.refusal("num_aux_hidden_states", f"{len(ids)}, as many as {_LAYER_IDS} names")
+        raise top.refusal("num_aux_hidden_states", f"{len(ids)}, the number of {_LAYER_IDS}")
     return ids
 
 

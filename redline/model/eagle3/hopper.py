@@ -103,7 +103,7 @@ class GpuServed:
         shard = WHOLE if self._links is None else Shard(group.rank, group.ranks)
         if self._links is not None:
             sent = padded(config.hidden_size, PAD_K) * MOST_TOKENS_OF_RANKS
-            assert sent <= self._links.rooms.sums, "a drafter is as wide as its target, for whose sums there is room"
+            assert sent <= self._links.rooms.sums, "a drafter is as wide as its target, so its all-reduce fits"
         self._attention = (_Latent if config.architecture == "mla" else _Grouped)(
             config, reader, f"{at}.self_attn", shard
         )

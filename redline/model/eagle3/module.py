@@ -205,7 +205,7 @@ class Eagle3(nn.Module):
         return normed, fed_back(self.config, normed, residual)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
-        """Normed [..., D] -> [..., draft vocabulary]. AssertionError if the target's head is needed and not attached."""
+        """Normed [..., D] -> [..., draft vocabulary]. AssertionError if it needs the target's head and has none."""
         if self.config.draft_vocab_size is not None:
             return self.lm_head(normed)
         assert self._head_VD is not None, "attach the target's head first"

@@ -279,7 +279,7 @@ def test_fp8_without_blocks_is_refused(value: Any):
 
 def test_two_quantization_configs_that_differ_are_refused():
     other = FACTS["k2"]["quantization_config"]
-    with pytest.raises(CheckpointError, match="stands at the top and in text_config"):
+    with pytest.raises(CheckpointError, match="quantization_config at the top and in text_config differ"):
         K2Config.from_dict(nested(flat(), quantization_config=other))
 
 
