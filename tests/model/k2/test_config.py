@@ -249,7 +249,7 @@ def test_a_format_said_only_in_hf_quant_config_is_read_or_refused(tmp_path: Path
     beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
     assert K2Config.from_folder(tmp_path).quantization == Nvfp4Experts("ModelOpt")
     beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says W4A8_AWQ"):
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json has W4A8_AWQ"):
         K2Config.from_folder(tmp_path)
 
 
