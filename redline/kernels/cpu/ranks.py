@@ -25,8 +25,8 @@ _meet = native.function("meet")
 class SharedMemoryGroup:
     """A `Group` over a file of shared memory. Every rank has its own object, used by one thread at a time.
 
-    seconds: timeout of one call while waiting for another rank. A rank whose call timed out or was interrupted has left
-    the group: its later calls raise RankLost too, since its data would be mistaken for those of another all-reduce.
+    seconds: timeout of one call while waiting for another rank. After a timeout or an interrupt this rank has left the
+    group: its later calls raise RankLost too, since its data would be mistaken for those of another all-reduce.
     """
 
     def __init__(self, path: Path | str, rank: int, ranks: int, seconds: float = START_S) -> None:

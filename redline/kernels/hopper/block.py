@@ -135,7 +135,7 @@ def decode_block(
     forced_TK: Tensor | None,
     links: Links | None = None,
 ) -> ResidualStream:
-    """One block of a step whose tokens are all queries, in order; at most MOST_DECODED of them.
+    """One block of a decode-only step: all tokens are queries, in order; at most MOST_DECODED of them.
 
     plane [pages, 64, R + P]: read, and written at rows_T. next_norm float32 [D]: the norm weight of the next block, or
     the model's last norm. forced_TK int32 [T, K]: experts to use instead of choosing. links: to the other tensor
@@ -247,7 +247,7 @@ def _mlp(stream: PromptStream, w: GpuBlock, forced_TK: Tensor | None) -> PromptS
         own = part.of(h)[:, : w.width] @ shared
         if not stream.divided:
             return own + routed[part.rows]  # float32
-        own[: part.count] += routed[part.rows]  # bf16, as for attention: half as many bytes to send
+        own[: part.count] += routed[part.rows]  # bf16, as for attention: halves the bytes to send
         return own
 
     return stream.adding(partial)

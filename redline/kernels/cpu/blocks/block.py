@@ -66,7 +66,7 @@ class Block:
 
     @functools.cached_property
     def layout(self) -> Record:
-        """The record that the kernels read; valid as long as this block."""
+        """The record that the kernels read; valid for the lifetime of this block."""
         w, moe_ = self.attention, self.experts
         gate_up, down = (None, None) if moe_ is None else (moe_.gate_up, moe_.down)
         experts, width = (0, 0) if down is None else (down.shape[0], down.shape[2])
@@ -110,7 +110,7 @@ class Block:
 
 
 def address_of(inputs: Inputs) -> int:
-    """Address of a step's record for the kernels. Made once per `inputs`, and valid as long as they are."""
+    """Address of a step's record for the kernels. Made once per `inputs`, and valid for their lifetime."""
     layout = _layouts.get(inputs)
     if layout is None:
         layout = _layouts[inputs] = _BlockTokens(

@@ -68,7 +68,7 @@ class DraftLayer:
 
     @functools.cached_property
     def address(self) -> int:
-        """Address of the record that the kernels read; valid as long as this object."""
+        """Address of the record that the kernels read; valid for the lifetime of this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class DraftLayer:
 
 @dataclass(frozen=True)
 class DraftPages:
-    """The tensors in which rows are looked up; their contents may change. Valid as long as these tensors."""
+    """The tensors in which rows are looked up; their contents may change."""
 
     tokens: Tensor  # int64 [slots, places]
     tables: Tensor  # int32 [slots, pages per slot]
@@ -120,7 +120,7 @@ class DraftPages:
 
     @functools.cached_property
     def address(self) -> int:
-        """Address of the record that the kernels read; valid as long as this object."""
+        """Address of the record that the kernels read; valid for the lifetime of this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
@@ -224,7 +224,7 @@ def run(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
 def chain(args: DraftChainArgs) -> Tensor:
     """int64 [R, max(wanted)], padded with 0."""
     feature_TD, weights, pages, rows, wanted, plane = args
-    assert rows.ids is None, "the chain begins behind what the slots have"
+    assert rows.ids is None, "the chain begins after the tokens in the slots"
     slots, positions, queries = array("i", rows.slots), array("i", rows.positions), array("i", rows.queries)
     wants = array("i", wanted)
     drafted = torch.zeros(len(queries), max(wanted, default=0), dtype=torch.int64)

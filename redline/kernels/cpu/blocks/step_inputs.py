@@ -41,7 +41,7 @@ class StepMemory:
 
     @functools.cached_property
     def address(self) -> int:
-        """Address of the record that the kernels read; valid as long as this object."""
+        """Address of the record that the kernels read; valid for its lifetime."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property

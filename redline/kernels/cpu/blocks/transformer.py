@@ -4,7 +4,7 @@ A call from Python costs about 5 us per op, and 20 us if the native calls in bet
 weights (`benchmarks/results/step-profile.json`). A step of one token has nearly sixty ops. The computation, and the
 bits of its results, are defined in `redline.model.k2.forward`.
 
-T tokens, D hidden, L blocks, F captured states, R tokens whose next token is requested, V vocabulary.
+T tokens, D hidden, L blocks, F captured states, R rows with a requested next token, V vocabulary.
 """
 
 import ctypes
@@ -67,12 +67,12 @@ class Transformer:
 
     @functools.cached_property
     def address(self) -> int:
-        """Address of the record that the kernels read; valid as long as this object."""
+        """Address of the record that the kernels read; valid for the lifetime of this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
     def _layout(self) -> Record:
-        """The record that the kernels read; valid as long as these weights."""
+        """The record that the kernels read; valid for the lifetime of these weights."""
         assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
         blocks = (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
         return _TransformerWeights(

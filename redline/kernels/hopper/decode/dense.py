@@ -28,7 +28,7 @@ MOST_STREAMED = 256  # maximum for the Triton kernels
 MOST_PARTS = 256  # maximum parts of squares that a matmul reads, so maximum blocks of the matmul before it
 
 # Tensor cores truncate when they add 16 products to a float32 sum: 2^-24 on average, always towards zero. The tolerance
-# is for 18,432 inputs, plus half as much again for partial sums and for 1 / rms.
+# is for 18,432 inputs, times 1.5 for partial sums and for 1 / rms.
 RTOL = 18432 / 16 * 2**-24 * 1.5
 
 _WARPS = 16
@@ -37,7 +37,7 @@ _RING = {16: 1024, 8: 2048}  # bits of a weight -> offset of the ring buffer, af
 _IN_FLIGHT = 192 << 10  # maximum bytes of a ring buffer; more does not read faster
 _MOST_STAGES = {16: 6, 8: 12}
 _X_PAD = 64  # padding between the tokens' rows of x, in bytes
-_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each; half as many for 8 bits, 8 registers each
+_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each; for 8 bits half of this number, 8 registers each
 _MOST_SLICE = 10  # the same if the next units are loaded into a separate buffer, 8 KB each
 _MOST_TILES = {16: 4, 4: 2}  # warps of a tile -> accumulators per warp, 4 registers each
 _WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")

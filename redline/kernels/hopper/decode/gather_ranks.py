@@ -1,4 +1,4 @@
-"""All-gather of columns: the logits of a head whose rows are divided over ranks.    R rows, V columns.
+"""All-gather of columns: the logits of a head that is divided over ranks.    R rows, V columns.
 
 Also all-gather of query heads for context parallelism, where every rank attends with all heads to a part of contexts.
 """
@@ -38,7 +38,7 @@ def gather_ranks(part_RV: Tensor, links: Links) -> Tensor:
 def gather_queries(part_THW: Tensor, links: Links) -> Tensor:
     """bf16 [T, H / ranks, W] of each rank -> [T, H, W] on every rank; T <= MOST_TOKENS, H W / ranks a multiple of 8.
 
-    A pair of numbers whose first is zero and whose second is minus zero is received as two zeros.
+    A pair of a zero and a minus zero, in this order, is received as two zeros.
     """
     (tokens, heads, width), device = part_THW.shape, part_THW.device
     words, room = heads * width // 2, links.rooms.queries

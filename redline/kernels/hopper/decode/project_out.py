@@ -1,7 +1,7 @@
 """residual += W y for T <= 256 tokens, and x of the next norm.        D hidden, K inputs.
 
-For attention's output projection [D, H V], the down projection of a dense MLP [D, I], and that of a shared expert whose
-routed experts run in `grouped_experts`.
+For attention's output projection [D, H V], the down projection of a dense MLP [D, I], and that of a shared expert in a
+layer that runs `grouped_experts`.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Context parallelism: exchanges partial attention results of divided contexts among ranks.   Q queries, H heads.
 
-Every rank stores all latents, but has only some heads. Reading all latents for these heads takes each rank as long as a
-single GPU. If contexts are long enough, the ranks exchange data twice: each gets the queries of all heads
+Every rank stores all latents, but has only some heads. Reading all latents for these heads takes each rank the time of
+a single GPU. If contexts are long enough, the ranks exchange data twice: each gets the queries of all heads
 (`gather_queries`), attends with them to its part of every context (`attend`), and sends every other rank the partial
 results of that rank's heads (`share_latents`). `unabsorb` then combines one split per rank. Only the order of summation
 differs from undivided attention.
