@@ -118,7 +118,7 @@ def better(measured: Mapping[str, Mapping[Place, Pooled]]) -> tuple[str, list[st
 
 
 def _doubtful(one: Mapping[Place, Pooled], other: Mapping[Place, Pooled], places: Sequence[Place]) -> int:
-    """Number of `places` whose difference has an interval that includes 0 or is unknown."""
+    """Number of `places` for which the difference's interval includes 0 or is unknown."""
     intervals = [difference(one[place], other[place])[1:] for place in places]
     return sum(not (low > 0 or high < 0) for low, high in intervals)
 

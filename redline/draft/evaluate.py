@@ -59,7 +59,7 @@ class EvalConfig(Record, frozen=True):
     target: str
     draft: str
     prompts: str | None = None  # a file of prompts
-    corpus: str | None = None  # or a corpus, whose prompts are answered again
+    corpus: str | None = None  # or a corpus: its prompts are answered again
     domains: tuple[str, ...] = ()  # or built-in templates, with another seed than synth's
     count: int = 200  # prompts of each of these domains
     k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)

@@ -4,7 +4,7 @@ A stage's stamp is a hash over its name, its configuration, the contents of the 
 stamps of the stages before it; not over paths, nor over settings that do not change the result (`idle`). It is written
 to OUT/stamps/NAME.json before the stage runs, and again when it is done. A stage that is done with the same stamp is
 skipped. A stage that was killed runs again and continues from its partial result (every verb can resume). So does a
-stage of which only settings that extend its result have changed (`grows`). Any other stage whose stamp has changed
+stage of which only settings that extend its result have changed (`grows`). Any other stage with a changed stamp
 starts over: its outputs are removed.
 
 Before the first stage runs, the requirements of every unfinished stage are checked, so that hours of work are not lost

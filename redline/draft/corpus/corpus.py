@@ -1,6 +1,6 @@
 """A drafter's training corpus: prompts with the target's own answers, as token ids, one JSON example per line.
 
-Reading skips invalid lines and reports them. Writing appends; a file whose last line was cut by a kill is repaired
+Reading skips invalid lines and reports them. Writing appends; a last line that was cut by a kill is repaired
 first.
 """
 

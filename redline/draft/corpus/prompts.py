@@ -1,6 +1,6 @@
 """Prompts for the target: built-in templates, one set per domain, and users' files.
 
-A template is a text with slots. `{city}` is a random entry of a word list, whose entries may have slots themselves;
+A template is a text with slots. `{city}` is a random entry of a word list, and entries may have slots themselves;
 `{2..19}` is a random number; `{city:1}` and `{2..19:1}` have the same value wherever they occur in one prompt. So that
 answers do not depend on one wording, system prompts, suffixes, tool declarations, earlier turns and thinking vary too.
 """
@@ -184,7 +184,7 @@ class _Filler:
 
 
 def _pick(rng: random.Random, choices: Sequence[Any]) -> Any:
-    """Uses `random()`, the only method whose results are guaranteed to be the same across Python versions."""
+    """Uses `random()`, the only method with guaranteed equal results across Python versions."""
     return choices[int(rng.random() * len(choices))]
 
 

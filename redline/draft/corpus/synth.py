@@ -1,7 +1,7 @@
 """`redline draft synth`: the target answers prompts, sampled as in serving, and each answer becomes an example.
 
-Examples are appended as they finish. Prompts whose answers are in the file are not asked again, so the same command
-resumes after a kill, a Ctrl-C or a full disk.
+Examples are appended as they finish. Prompts with an answer in the file are skipped, so the same command resumes after
+a kill, a Ctrl-C or a full disk.
 """
 
 from collections import Counter

@@ -46,7 +46,7 @@ class _Piece:
 
 
 def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, ...]:
-    """The layers whose input is captured; None: the engines' default. ConfigError if the target lacks such layers."""
+    """The layers to capture the input of; None: the engines' default. ConfigError if the target lacks such layers."""
     layers = target.num_hidden_layers
     if layer_ids is None:
         return default_layer_ids(layers)

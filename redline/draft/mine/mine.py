@@ -1,4 +1,4 @@
-"""Finds where a drafter is worse than it could be, and makes the next training set.
+"""Finds a drafter's weak positions, those with room for improvement, and makes the next training set.
 
     score     teacher forcing over a corpus and over traces: the reducible gap of every position (`score`)
     report    the cost of each bucket (`buckets`): a table, OUT/report.json, OUT/report.png

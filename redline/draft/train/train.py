@@ -225,7 +225,7 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
 
 
 def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[int, ...]]:
-    """The capture, or the corpus with its target; and the ids of the layers whose states it provides.
+    """The capture, or the corpus with its target; and the ids of the layers of its states.
 
     Raises ConfigError if either is of another target, broken or empty.
     """

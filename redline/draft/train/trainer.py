@@ -32,7 +32,7 @@ class Recipe(Record, frozen=True):
     max_length: int = 4096
     """Longer sequences are truncated."""
     pool: int = 16
-    """Number of batches whose sequences are sorted by length together."""
+    """Number of batches that are filled from one pool of sequences, sorted by length."""
     lr: float = 1e-3
     warmup: float = 0.02
     clip: float = 0.5
@@ -60,7 +60,7 @@ class Recipe(Record, frozen=True):
 
 
 class Trainee(nn.Module):
-    """A drafter whose forward returns the loss, as data-parallel wrappers need."""
+    """A drafter with a forward that returns the loss, as data-parallel wrappers need."""
 
     def __init__(self, drafter: Eagle3, recipe: Recipe, way: ttt.Way) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Trainee(nn.Module):
 
 
 class Average:
-    """The moving average of a model's parameters, in float32; it is what is measured and saved."""
+    """The moving average of a model's parameters, in float32; the average is measured and saved."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

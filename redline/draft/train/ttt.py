@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.model.eagle3.module import Eagle3
 
-QUERIES = 256  # query rows whose scores are in memory at once, without a fused kernel
+QUERIES = 256  # query rows per block without a fused kernel; only one block's scores are in memory
 
 Way = Literal["fused", "blocked"]
 

@@ -30,9 +30,7 @@ class ProjectOutArgs(NamedTuple):
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_D: Tensor  # float32 [D]: weight of the next norm
     routed_TD: Tensor | None = None  # float32 [T, D]: added too; only with more than 8 tokens
-    links: Links | None = (
-        None  # W y and routed_TD are partial sums, all-reduced over the ranks; None: one rank
-    )
+    links: Links | None = None  # W y and routed_TD are partial sums, all-reduced over the ranks; None: one rank
     site: Site = ATTENTION  # of the all-reduce
 
 
