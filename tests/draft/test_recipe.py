@@ -254,7 +254,7 @@ def test_a_recipe_that_streams_captures_nothing(tiny: Path, tmp_path: Path):
     assert (base.capture, base.corpus) == (None, (str(out / "corpus.jsonl"),))
     assert mined.corpus == (str(out / "mine" / "mixed.jsonl"),)
     path.write_text(text + "[capture]\nmax_tokens = 9\n")
-    with pytest.raises(ConfigError, match="capture: nothing is stored with stream = true"):
+    with pytest.raises(ConfigError, match="capture: not used with stream = true"):
         stages_of(path, None)
 
 

@@ -299,7 +299,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(target: Path, tmp_path: Path, 
 
 def test_one_source_is_named_and_no_more():
     for places in ({}, {"capture": "a", "corpus": ("b",)}):
-        with pytest.raises(ConfigError, match="expected one of `capture`"):
+        with pytest.raises(ConfigError, match="expected exactly one of `capture`"):
             check(TrainConfig(target="t", out="o", recipe=Recipe(budget=Budget(steps=1)), **places))
 
 
