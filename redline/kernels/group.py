@@ -88,7 +88,7 @@ class Alone:
         return lambda: partial
 
     def begin_gather_rows(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
-        """Copies them."""
+        """Copies `own` into `whole`."""
         whole.copy_(own)
         return lambda: whole
 

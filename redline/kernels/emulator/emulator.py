@@ -69,7 +69,7 @@ def _common() -> tuple[Path, ...]:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = (), behind: str = "") -> Path:
-    """The path of the compiled source, cached by its content and by what it is linked with.
+    """The path of the compiled source, cached by its content and its linked files.
 
     behind: C++ that is appended to the source.
     """

@@ -36,7 +36,7 @@ class Rooms(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of all."""
+        """Total number of words per rank."""
         return 2 * (self.sums + self.gathered) + self.queries + self.latents + self.projected
 
 
@@ -96,7 +96,7 @@ class Linked(Protocol):
 
     @property
     def links(self) -> Links:
-        """This rank's."""
+        """This rank's connections."""
         ...
 
 

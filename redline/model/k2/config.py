@@ -206,7 +206,7 @@ class K2Config:
 
     @property
     def moe_layers(self) -> int:
-        """How many layers have experts."""
+        """Number of layers with experts."""
         return max(self.num_hidden_layers - self.first_k_dense_replace, 0)
 
     @property

@@ -80,7 +80,7 @@ def up_form(kind: Kind, width: int, hidden: int) -> Form:
 
 
 def down_form(kind: Kind, hidden: int, width: int) -> Form:
-    """The form of down [D, I]: D is padded to 128: a multiple of slabs, and the width that the next matmuls read."""
+    """The form of down [D, I]: D is padded to 128, which is whole slabs and the width that the next matmuls read."""
     slices = -(-width // (BF16_INPUTS if kind == "BF16" else MOST_INPUTS))
     inputs = BF16_INPUTS if kind == "BF16" else _slice(width, slices)
     return Form(kind, "down", padded(hidden, PAD_K) // TILE_ROWS, slices, inputs, inputs)
@@ -250,7 +250,7 @@ class Records:
         return full.view(tiles, 2, 8, columns).transpose(0, 1)
 
     def _matrix(self, rows: Tensor, columns: int) -> Tensor:
-        """`_rows` undone."""
+        """The inverse of `_rows`."""
         if self.use == "up":
             return rows.flatten(1, 2)[:, : self.outputs // 2, :columns].flatten(0, 1)
         return rows.transpose(0, 1).flatten(0, 2)[: self.outputs, :columns].contiguous()

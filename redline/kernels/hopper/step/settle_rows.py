@@ -75,7 +75,7 @@ def reference(args: SettleRowsArgs) -> None:
     token_BK, finite_BK = args.token_T.view(rows, -1), args.finite_T.view(rows, -1)
     positions, slot_B, results = token_BK.shape[1], plan_BC[:, SLOT], results[:rows]
     length_B, of_row_K = results[:, BEFORE], torch.arange(positions, device=plan_BC.device)
-    # A row ends at its first position with non-finite logits, also with drafts, as it would without them.
+    # A wrong draft may cause non-finite logits that the answer itself would not have: later drafts are then rejected.
     holds_BK = finite_BK & (of_row_K < results[:, RAN, None])
     if positions > 1:
         draft_BD, synthetic = args.ids_T.view(rows, -1)[:, 1:], args.shares_D[0] >= 0

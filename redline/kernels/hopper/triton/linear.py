@@ -175,7 +175,7 @@ def launch(
     beside: int = 0,
     **sizes: int,
 ) -> None:
-    """Launches a matmul kernel over `outputs` rows, followed by `beside` additional programs.
+    """Launches a matmul kernel over `outputs` rows, plus `beside` additional programs.
 
     Its arguments are x, the weight, `tensors`, T, the weight's row count, its last line, x's stride, and `numbers`.
     """
