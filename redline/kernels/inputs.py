@@ -39,5 +39,5 @@ class Inputs:
 
     @functools.cached_property
     def count(self) -> int:
-        """T"""
+        """T, the number of tokens."""
         return self.ids_T.shape[0]
