@@ -787,7 +787,7 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
             ["{tiny}", "--draft", "suffix", "--draft-trace", "{tiny}/no/file"],
             "speculation.trace: .*: its folder does not exist",
         ),
-        (["{tiny}", "--draft-tokens", "3"], "speculation.tokens is set, but nothing drafts: .*--draft FOLDER"),
+        (["{tiny}", "--draft-tokens", "3"], "speculation.tokens is set, but there is no drafter: .*--draft FOLDER"),
     ],
 )
 def test_a_mistake_of_the_operator_is_one_line(
