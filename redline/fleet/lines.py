@@ -53,7 +53,7 @@ class Lines(logging.Handler):
         self._waiting: queue.Queue[str] = queue.Queue(MOST_WAITING)
         self._dropped = 0
         self._closing = False
-        # A daemon thread that uses os.write: blocked by a terminal, it blocks neither the process's exit nor sys.stderr.
+        # A daemon thread that uses os.write: when it blocks, it blocks neither the process's exit nor sys.stderr.
         self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
         self._thread.start()
 
