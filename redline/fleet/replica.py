@@ -159,7 +159,7 @@ class _Replica:
                     case Stop():
                         self._stop.set()
                     case Missed():
-                        pass  # a lost roster is sent again, as its number is missing; other messages are repeated anyway
+                        pass  # a lost roster is noticed by its number and sent again; other messages are repeated
                     case _:
                         raise AssertionError(f"unexpected message to a replica: {type(message).__name__}")
 

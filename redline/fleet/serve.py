@@ -1,8 +1,8 @@
 """`redline serve`: worker processes with the model, one API process with everything else, and their lifecycle.
 
 This process has the API. It binds its port first, so that a port in use is reported at once; starts the workers, and
-already serves while they load (with 503 and the load progress); prints how to reach the server once the model is
-loaded; restarts a worker that ends; and stops the workers when it stops itself.
+serves while they load, if only with 503; prints how to reach the server once the model is loaded; restarts a worker
+that ends; and stops the workers when it stops itself.
 """
 
 import asyncio
@@ -365,7 +365,7 @@ def _ourselves() -> str:
 
 
 def _announce(config: ServeConfig, doors: Doors, admin_key: str | None, ready: Ready, console: Console) -> None:
-    """Print that the server is ready, and example commands. admin_key: the generated key of the admin routes, if any."""
+    """Print that the server is ready, and example commands. admin_key: the generated key of the admin routes."""
     name, listener, explain = config.names[0], doors.api, ""
     scheme = "http" if config.tls_cert is None else "https"
     if doors.admin is not None:
@@ -388,8 +388,8 @@ def _announce(config: ServeConfig, doors: Doors, admin_key: str | None, ready: R
         console.print("open it in a browser for the web page", style="dim", highlight=False, soft_wrap=True)
     summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"
     console.print(summary, style="dim", highlight=False, soft_wrap=True)
-    # Plain prints: commands to be pasted must not be wrapped or coloured. JSON and repr() escape unprintable characters;
-    # keys are not printed.
+    # Plain prints: commands to be pasted must not be wrapped or coloured. JSON and repr() escape unprintable
+    # characters; keys are not printed.
     curl_key = python_key = python_import = ""
     if config.keys_file is not None:
         curl_key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"'

@@ -38,11 +38,11 @@ ABSENT = {
     "cluster": "all workers are on this machine",
     "events": "KV cache events are not published",
     "events.replay": "missed events are not sent again",
-    "engine.kv_memory": "a quarter of the free memory, at most 4 GiB; nine tenths if the worker's GPUs are its own",
-    "engine.max_model_len": "as long as fits in kv_memory",
+    "engine.kv_memory": "a quarter of the memory that is left, at most 4 GiB; nine tenths if its GPUs are its own",
+    "engine.max_model_len": "the longest that fits",
     "engine.step_tokens": "512; on a GPU 8192, or 2048 if memory is short",
     "engine.step_ms": "no time limit for a step that mixes prefill and decode",
-    "engine.host_memory": "no host tier; with disk 512 MiB",
+    "engine.host_memory": "no host tier, evicted pages are dropped; with disk 512 MiB",
     "engine.disk": "no disk tier",
     "engine.disk_size": "no disk tier",
     "engine.device": "the GPU, if there is one",
@@ -69,7 +69,8 @@ COLUMN = 48  # where the comments begin
 def as_toml(config: ServeConfig, source: Path, flags: Mapping[str, Any]) -> str:
     """TOML that `read` reads as the same deployment, with a comment on each line.
 
-    source, flags: the arguments that `config` was read from. Paths are absolute, so that the text may be saved anywhere.
+    source, flags: the arguments that `config` was read from. Paths are absolute, so that the text can be saved
+    anywhere.
     """
     file = {} if source.is_dir() else dict(_leaves(tomllib.loads(source.read_text(encoding="utf-8")), ""))
 
