@@ -51,11 +51,11 @@ log = logging.getLogger("redline.fleet")
 
 
 class Decision(NamedTuple):
-    """The result of one evaluation. at: seconds since the epoch. worker: the one that changes; None: no change. does: the
-    change: "turns" (switches its role), "starts" or "ends".
+    """The result of one evaluation.
 
-    role: its role afterwards; None: it ends. now, expected: predictions for the present and the chosen roles; None if
-    nothing was predicted. wanted: number of workers wanted.
+    at: seconds since the epoch. worker: the one that changes; None: no change. does: the change, "turns" (it switches
+    its role), "starts" or "ends". role: its role afterwards; None: it ends. now, expected: predictions for the present
+    and the chosen roles; None if nothing was predicted. wanted: number of workers wanted.
     """
 
     at: float
@@ -122,7 +122,7 @@ class Measured:
 
 
 class Steering:
-    """Evaluates the traffic, switches roles, starts and stops workers. `run` until cancelled; `told` is for operators."""
+    """Evaluates the traffic, switches roles, starts and stops workers. `run` until cancelled; `told` for operators."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ class Seat(NamedTuple):
 
 
 class Follower(Protocol):
-    """Receives the starts, messages and ends of workers: the gateway if this process has the API, else `fleet.Fleet`."""
+    """Receives starts, messages and ends of workers: the gateway if this process has the API, else `fleet.Fleet`."""
 
     links: Links
 
