@@ -96,7 +96,7 @@ class _Started:
 
 
 class Agent:
-    """The workers of one machine. `live` until told to `leave`."""
+    """The workers of one machine. Run `live`, until `leave` is called."""
 
     def __init__(self, join: str, key: str, name: str, listen: str) -> None:
         """join: tcp://HOST:PORT of the server. listen: this machine's address, where agent and workers listen."""

@@ -69,7 +69,7 @@ key_file = "cluster.key"               # a secret that all machines share
 
 [events]                               # KV cache events, for routers that read vLLM's format; absent: not published
 endpoint = "tcp://127.0.0.1:5557"      # address of the first worker; the next worker has the next port
-replay = "tcp://127.0.0.1:5657"        # where a router requests events that it missed; absent: no replay
+replay = "tcp://127.0.0.1:5657"        # address for requests to replay missed events; absent: no replay
 topic = "kv"                           # topic of each message; default: empty
 
 [[workers]]                            # one table per kind of worker; absent: one worker that does everything
@@ -615,8 +615,8 @@ def _check_spares(config: ServeConfig, source: Path) -> None:
     places = config.places
     if any(place.spare for place in places) and all(place.spare or place.role == "prefill" for place in places):
         raise ConfigError(
-            f'{source}: no worker with role "decode" or "both" always runs; set least to 1 or more for one whose '
-            'role is not "prefill"'
+            f'{source}: no worker with role "decode" or "both" always runs; set least to 1 or more for one of these '
+            "roles"
         )
 
 

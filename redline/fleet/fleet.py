@@ -209,7 +209,7 @@ class Fleet:
             link.jobs = sum(start.jobs_at(link) for start in self.replicas.values())
 
     def _address(self, start: ReplicaStart, link: Link) -> str:
-        """The address where a replica receives a worker's messages. Raises ConfigError if the socket's path is too
+        """The address on which a replica receives a worker's messages. Raises ConfigError if the socket's path is too
         long."""
         return ipc_address(self._sockets, f"{start.name}.{link.name}.{link.epoch}")
 

@@ -88,7 +88,7 @@ class _Joined:
             if running is not None and running.ended is not None:
                 process.end(running.ended)
             elif running is None and not process.wanted:
-                process.end(" as it was told to")
+                process.end(" as ordered")
             if word.leaving:
                 process.leaving.set()
 

@@ -126,7 +126,7 @@ def _check_bundles(config: ServeConfig) -> None:
     if len({str(resources) for resources in wanted.values()}) > 1:
         each = ", ".join(f"{name} {resources}" for name, resources in wanted.items())
         raise ConfigError(
-            f"[[workers]] need different pods, which Ray cannot tell apart: {each}; use --kind leaderworkerset"
+            f"[[workers]] need different pods, which Ray does not distinguish: {each}; use --kind leaderworkerset"
         )
 
 
@@ -208,7 +208,7 @@ def _services(config: ServeConfig, cluster: Around, *, joined: bool) -> Iterator
     yield _object("v1", "Service", cluster.name, cluster, spec={"selector": selector, "ports": ports})
     if not joined:
         return  # Ray passes the server's address to agents
-    # The server becomes ready after its workers, which find it through this service, so unready addresses are published.
+    # The server becomes ready after its workers, which find it through this service: publish unready addresses.
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,

@@ -51,8 +51,8 @@ class ReplicaConfig(Record, frozen=True):
 
     name: str  # of this start
     config: ServeConfig
-    inbox: str  # the address where it receives messages of its supervisor
-    outbox: str  # the address where it sends messages to its supervisor
+    inbox: str  # address on which it receives messages of its supervisor
+    outbox: str  # address to which it sends messages for its supervisor
     writer: bytes  # the sender id of its messages to workers
     door: int  # descriptor of the socket through which it receives connections
     secret: bytes  # key of the hash that names API keys without a name

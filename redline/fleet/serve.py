@@ -130,10 +130,10 @@ def _warnings(config: ServeConfig) -> Iterator[str]:
     if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
         yield (
             f"{config.host} is reachable from other machines and no keys_file is set: "
-            "anyone who can reach the port can use the server"
+            "every client that can reach the port can use the server"
         )
     if config.events is not None and not config.events.local:
-        yield "events: anyone who can reach these addresses can read the tokens of all prompts, without a key"
+        yield "events: every client that can reach these addresses can read the tokens of all prompts, without a key"
     if speculation is not None and speculation.trace is not None:
         yield f"users' text is written to {speculation.trace} (engine.speculation.trace)"
     if config.engine.synthetic_rates():

@@ -13,7 +13,7 @@ import msgspec
 from redline.fleet.config import ServeConfig, Workers
 from redline.worker.config import EngineConfig
 
-# The effect of an absent key, for keys whose default is not a value.
+# The effect of an absent key, for keys without a default value.
 ABSENT = {
     "served_model_name": "the folder's name",
     "keys_file": "requests need no key",

@@ -1,7 +1,7 @@
 """Autoscaler: starts and stops workers with the traffic. `tune.count` computes how many are to run; `Spares` chooses
 which.
 
-A worker whose start failed is skipped for a while, with exponential backoff: whatever occupies its GPUs may end. One
+After a failed start a worker is skipped for a while, with exponential backoff: another process may occupy its GPUs. One
 worker is started or stopped at a time, and none is stopped while another still drains. The worker to stop is the one
 with the fewest jobs, among those of the role that is to have fewer; on other machines it is the last one, since a set
 of pods is scaled down from its last pod.

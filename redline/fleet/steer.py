@@ -91,7 +91,7 @@ class Measured:
         self._tokens = self._rows = 0.0
 
     def hear(self, worker: str, load: Load) -> None:
-        """Add the steps in a worker's load report. Step numbers begin anew at each start of the worker."""
+        """Add the steps in a worker's load report. Step numbers restart with the worker."""
         newest = self._newest.get(worker, 0)
         if load.steps < newest:
             newest = 0

@@ -341,7 +341,7 @@ class Supervised(Kept):
 
 
 class _Later:
-    """An outbox whose address becomes known later, as a worker chooses its own port. Earlier messages are queued."""
+    """An outbox with an address that becomes known later, as a worker chooses its own port; until then it queues."""
 
     def __init__(self, key: bytes | None) -> None:
         self.address = ""  # of the reader, once it is known

@@ -34,8 +34,8 @@ class Caches:
         return len(self._of[worker])
 
     def depths(self, prompt: Sequence[int]) -> list[Depth]:
-        """How many blocks of a prompt are cached at which workers, in ascending order; each entry's workers are a subset
-        of the one before."""
+        """How many blocks of a prompt are cached at which workers, in ascending order; each entry's workers are a
+        subset of the one before."""
         found: list[Depth] = []
         holders = self._holders
         left, number = -1, 0

@@ -49,7 +49,7 @@ class Change(Record, frozen=True):
 
 
 class Figures(Record, frozen=True):
-    """One run. Times are in seconds unless the name has another unit; infinite times (requests that never end) are null.
+    """One run. Times are in seconds unless the name has another unit; infinite times (unfinished requests) are null.
 
     goodput: requests per second that met their targets, over `seconds` of the trace. itl_ms_p50, itl_ms_p99: of all
     inter-token gaps; a request's target applies to its own mean. remote: share of requests with prefill and decode on

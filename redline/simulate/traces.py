@@ -107,8 +107,8 @@ def write(path: Path, requests: Iterator[Request]) -> int:
 
 
 class Kind(Record, frozen=True):
-    """The requests of one kind of user: sessions of several turns; a turn's prompt is the whole conversation so far plus
-    new tokens.
+    """The requests of one kind of user: sessions of several turns. A turn's prompt is the conversation so far plus new
+    tokens.
 
     shared: tokens that all sessions begin with. first, more: median of the new tokens of the first turn and of each
     later turn; answer: median of the answer's tokens. spread: standard deviation of the logarithms of all three. turns:
