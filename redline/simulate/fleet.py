@@ -60,10 +60,10 @@ class Counted(NamedTuple):
 class Setting(NamedTuple):
     """The parameters of a simulation.
 
-    roles: the initial roles. plan_s: seconds between two evaluations of roles; None: roles are fixed. flip_s: seconds in
-    which a worker that switches its role gets no new jobs. horizon_s: seconds over which a change has to pay for
-    itself. slow_s: longer inter-token gaps are counted for each request. counted: autoscaling, which needs plan_s; None:
-    the number of workers stays that of `roles`.
+    roles: the initial roles. plan_s: seconds between two evaluations of roles; None: roles are fixed. flip_s: seconds
+    in which a worker that switches its role gets no new jobs. horizon_s: seconds over which a change has to pay for
+    itself. slow_s: longer inter-token gaps are counted for each request. counted: autoscaling, which needs plan_s;
+    None: the number of workers stays that of `roles`.
     """
 
     model: WorkerModel

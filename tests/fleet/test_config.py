@@ -562,7 +562,7 @@ def test_ray_gives_every_worker_a_machine_of_its_own_name(tmp_path: Path):
         (CLUSTER + '[[workers]]\nweights = "/w"', r"workers\[0\].weights is a path on another machine; set at"),
         (CLUSTER + 'kind = "ray"\n[[workers]]\nat = "a"', r'at is a, and cluster.kind is "ray", which chooses'),
         (CLUSTER + 'kind = "ray"\n[[workers]]\ndevices = [0]', r'devices is set, and cluster.kind is "ray"'),
-        (CLUSTER.replace("10.0.0.1", "0.0.0.0"), "cluster.listen is at 0.0.0.0, every network of this machine"),
+        (CLUSTER.replace("10.0.0.1", "0.0.0.0"), "cluster.listen is at 0.0.0.0, all addresses of this machine"),
         (CLUSTER.replace("10.0.0.1", "here"), "cluster.listen is at 'here'; expected the IPv4 address"),
         (CLUSTER.replace(":7600", ""), "cluster.listen is '10.0.0.1'; expected ADDRESS:PORT"),
         (CLUSTER.replace("key_file", "keyfile"), "unknown key cluster.keyfile; did you mean cluster.key_file"),
