@@ -12,7 +12,7 @@ import torch
 
 from redline.errors import ConfigError
 from redline.kernels.hopper.step.adjust import SlotWishes
-from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
+from redline.kernels.hopper.step.step_rows import MOST_STEP
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.eagle3.shard import head_ranks, left_out
 from redline.model.k2.config import K2Config
@@ -215,7 +215,7 @@ class Sizes:
         """Bytes of what recorded steps know of requests: counts of tokens, masks and log probabilities."""
         if self.device != "cuda":
             return 0
-        vocabulary, positions = self.config.vocab_size, MOST_ROWS * MOST_POSITIONS
+        vocabulary, positions = self.config.vocab_size, MOST_STEP
         of_positions = positions * (4 * -(-vocabulary // 32) + 8 * TOP_LOGPROBS.stop)
         return SlotWishes.bytes_of(self.max_running + 1, vocabulary) + of_positions
 

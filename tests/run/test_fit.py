@@ -137,7 +137,7 @@ def test_each_part_follows_what_it_is_made_of():
     assert fit(drafts, PLENTY).draft_bytes == 64 * drafter.config.kv_width * 2 + 4 * drafter.config.hidden_size
 
 
-@pytest.mark.parametrize(("positions", "count"), [(1, 21), (4, 84), (8, 156)])
+@pytest.mark.parametrize(("positions", "count"), [(1, 21), (4, 84), (8, 168)])
 def test_all_shapes_are_counted_and_explained_to_the_sum(positions: int, count: int):
     """Those that are recorded before the first job, and those that wait for idle times."""
     gpu = Sizes(KIMI, device="cuda", gpu_kernels=True, positions=positions)

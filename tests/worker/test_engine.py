@@ -162,8 +162,8 @@ def test_the_same_id_may_be_used_again_after_its_end(engine: Engine):
     ("length", "max_tokens", "reason"),
     [
         (0, 1, "the prompt is empty"),
-        (512, 1, "the prompt is 512 tokens; this model reads and writes 512 in all"),
-        (2000, 1, "the prompt is 2000 tokens; this model reads and writes 512 in all"),
+        (512, 1, "the prompt has 512 tokens; prompt and answer may have 512 together"),
+        (2000, 1, "the prompt has 2000 tokens; prompt and answer may have 512 together"),
     ],
 )
 def test_a_job_that_can_never_run_ends_with_the_reason(engine: Engine, length: int, max_tokens: int, reason: str):
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step_tokens": 65537}, "step_tokens is 65,537; a step computes 65,536 at most"),
+        ({"step_tokens": 65537}, "step_tokens is 65,537; the maximum is 65,536"),
         ({"step_tokens": 0}, "max_running is 8 and step_tokens 0: a step needs a token for each running job"),
         ({"max_running": 65}, "max_running is 65 and step_tokens 64: a step needs a token for each running job"),
         ({"max_running": 513, "step_tokens": None}, "max_running is 513 and step_tokens 512: a step needs a token"),

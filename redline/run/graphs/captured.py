@@ -249,6 +249,7 @@ class CapturedSteps:
         """positions: of a decode row, at most."""
         self._shared = shared
         self._slots = shared.slots
+        self._positions = min(positions, MOST_POSITIONS)
         self._recorder = Recorder(shared.plan.device)
         host_tensor = self._recorder.host_tensor
         self._host_buffers = [
@@ -397,7 +398,7 @@ class CapturedSteps:
         if slot.matcher is None:
             return False
         steps = 1 + sum(any(one is slot for one in replay.slots) for replay in self._replays)
-        return not slot.matcher.quiet(steps * MOST_POSITIONS)
+        return not slot.matcher.quiet(steps * self._positions)
 
     def _given(self, number: int) -> list[int] | None:
         """The drafts that a slot's next plan tells the device; None: the device has its own."""

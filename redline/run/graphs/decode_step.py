@@ -27,8 +27,8 @@ from redline.kernels.hopper.step.step_rows import (
     FACTS,
     MIN_P,
     MOST_DRAFTS,
-    MOST_POSITIONS,
     MOST_ROWS,
+    MOST_STEP,
     RESULT_COLUMNS,
     SEED,
     SLOT,
@@ -98,7 +98,7 @@ class SharedState:
 
         self.plan = zeros(MOST_ROWS, COLUMNS)
         self.results = zeros(MOST_ROWS, RESULT_COLUMNS)
-        count, vocabulary, positions = slots.tokens.shape[0], model.config.vocab_size, MOST_ROWS * MOST_POSITIONS
+        count, vocabulary, positions = slots.tokens.shape[0], model.config.vocab_size, MOST_STEP
         self.wishes = SlotWishes.empty(count, vocabulary, model.device)
         self.masks = torch.full((positions, -(-vocabulary // 32)), -1, dtype=torch.int32, device=model.device)
         self.scores = torch.zeros(positions, TOP_LOGPROBS.stop, dtype=torch.float64, device=model.device)

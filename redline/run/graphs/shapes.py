@@ -2,12 +2,11 @@
 
 import itertools
 
-from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
+from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS, MOST_STEP
 from redline.wire.step import Shape
 
-BUCKETS = 1, 2, 4, 8, 16, 32, MOST_ROWS
+BUCKETS = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, MOST_ROWS
 CONTEXTS = 1 << 11, 1 << 14  # tokens; and as long as a job can be. Attention over longer ones has more to combine
-MOST_TOKENS = 256  # of a step: its rows times their positions
 FIRST_SHAPES = 24  # recorded before the first job: a second or two each at Kimi's depth. The others wait for idle times
 
 
@@ -24,7 +23,7 @@ def shapes(slots: int, positions: int, reach: int) -> list[Shape]:
     contexts = reach, *(context for context in CONTEXTS if context < reach)
 
     def deepest(rows: int) -> int:
-        return min(positions, MOST_POSITIONS, MOST_TOKENS // rows)
+        return min(positions, MOST_POSITIONS, MOST_STEP // rows)
 
     def place(shape: Shape) -> tuple[bool, bool, int, int]:
         middling = shape.longest == CONTEXTS[1] != reach

@@ -18,8 +18,9 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-MOST_ROWS = 64
-MOST_POSITIONS = 8  # of a row: its last token and the drafts behind it
+MOST_ROWS = 256  # of a step that is captured as a CUDA graph
+MOST_POSITIONS = 16  # of a row: its last token and its drafts
+MOST_STEP = 512  # positions of all rows together
 MOST_PAGES = 2  # new ones of a row that a plan has room for
 MOST_DRAFTS = MOST_POSITIONS - 1
 
