@@ -770,7 +770,7 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
         (["{tiny}", "--max-model-len", "100000"], "this model reads 65,536 tokens at most"),
         (
             ["{tiny}", "--max-model-len", "10"],
-            r"max-model-len is 10; expected \d+ at least: .* is a prompt of \d+ tokens",
+            r"max-model-len is 10; expected at least \d+: .* is a prompt of \d+ tokens",
         ),
         (["{tiny}", "--kv-memory", "much"], "expected a size such as 500MB"),
         (
