@@ -27,9 +27,7 @@ from redline.chat.template import Style
 from redline.chat.tokenizer import Tokenizer
 from redline.fleet.config import ADMIN_HOST, ServeConfig
 
-ADMIN_CONNECTIONS = (
-    16  # reserved for the admin routes, out of `budget.RESERVED_FILES`; API and /metrics cannot use them
-)
+ADMIN_CONNECTIONS = 16  # reserved for the admin routes, unavailable to API and /metrics; in `budget.RESERVED_FILES`
 TELL_S = 1.0  # for clients to read their last response
 
 

@@ -77,10 +77,7 @@ class Lines(logging.Handler):
         while not (self._closing and self._waiting.empty()):
             line = self._waiting.get()
             if self._dropped:
-                line, self._dropped = (
-                    f"({self._dropped} lines were dropped here: standard error was blocked)\n{line}",
-                    0,
-                )
+                line, self._dropped = f"({self._dropped} lines were dropped here: stderr was blocked)\n{line}", 0
             data = line.encode(errors="backslashreplace")
             with suppress(OSError):  # standard error is closed
                 while data:

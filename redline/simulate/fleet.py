@@ -331,9 +331,7 @@ class Simulation:
 
     def _pool(self) -> None:
         """Update the decode and prefill pools; workers that switch roles or drain get no new jobs."""
-        if (
-            self._setting.counted is not None
-        ):  # with autoscaling, decode workers are "both" if no prefill worker is left
+        if self._setting.counted is not None:  # with autoscaling, decode workers are "both" without prefill workers
             answers: Role = "decode" if any(worker.role == "prefill" for worker in self._serving) else "both"
             for worker in self._serving:
                 worker.role = worker.role if worker.role == "prefill" else answers

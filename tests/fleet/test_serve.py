@@ -514,7 +514,7 @@ def test_a_worker_that_is_stopped_is_noticed_is_ready_when_it_goes_on_and_goes_w
         wait_for(lambda: answered(f"{server.url}/health")[0] == 503, server)
         status, body, _ = answered(f"{server.url}/health")
         assert (status, body["status"]) == (503, "stalled")
-        assert "has not been heard of" in str(body["reason"])
+        assert "has not responded" in str(body["reason"])
         assert answered(f"{server.url}/live")[0] == 200
         status, _, retry_after = answered(f"{server.url}/v1/completions", asked)
         assert (status, retry_after) == (503, "1")
