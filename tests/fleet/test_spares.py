@@ -105,10 +105,10 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         lengths = [each.result(LIMIT_S) for each in answers]
     assert sorted(set(lengths)) == [SHORT, LONG]
     told = workers(server)["worker-1"]
-    assert (told["ready"], told["lost"]) == (False, "it is not wanted for now")
+    assert (told["ready"], told["lost"]) == (False, "it is scaled down")
     for line in (
         "worker-1 takes requests",
-        "worker-1 is to run no more",
+        "worker-1 is scaled down",
         "worker-1 has ended, and is idle until it is",
     ):
         wait_for(lambda line=line: line in server.said, server)
