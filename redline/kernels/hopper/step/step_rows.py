@@ -18,8 +18,9 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-MOST_ROWS = 64
-MOST_POSITIONS = 8  # maximum per row: its last token and the drafts after it
+MOST_ROWS = 256  # maximum rows of a step that is captured as a CUDA graph
+MOST_POSITIONS = 16  # maximum per row: its last token and its drafts
+MOST_STEP = 512  # maximum positions of all rows together
 MOST_PAGES = 2  # maximum new pages of a row in one plan
 MOST_DRAFTS = MOST_POSITIONS - 1
 
