@@ -22,7 +22,7 @@ UNSENT = 0x80000000  # marks a word that has not been received: minus zero
 MOST_RANKS = 8
 MOST_TOKENS = 64  # maximum tokens of a step that is all-reduced through inboxes
 TWO_SHOTS = 3, 16  # minimum ranks and tokens for which two-shot all-reduce is used (blocks/ranks.cuh)
-GATHERED_ROWS = 256  # maximum rows of one all-gather of logits: the most positions of a captured step
+GATHERED_ROWS = 256  # maximum rows of one all-gather of logits; a step of more positions takes two
 
 
 class Rooms(NamedTuple):

@@ -1,4 +1,4 @@
-"""The embedding of T <= 64 tokens, in the form that the first layer reads (`dense`).     D hidden, V vocabulary."""
+"""The embedding of T <= 256 tokens, in the form that the first layer reads (`dense`).     D hidden, V vocabulary."""
 
 import functools
 from collections.abc import Iterator

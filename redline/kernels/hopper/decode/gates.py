@@ -1,4 +1,4 @@
-"""The router and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
+"""The router and the shared expert's hidden row for T <= 256 tokens.    D hidden, E experts, I width.
 
 With up to 8 tokens the logits are computed first, in parts of K that are divided over all blocks, and the experts are
 chosen while the other weights are still streaming.

@@ -229,6 +229,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=1 K=1", make(1, 1, 1, 512))
     yield Case("B=4 K=3, one to fill the shape, V no multiple of 4", make(4, 3, 3, 2051))
     yield Case("B=16 K=8", make(16, 12, 8, 300))
+    yield Case("B=4 K=16", make(4, 3, 16, 300))
+    yield Case("B=256 K=2", make(256, 250, 2, 64))
     yield Case("B=2 K=4 Kimi", make(2, 2, 4, 163840), small=False)
 
 

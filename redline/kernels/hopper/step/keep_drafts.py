@@ -158,6 +158,7 @@ def cases() -> Iterator[Case]:
     yield Case("B=1", make(1, 1))
     yield Case("B=4, one to fill the shape", make(4, 3))
     yield Case("B=64", make(64, 40))
+    yield Case("B=256", make(256, 250))
 
 
 keep_drafts = Kernel(

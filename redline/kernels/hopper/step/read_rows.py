@@ -179,6 +179,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=8 K=5", make(8, 8, 5))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=32 K=16", make(32, 30, 16))
+    yield Case("B=256 K=2", make(256, 250, 2))
 
 
 read_rows = Kernel(Op("read_rows", ReadRowsArgs, reference, cost, cases, rtol=1e-6), cuda, "hopper")

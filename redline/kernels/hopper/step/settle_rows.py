@@ -136,7 +136,7 @@ def cost(args: SettleRowsArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Up to 64 rows of up to 8 positions, accepted and rejected drafts, padding rows, synthetic acceptance."""
+    """Up to 256 rows, up to 16 positions of a row, accepted and rejected drafts, padding rows, synthetic acceptance."""
 
     def make(rows: int, real: int, positions: int, rates: Sequence[float] = ()):
         def inputs(g: torch.Generator) -> SettleRowsArgs:
@@ -160,6 +160,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=8 K=5", make(8, 8, 5))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=32 K=16", make(32, 30, 16))
+    yield Case("B=256 K=2", make(256, 250, 2))
     yield Case("B=64 K=8, drawn verdicts", make(64, 40, 8, rates=(1.0, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2)))
 
 

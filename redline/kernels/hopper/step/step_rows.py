@@ -277,7 +277,7 @@ def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, po
 
 
 def cases() -> Iterator[Case]:
-    """Up to 64 rows of up to 8 positions, padding rows, and a long context."""
+    """Up to 256 rows, up to 16 positions of a row, padding rows, and a long context."""
 
     def make(rows: int, real: int, positions: int, pages: int = 8):
         def inputs(g: torch.Generator) -> StepRowsArgs:
@@ -293,6 +293,8 @@ def cases() -> Iterator[Case]:
     yield Case("B=1 K=1, a long context", make(1, 1, 1, pages=4096))
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=32 K=16", make(32, 30, 16))
+    yield Case("B=256 K=2", make(256, 250, 2))
 
 
 step_rows = Kernel(

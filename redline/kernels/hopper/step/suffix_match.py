@@ -135,6 +135,7 @@ def cases() -> Iterator[Case]:
     yield Case("B=4, one to fill the shape", make(4, 3, 8, 4))
     yield Case("B=8, a repetition", make(8, 8, 4, 1))
     yield Case("B=64", make(64, 40, 8, 8))
+    yield Case("B=256", make(256, 250, 2, 8))
     yield Case("B=2, longer than the window", make(2, 2, 600, 20))
 
 
