@@ -18,7 +18,7 @@ app = typer.Typer(
     synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe,
     [bold]export[/bold] writes a drafter for other engines.
 
-    Every verb goes on where it was stopped, by the same command. The story is in docs/draft.md.""",
+    Every verb goes on where it was stopped, by the same command. The story is in docs/drafters.md.""",
 )
 
 Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.", callback=model)]
@@ -150,7 +150,7 @@ def train(
 ) -> None:
     """A drafter from the target's states: EAGLE-3 with training-time test. Several GPUs: under `accelerate launch`.
 
-    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/draft_training.md has every key.
+    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/drafters.md has every key.
     """
     from redline.draft.recipe import read_train
     from redline.draft.train.train import run
@@ -318,7 +318,7 @@ def export(
 @app.command(name="run")
 def run_recipe(
     recipe: Annotated[
-        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/draft.md.")
+        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/drafters.md.")
     ],
     out: Annotated[Path | None, typer.Option(help="The folder of everything. Absent: what the recipe says.")] = None,
     device: Annotated[

@@ -4,7 +4,7 @@ The engine serves real prompts with exactly k drafts a round and tells what it v
 (`worker.acceptance` defines a round, its length and the interval). Of some of the same answers the drafter is then
 scored by teacher forcing (`score`), at the very positions where the engine's rounds began. Greedy, the first draft of a
 round is a function of the text alone, so both must name the same share of hits: within one point, or the two compute
-different drafters (layer ids, norms, RoPE: docs/draft_mining.md).
+different drafters (layer ids, norms, RoPE: docs/drafters.md).
 
 Ceilings, on the same answers:
     perfect   a drafter that proposes exactly the target's own continuation: k + 1, but for the ends of answers

@@ -13,7 +13,7 @@ For each draft, with p the target's distribution as it is served (temperature an
 
 The ceiling is what a drafter reaches that knows all there is to know from the text so far. So a flat target that the
 drafter matches has no gap, however often its drafts are rejected: entropy that nobody can remove is not difficulty.
-With either kind of proposals q = p gives gap 0 (docs/draft_mining.md).
+With either kind of proposals q = p gives gap 0 (docs/drafters.md).
 
 R rows, k drafts, N tokens, M teachers, D hidden, V vocabulary, C rows of one piece.
 """
