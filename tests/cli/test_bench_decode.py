@@ -157,7 +157,10 @@ def test_a_stated_length_is_of_one_k(tmp_path: Path):
         ("--draft-shape eagle9", "draft-shape is 'eagle9'; expected eagle3-mla"),
         ("--draft-shape eagle3-mla --accept 2.88", "accept is 2.88, of one --k; 4 were given"),
         ("--draft-shape eagle3-mla --k 6", "golden, which has lengths for --k 1 to 5"),
-        ("--draft-shape eagle3-mla --k 2 --accept 3.5", "accept is 3.5; expected the mean tokens of a round, 1 to 3"),
+        (
+            "--draft-shape eagle3-mla --k 2 --accept 3.5",
+            "accept is 3.5; expected a mean number of tokens per round, 1 to 3",
+        ),
         ("--draft-shape eagle3-mla --k 2 --accept some", "accept is 'some'; expected a length"),
         ("--draft-shape eagle3-mla --k 8 --accept 2", "up to 64 rows and 7 drafts"),
         ("--draft-shape eagle3-mla --batch 65", "up to 64 rows"),

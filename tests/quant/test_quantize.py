@@ -405,7 +405,7 @@ def test_a_folder_of_another_job_is_refused_and_stays(tmp_path: Path):
     other = source(tmp_path / "other", n_routed_experts=4)
     with pytest.raises(ConfigError, match="begun with fingerprint"):
         converted(other, out)
-    with pytest.raises(ConfigError, match="holds a checkpoint"):
+    with pytest.raises(ConfigError, match="contains a checkpoint"):
         converted(at, other)
     assert files_of(out) == expected
 
@@ -434,7 +434,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
         (int4, {"format": "int4"}, "stored as int4 already"),
         (nvfp4, {}, "stored as nvfp4-modelopt already"),
         (nvfp4, {"format": "nvfp4-ct", "also": ("shared",)}, "keeps what the source has quantised"),
-        (int4, {"format": "bf16", "also": ("shared",)}, "only routed experts"),
+        (int4, {"format": "bf16", "also": ("shared",)}, "only its routed experts"),
         (int4, {"also": ("attention",)}, "expected shared or dense"),
         (int4, {"workers": 0}, "workers is 0"),
     ):

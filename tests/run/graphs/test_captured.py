@@ -407,7 +407,7 @@ def test_answers_that_end_and_begin_among_others_that_the_host_leads(captured: O
     assert load.preemptions > 0
     assert load.prompt_tokens_cached > 0
     assert engine.runner.replays > 200
-    assert engine.runner.led["sampling: more biases than a slot holds, or two of one token"] > 100
+    assert engine.runner.led["sampling: too many logit biases, or two of one token"] > 100
     for wave in waves:
         for asked in wave:
             assert answers[asked.id]._replace(cached_tokens=0) == alone(asked), asked.id
@@ -620,7 +620,7 @@ def test_a_logit_that_is_not_finite_ends_its_own_job_only(captured: Open, monkey
     monkeypatch.setattr(model, "logits", broken)
     answers = answers_of(engine, jobs)
     assert answers["1"].error is not None
-    assert "not finite" in answers["1"].error
+    assert "non-finite" in answers["1"].error
     assert answers["1"].tokens == expected["1"].tokens[: len(answers["1"].tokens)]
     assert len(answers["1"].tokens) < 20
     assert answers["0"] == expected["0"]
@@ -649,7 +649,7 @@ def test_a_replayed_row_of_which_nothing_can_be_drawn_ends_its_own_job_only(
     monkeypatch.undo()
     assert engine.runner.replays > before + 10
     assert (answers["1"].finish, len(answers["1"].tokens) < 20) == ("error", True)
-    assert "not finite" in answers["1"].error
+    assert "non-finite" in answers["1"].error
     assert all(token < VOCABULARY for token in answers["1"].tokens)
     assert answers["0"] == alone(jobs[0])
 
@@ -919,7 +919,7 @@ def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: 
             with pytest.raises(torch.OutOfMemoryError):
                 failed.wait()
         given = runner.launch(_named(runner, *rows)).wait().rows
-        assert [row.error for row in given] == ["the step before failed"] * 2
+        assert [row.error for row in given] == ["an earlier step of this slot failed"] * 2
         assert torch.equal(runner.kv.planes.view(torch.int16), planes.view(torch.int16))
     finally:
         runner.close()
