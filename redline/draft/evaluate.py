@@ -4,7 +4,7 @@ The engine serves real prompts with exactly k drafts per round and reports the v
 (`worker.acceptance` defines a round, its length and the interval). On some of the same answers the drafter is then
 scored by teacher forcing (`score`), at the positions where the engine's rounds began. With greedy decoding the first
 draft of a round depends only on the text, so both must find the same share of hits within one point; otherwise the two
-compute different drafters (layer ids, norms, RoPE: docs/draft_mining.md).
+compute different drafters (layer ids, norms, RoPE: docs/drafters.md).
 
 Upper bounds, on the same answers:
     perfect   a drafter that proposes exactly the target's own continuation: k + 1, less at the ends of answers

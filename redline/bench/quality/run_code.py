@@ -3,7 +3,7 @@
 Each candidate gets its own child: `python -I`, an empty temporary folder, an empty environment, five seconds, and
 limits that leave it only arithmetic. It may open no descriptor, so no file, socket or pipe; start no process or thread;
 and an audit hook refuses what needs neither (signals, deletions). Common modules are imported before that.
-This is the only place in Redline where text from a model is executed (docs/evaluation.md).
+This is the only place in Redline where text from a model is executed (docs/bench.md).
 """
 
 import json

@@ -13,7 +13,7 @@ For each draft, p is the target's distribution as served (with temperature and t
 
 The ceiling is reached by a drafter that extracts all information from the text so far. So a flat target distribution
 that the drafter matches has no gap, however often its drafts are rejected: irreducible entropy is not difficulty. With
-either kind of proposals q = p gives gap 0 (docs/draft_mining.md).
+either kind of proposals q = p gives gap 0 (docs/drafters.md).
 
 R rows, k drafts, N tokens, M teachers, D hidden, V vocabulary, C rows of one chunk.
 """
