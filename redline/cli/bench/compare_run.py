@@ -54,7 +54,7 @@ def run(config: CompareConfig, console: Console) -> int:
 
 
 class Prompts:
-    """The requests of each pair of loads: random prompts are new for every pair, prompts of a file are taken in turn."""
+    """The requests of each pair of loads: random prompts are new each time, prompts of a file come in turn."""
 
     def __init__(self, config: DatasetConfig, tokenizer: str | None) -> None:
         """Raises ConfigError if a file cannot be used."""
