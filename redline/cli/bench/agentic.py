@@ -33,7 +33,7 @@ def bench_agentic(
         str,
         typer.Option(
             metavar="recorded|live",
-            help="Answers in the history of the next turn: the trace's, so that all servers get the same text, or the model's.",
+            help="Answers in the next turn's history: the trace's, so that all servers get the same, or the model's.",
         ),
     ] = "recorded",
     users: Annotated[int | None, typer.Option(min=1, help="Concurrent sessions. Default: 1.")] = None,

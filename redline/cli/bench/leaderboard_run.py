@@ -21,7 +21,7 @@ from redline.wire.base import Record
 
 
 class LeaderboardConfig(Record, frozen=True):
-    """Configuration of `redline bench leaderboard`. input_len, output_len: override the preset's; None: the preset's."""
+    """Configuration of `redline bench leaderboard`. input_len, output_len: override the preset, if given."""
 
     target: Target
     workload: tuple[str, ...] = ()

@@ -144,7 +144,7 @@ class DepthConfig(Record, frozen=True):
     context: tuple[int, ...] = (1024,)  # tokens already in the KV cache
     kv_dtype: str = "bf16"  # format of the KV cache
     repeats: int = 30  # timed steps per case
-    save: str | None = None  # a file to whose list the cases are appended
+    save: str | None = None  # a file; the cases are appended to its list
     ranks: int = 1  # tensor parallel ranks
 
 

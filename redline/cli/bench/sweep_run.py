@@ -229,7 +229,7 @@ def line(one: Point) -> str:
 
 
 def figures(plan: Plan, points: Sequence[Point], gpus: int | None) -> dict[str, Any]:
-    """The figures at the top of a result file: highest throughput, frontier, highest load that meets the SLO targets."""
+    """The figures at the top of a result file: highest throughput, frontier, highest load within the SLO targets."""
     good, bad = sweep.around_slo(points, plan.attainment) if plan.slos else (None, None)
     best = max((one.output_throughput for one in points), default=0.0)
     return {
