@@ -3,8 +3,8 @@
 Weights and activations are random, so that the router spreads tokens independently. The floor is the operations divided
 by the rate that this GPU's library reaches on a large bf16 matrix product. With tensor parallelism it counts one rank's
 operations; the layer is then timed in several ways, and the NCCL communication is timed on its own: `scatters` (the
-reduce-scatter of a rank's own rows) and `gathers` (all-gather), and `sums`, the all-reduces used if rows are not divided
-among ranks.
+reduce-scatter of a rank's own rows) and `gathers` (all-gather), and `sums`, the all-reduces used if rows are not
+divided among ranks.
 """
 
 import contextlib
@@ -34,9 +34,7 @@ from redline.wire.job import PAGE_TOKENS
 
 MODEL = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)  # the second layer is measured
 LAYERS = 4  # layers run in sequence per timing: over ranks a layer overlaps the previous layer's all-reduces
-PEER_MS = {
-    8192: 18.1
-}  # ms by tokens: vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, from the start of a prompt
+PEER_MS = {8192: 18.1}  # ms by tokens: vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, prompt from its start
 COMPARED = 2  # layers before rows are compared: random weights amplify rounding from layer to layer
 FAR = 0.05  # relative error of a row: bf16 partial sums cause up to 0.01, a wrong token's row more than 0.5
 FLOAT_EXACT = 1 << 24  # integers up to this are exact in float32, the type that `least` compares in

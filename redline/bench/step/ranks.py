@@ -23,7 +23,7 @@ from redline.model.k2.shard import check_ranks, rooms_of
 RANK, MEET = (
     "REDLINE_BENCH_RANK",
     "REDLINE_BENCH_MEET",
-)  # environment variables that rank 0 sets for the ranks it starts
+)  # set by rank 0 for the ranks that it starts
 END_S = 30.0  # timeout in seconds for the other ranks to exit after rank 0 has measured
 
 
