@@ -10,9 +10,9 @@ same work.
     suffix   suffix matching only
     auto     as served: the drafter, combined with suffix matching, with adaptive k
 
-A rate is the total tokens over the total seconds of the engine's decode steps. A step's time includes the host's work up
-to the next step; steps with prefill are excluded. Arrival times at the caller are not used: the tokens of several steps
-may arrive at once. A rate above the floor of the same steps is not valid: it is omitted, and `above` reports it.
+A rate is the total tokens over the total seconds of the engine's decode steps. A step's time includes the host's work
+up to the next step; steps with prefill are excluded. Arrival times at the caller are not used: the tokens of several
+steps may arrive at once. A rate above the floor of the same steps is not valid: it is omitted, and `above` reports it.
 
 The parts are steps of the runner alone, timed in turn: plain, with d drafts verified, with d drafts made.
 """
@@ -62,7 +62,7 @@ class Question(NamedTuple):
 
 
 class _Line(Chat, frozen=True, kw_only=True):
-    """A prompt in a file: in the format of `redline draft synth`, or of an evaluation set, with `kind` as the domain."""
+    """A prompt in a file: in the format of `redline draft synth`, or of an evaluation set (`kind` is the domain)."""
 
     id: str = ""
     domain: str = ""

@@ -312,5 +312,5 @@ def check(case: PrefillCase) -> None:
         raise RedlineError(f"{case.tokens} tokens: the ranks computed different bits")
     if case.apart is not None and not case.apart[-1] < FAR:
         raise RedlineError(
-            f"{case.tokens} tokens: a row has a relative error of {case.apart[-1]} against rows that are whole on every rank"
+            f"{case.tokens} tokens: a row has a relative error of {case.apart[-1]} against undivided rows"
         )

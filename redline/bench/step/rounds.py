@@ -1,8 +1,9 @@
 """Milliseconds of a round of speculative decoding at a model's true depth: 1 + k tokens per row verified, k drafted.
 
-Uses the engine's own decode step (`run.graphs.decode_step`), captured as CUDA graphs as in serving, with random weights,
-random KV pages and forced routing; acceptance is synthetic. Each round continues from the tokens that the previous one
-accepted, as in serving. Steps without drafts alternate with the rounds, so that both see the same state of the machine.
+Uses the engine's own decode step (`run.graphs.decode_step`), captured as CUDA graphs as in serving, with random
+weights, random KV pages and forced routing; acceptance is synthetic. Each round continues from the tokens that the
+previous one accepted, as in serving. Steps without drafts alternate with the rounds, so that both see the same state of
+the machine.
 
 B rows, T = B (1 + k) tokens of a round.
 """
@@ -99,9 +100,7 @@ class RoundCase:
         scores = 2 * context * (c.num_attention_heads // body) * (c.kv_width + c.kv_lora_rank)
         head = head_rows(c) // head_ranks(c, ranks)
         weights = drafter_weights(c) - fuse - body_left_out(c, body) - c.hidden_size * (head_rows(c) - head)
-        rounded = (
-            head * (c.hidden_size - 4) if self.head_bits == 8 else 0
-        )  # bytes saved: one byte per weight, minus a scale per row
+        rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes saved, less a scale per row
         further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
         whole = Cost(2 * fuse, 2 * tokens * fuse)  # the projections of tokens that only write KV are not counted
         for _ in range(passes):
@@ -315,9 +314,7 @@ class _Rows:
         ran, new = (int(self._noted[column]) / count for column in (RAN, NEW))
         asked = length_of(rates)
         assert ran == self.tokens, f"rows verified {ran:g} positions instead of {self.tokens}"
-        squares = sum(
-            (2 * place + 1) * rate for place, rate in enumerate(rates)
-        )  # mean square of the number of accepted drafts
+        squares = sum((2 * place + 1) * rate for place, rate in enumerate(rates))  # mean square of accepted drafts
         spread = math.sqrt(max(0.0, squares - (asked - 1) ** 2) / count)
         assert abs(new - asked) <= 5 * spread + 1e-9, f"{new:g} tokens per round, but the rates give {asked:g}"
         return new
