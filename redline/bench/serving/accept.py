@@ -27,7 +27,7 @@ Source = Literal["metrics", "usage", "unknown"]
 
 STILL_S = 0.4  # seconds between two reads of the counters that must be equal: longer than the server may cache them
 PATIENCE_S = 8.0  # timeout in seconds for counters that keep changing, since the server has other traffic
-FULL = 0.97  # mean drafts per round above this share of the maximum count as full: rounds at the ends of answers have fewer
+FULL = 0.97  # share of the maximum from which mean drafts count as full: rounds at the ends of answers have fewer
 OTHERS = 1.02  # if rounds generated more than this times our tokens, other clients' tokens are among them
 
 
@@ -120,7 +120,7 @@ class Part(Record, frozen=True):
 
 
 def part(server: str, temperature: float, domain: str, answers: Sequence[Answer], counted: Drafting | None) -> Part:
-    """The figures of a domain, from its answers and the server's counters. counted: None: the server has no counters."""
+    """The figures of a domain, from its answers and the server's counters. counted: None: there are no counters."""
     good = [answer for answer in answers if failure_of(answer) is None]
     usages = [answer.usage for answer in good if answer.usage is not None]
     tokens = sum(usage.completion_tokens or 0 for usage in usages)

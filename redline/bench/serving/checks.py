@@ -18,9 +18,9 @@ Check = Literal["usage", "output tokens", "text", "prompt tokens", "thinking tok
 END, THINKING, CALL = 1, 2, 6
 # Tokens of a chat template: around each message, and at the start of the answer.
 TEMPLATE, MESSAGE = 64, 16
-# A model may sample other tokens than the encoder would choose: more tokens, if it repeats pieces that the encoder would
-# merge; fewer, if a token spans words that the encoder splits first. In one answer, above all in gibberish, the counts
-# may differ by half; over many answers together a tenth is a large difference.
+# A model may sample other tokens than the encoder would choose: more tokens, if it repeats pieces that the encoder
+# would merge; fewer, if a token spans words that the encoder splits first. In one answer, above all in gibberish, the
+# counts may differ by half; over many answers together a tenth is a large difference.
 OFF_IN_ONE, OFF_IN_ALL = 2, 10
 LOST = "\ufffd"  # replaces invalid UTF-8, of which the number of tokens is unknown
 
