@@ -414,7 +414,7 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
     note = (
         f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 "
         "% interval. Faster by: more tokens/s, or less time. The intervals are not corrected for multiple "
-        "comparisons: of twenty figures without a difference, one will appear to have one."
+        "comparisons: of twenty figures without a difference, on average one shows one."
     )
     columns = ("", "A", "B", "B/A", "95 %", "verdict")
     return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)
@@ -444,7 +444,7 @@ def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, gree
     counts += f"{b / a:.3f}." if a else "unknown."
     if apart > COUNTS_APART:
         shorter = "B" if b < a else "A"
-        counts += f" {shorter} gives shorter answers, so E2EL favours it: compare TPOT and output tokens/s, or use --ignore-eos."
+        counts += f" Answers of {shorter} are shorter, which favours it in E2EL: see TPOT, or use --ignore-eos."
     found.append(Words(text=counts, warning=apart > COUNTS_APART))
     if same.pairs:
         text = f"{same.equal:,} of {same.pairs:,} answers have the same text." + (
