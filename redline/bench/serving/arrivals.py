@@ -2,8 +2,8 @@
 
 The times between requests are drawn from a gamma distribution, with the burstiness as its shape and 1 / rate as its
 mean. The sum of a few hundred draws differs from the target by some per cent, so all times are scaled by one factor
-that puts the last request at count / rate, as in `vllm bench serve`: two runs at one rate then differ in spacing, not in
-load. A ramp's rate changes with each request, and its times stay as drawn.
+that puts the last request at count / rate, as in `vllm bench serve`: two runs at one rate then differ in spacing, not
+in load. A ramp's rate changes with each request, and its times stay as drawn.
 """
 
 import math

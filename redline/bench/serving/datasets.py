@@ -116,7 +116,7 @@ def _check(config: DatasetConfig) -> None:
         raise ConfigError(f"--sharegpt-output-len {config.sharegpt_output_len}: must be at least 1")
     if config.custom_output_len is not None and config.custom_output_len < 1 and config.custom_output_len != -1:
         raise ConfigError(
-            f"--custom-output-len {config.custom_output_len}: must be at least 1, or -1 for output_tokens of each line"
+            f"--custom-output-len {config.custom_output_len}: must be at least 1, or -1 for each line's own"
         )
     if config.dataset_name in _LINE_OF and not config.dataset_path:
         fix = " such as models/kimi-nano/eval" if config.dataset_name == "redline" else ""
@@ -218,9 +218,7 @@ class _Maker:
                 made.append(self._ask(text, config.prefix_repetition_output_len, tokens, name=f"prefix {number}"))
                 self._show(len(made))
         if len(made) < config.num_prompts:
-            self._note(
-                f"{len(made)} prompts instead of {config.num_prompts}: all prefixes have the same number of prompts"
-            )
+            self._note(f"{len(made)} prompts instead of {config.num_prompts}: every prefix has the same number")
         if not config.disable_shuffle:
             self._draw("order").shuffle(made)
         return self._counted(made)
@@ -249,9 +247,7 @@ class _Maker:
         some = self._draw("checked").sample(short, min(_CHECKED, len(short)))
         if all(self._count(_text_of(ask)) == ask.prompt_tokens for ask in some):
             return [ask if len(_text_of(ask)) <= _LONG else self._known(ask) for ask in made]
-        self._note(
-            f"lengths of prompts are approximate, but their tokens are counted: {self._vocabulary.name} merges across words"
-        )
+        self._note(f"lengths of prompts are approximate (counted): {self._vocabulary.name} merges across words")
         return [self._known(ask) for ask in made]
 
     def _conversations(self) -> Iterator[Ask]:
@@ -324,7 +320,7 @@ class _Maker:
                 return made
         if not made:
             raise ConfigError(
-                f"--dataset-path {path}: contains no usable prompt; expected lines such as {_LINE_OF[config.dataset_name]}"
+                f"--dataset-path {path}: contains no usable prompt; expected lines like {_LINE_OF[config.dataset_name]}"
             )
         if config.no_oversample:
             self._note(f"{len(made)} prompts instead of {config.num_prompts}: {path} has no more")
@@ -442,9 +438,7 @@ def _entries(path: Path, kind: type[_Line], dataset: str) -> Iterator[tuple[str,
         try:
             entries: list[msgspec.Raw] = msgspec.json.decode(data, type=list[msgspec.Raw])
         except NOT_JSON as error:
-            raise ConfigError(
-                f"--dataset-path {path}: is not a JSON list ({error}); correct it, or use JSONL"
-            ) from None
+            raise ConfigError(f"--dataset-path {path}: is not a JSON list ({error}); fix it, or use JSONL") from None
         places = ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
     else:
         lines = enumerate(data.split(b"\n"), 1)

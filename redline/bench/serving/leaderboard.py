@@ -168,7 +168,7 @@ class Measured(Record, frozen=True):
 def measured(
     answer: Answer, *, workload: str, run: int, counts: Counts | None = None, o200k: Counts | None = None
 ) -> Measured:
-    """An answer's figures. counts: counts native tokens if the server does not report them. o200k: counts o200k tokens."""
+    """An answer's figures. counts: counts native tokens if the server does not. o200k: counts o200k tokens."""
     if failure_of(answer) is not None:
         return Measured(
             workload=workload, run=run, input_tokens=input_tokens(answer), output_tokens=0, error=error_of(answer)

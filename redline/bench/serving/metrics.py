@@ -268,7 +268,7 @@ def tokens_by_second(answers: Sequence[Answer], counts: Counts | None = None) ->
 
 
 def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
-    """Running requests over time, as (time, number from then on), failed ones included. At equal times ends come first."""
+    """Running requests over time, as (time, number from then on), failed ones included. Ends sort before starts."""
     changes: list[tuple[float, int]] = []
     for answer in answers:
         if answer.sent is not None:

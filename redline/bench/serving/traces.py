@@ -84,7 +84,7 @@ def encode(sessions: Sequence[Session]) -> bytes:
     return b"".join(msgspec.json.encode(session) + b"\n" for session in sessions)
 
 
-# ----------------------------------------------------------------------------------------------------------- synthetic traces
+# -------------------------------------------------------------------------------------------------- synthetic traces
 
 
 class Shape(Record, frozen=True):
