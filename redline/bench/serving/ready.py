@@ -15,7 +15,7 @@ from redline.wire.base import Record
 LOADING_S, ABSENT_S = (
     600.0,
     10.0,
-)  # timeouts in seconds: for a server that returns 503 while loading, and for refused connections
+)  # timeouts: while a server loads (503); if connections are refused
 ANSWER_S = 30.0
 MOST_BYTES = 16 << 20  # maximum bytes of one response
 
@@ -104,7 +104,7 @@ def _names(place: str, answer: _Answer) -> tuple[str, ...]:
 
 
 def max_model_len(target: Target) -> int | None:
-    """The maximum tokens of prompt and answer of the target's model, from the server's list of models; None: unknown."""
+    """Maximum tokens of prompt and answer of the target's model, from the server's list of models; None: unknown."""
     try:
         with _http(target) as http:
             answer = _get(http, f"{target.base_url}/v1/models")

@@ -2,8 +2,8 @@
 
 A load is a number of concurrent streams (each sends its next request as soon as the last is answered), or a rate of
 requests that arrive as a Poisson process. Loads rise until throughput stops rising and latency has grown: beyond that,
-every point is worse in both. With SLO targets, the limit is between the highest load that meets them and the lowest that
-does not; a search bisects this gap.
+every point is worse in both. With SLO targets, the limit is between the highest load that meets them and the lowest
+that does not; a search bisects this gap.
 """
 
 import math
@@ -94,8 +94,8 @@ class Point(Record, frozen=True):
 def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Counts | None = None) -> Point:
     """The figures of one load. slos: milliseconds by name, as in `--goodput`. counts: counts tokens if needed.
 
-    With a rate, TTFT and E2EL count from the scheduled time, so that a slow client does not improve the figures. Streams
-    have no schedule: TTFT and E2EL count from the request's first byte.
+    With a rate, TTFT and E2EL count from the scheduled time, so that a slow client does not improve the figures.
+    Streams have no schedule: TTFT and E2EL count from the request's first byte.
     """
     since_first = ttft if by == "streams" else ttft_from_schedule
     since_last = e2el if by == "streams" else e2el_from_schedule
@@ -153,7 +153,7 @@ def _row(answer: Answer, tokens: Mapping[int, Tokens]) -> Row:
 
 
 class Plan(Record, frozen=True):
-    """The sweep. loads: rising. slos: targets in milliseconds by name. attainment: share of requests that must meet them.
+    """The sweep. loads: rising. slos: targets in ms by name. attainment: share of requests that must meet them.
 
     search: bisect the gap around the limit of the SLO targets. to_the_end: measure every load, saturated or not.
     """
@@ -379,7 +379,7 @@ def _frontier_plot(plan: Plan, points: Sequence[Point], gpus: int | None) -> Plo
         y_label="output tokens/s" + (" per GPU" if gpus else ""),
         series=(series("frontier", best, "line and points"), *([series("beaten", beaten, "points")] if beaten else [])),
         marks=tuple(marks),
-        note="Up and to the right is better. A beaten point has less throughput than another of the same interactivity.",
+        note="Up and to the right is better. A beaten point has less throughput at equal interactivity.",
     )
 
 
