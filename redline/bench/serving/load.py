@@ -32,7 +32,7 @@ OPENED = 1024  # maximum connections opened before the run
 
 
 class Live(NamedTuple):
-    """The progress of a run. tokens: chunks received, since token counts are known at the end. seconds: since its start."""
+    """Progress of a run. tokens: chunks received; token counts are known at the end only. seconds: since its start."""
 
     done: int
     total: int
@@ -229,7 +229,7 @@ def _generator(cpu_share: float, lags: Sequence[float], late: int) -> GeneratorL
 
 
 async def load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
-    """Sends all asks at this pace and waits for every answer. watch: called about four times a second with the progress.
+    """Sends all asks at this pace and waits for every answer. watch: called with the progress four times a second.
 
     The first `pace.warmups` asks are warm-ups, without answers in the run. Raises ConfigError if target or pace are
     invalid, or if the backend cannot express a request.

@@ -1,8 +1,8 @@
 """Renders sections as one self-contained HTML page, which makes no network requests.
 
-The page's script (page_numbers.js, page.js) draws the JSON embedded in the page. Output of servers and models is in that
-JSON and becomes text, never markup: `<` is escaped, the script writes text nodes only, and the page's content security
-policy allows only the script and the style with its hashes.
+The page's script (page_numbers.js, page.js) draws the JSON embedded in the page. Output of servers and models is in
+that JSON and becomes text, never markup: `<` is escaped, the script writes text nodes only, and the page's content
+security policy allows only the script and the style with its hashes.
 """
 
 import base64

@@ -9,7 +9,7 @@ from redline.wire.base import Record
 
 
 class Preset(Record, frozen=True):
-    """One preset. dataset: fields of a `DatasetConfig`. streams: concurrent requests, if --max-concurrency is not given.
+    """One preset. dataset: fields of a `DatasetConfig`. streams: concurrent requests, the default of --max-concurrency.
 
     prompts_per_stream, warmups_per_stream: requests and warm-ups per stream. about: a description of one line.
     """

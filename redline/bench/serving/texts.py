@@ -1,7 +1,7 @@
 """Texts of an exact number of tokens: random ones, which no prefix cache contains, and natural ones.
 
-Counts are exact because texts are split at word boundaries. A byte-pair vocabulary splits text into words before merging,
-and a space between a letter or digit and a letter is always such a boundary: the tokens of both sides add up.
+Counts are exact because texts are split at word boundaries. A byte-pair vocabulary splits text into words before
+merging, and a space between a letter or digit and a letter is always such a boundary: the tokens of both sides add up.
 """
 
 import functools
@@ -38,18 +38,14 @@ class RandomTexts:
         taken = (word for word in words if len(vocabulary.encode(f"of {word}")) == before + 1)
         self.words = tuple(word for word, _ in zip(taken, range(_MOST_WORDS), strict=False))
         if not self.words:
-            raise ConfigError(
-                f"--tokenizer {vocabulary.name}: it has no word of one token; name the served model's tokenizer"
-            )
+            raise ConfigError(f"--tokenizer {vocabulary.name}: it has no word of one token; use the served model's")
         self._firsts = [word for word in self.words if len(vocabulary.encode(word)) == 1]
         ring = vocabulary.decode(list(whole))
         places = [match.start() for match in _CUT.finditer(ring)]
         if places:
             ring = ring[places[0] :] + ring[: places[0]]
             places = [place - places[0] for place in places]
-        if not (
-            places and _CUT.match(ring[-1] + ring, 1)
-        ):  # otherwise the tokens of whole turns of the ring would not add up
+        if not (places and _CUT.match(ring[-1] + ring, 1)):  # else the tokens of whole turns would not add up
             ring, places = "".join(f" {word}" for word in self.words), [0]
         self._ring, self._places = ring, [*places, len(ring)]
         pieces = zip(self._places, self._places[1:], strict=False)
