@@ -120,7 +120,7 @@ def _chunk_remarks(good: Sequence[Answer]) -> list[Words]:
     together = sum(gap == 0 for gap in gaps)
     if together > len(gaps) / 5:
         text = (
-            f"{together / len(gaps):.0%} of events arrived in the same read as the previous event: the server or a proxy "
+            f"{together / len(gaps):.0%} of events arrived in the same read as the previous one: the server or a proxy "
             "sends several at a time, or this client was delayed. ITL therefore has many zeros and few long gaps."
         )
         found.append(Words(text=text))
@@ -132,8 +132,8 @@ def _eos_remarks(good: Sequence[Answer], ignore_eos: bool) -> list[Words]:
     if not ignore_eos or not short:
         return []
     text = (
-        f"{len(short):,} of {len(good):,} answers ended before max_tokens although ignore_eos was sent: the server does "
-        "not support it, or stopped for another reason. Lengths differ from the requested ones."
+        f"{len(short):,} of {len(good):,} answers ended before max_tokens although ignore_eos was sent: the server "
+        "does not support it, or stopped for another reason. Lengths differ from the requested ones."
     )
     return [Words(text=text, warning=True)]
 

@@ -6,7 +6,7 @@ from redline.wire.base import Record
 
 
 class Series(Record, frozen=True):
-    """Points of one plot under one name. low, high: an interval around each y. labels: shown when pointing at a point."""
+    """Points of one plot under one name. low, high: an interval around each y. labels: shown in tooltips."""
 
     name: str
     x: tuple[float, ...]

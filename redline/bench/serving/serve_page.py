@@ -75,7 +75,7 @@ def _pace(figures: dict[str, Any]) -> str:
         start, end = figures.get("ramp_up_start_rps"), figures.get("ramp_up_end_rps")
         return f"{start:g} to {end:g} requests/s, {strategy}"
     rate = figures.get("request_rate", "inf")
-    return "no rate limit" if rate in ("inf", math.inf) else f"{rate:g} requests/s"
+    return "request rate inf" if rate in ("inf", math.inf) else f"{rate:g} requests/s"
 
 
 def _dataset(dataset: dict[str, Any]) -> str:
