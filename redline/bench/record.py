@@ -39,7 +39,7 @@ def told_commit() -> str | None:
     """The value of REDLINE_COMMIT; None if it is not set.
 
     Raises ConfigError if the value is not a hash of 7 to 40 digits, followed by "+" if the tree has changes: a
-    measurement whose commit is a placeholder cannot be reproduced.
+    measurement with a placeholder as its commit cannot be reproduced.
     """
     told = os.environ.get(TOLD)
     if told and not _COMMIT.fullmatch(told):

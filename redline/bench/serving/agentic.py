@@ -236,8 +236,9 @@ def _unwatched(done: int, running: int, failed: int) -> None:
 def said(answer: Answer) -> dict[str, Any]:
     """The answer as the next message of the history.
 
-    A tool call whose arguments are not a JSON object is left out: the chat template could fail on it in the next turn.
-    Thinking is kept with tool calls, since models that think between calls need it, and dropped from other answers.
+    A tool call with arguments other than a JSON object is left out: the chat template could fail on it in the next
+    turn. Thinking is kept with tool calls, since models that think between calls need it, and dropped from other
+    answers.
     """
     calls = [
         {
@@ -299,7 +300,7 @@ def figures(replay: Replay) -> dict[str, Any]:
 
     interactivity_e2e_p90: 1 / the 90th percentile of E2EL / output tokens over all turns: tokens/s of one user,
     including prefill, as defined by InferenceX AgentX. cache_hit_share: cached prompt tokens / all prompt tokens, over
-    answers whose usage reports cached tokens. uncounted: answers whose events were counted as their tokens.
+    answers with both counts in their usage. uncounted: answers in which each event was counted as one token.
     """
     answers = [one.answer for one in replay.turns]
     good = [answer for answer in answers if failure_of(answer) is None]
@@ -344,7 +345,7 @@ def interactivity(answers: Sequence[Answer]) -> float | None:
 
 
 def hit_share(answers: Sequence[Answer]) -> float | None:
-    """Cached prompt tokens / prompt tokens, over answers whose usage reports both; None if there are none."""
+    """Cached prompt tokens / prompt tokens, over answers with both counts in their usage; None if there are none."""
     cached = prompts = 0
     for answer in answers:
         usage = answer.usage

@@ -62,7 +62,7 @@ FIGURES: dict[str, Figure] = {
 class Load(Record, frozen=True):
     """One small load of a block. figures: by a name of FIGURES, in seconds or tokens/s; only those that exist.
 
-    events: stream events with text. uncounted: answers whose events were counted as their tokens.
+    events: stream events with text. uncounted: answers in which each event was counted as one token.
     """
 
     side: Side

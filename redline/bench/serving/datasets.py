@@ -30,7 +30,7 @@ COMPLETIONS = frozenset({"openai", "openai-completions", "vllm", "sglang", "lmde
 
 _OUTPUT_LEN = 256  # tokens per answer if a line does not set output_tokens, as in vLLM
 _UNIQUE = 8  # random words at the start of a prompt, so that prompts share no more cache pages than intended
-_CHECKED = 4  # random prompts whose tokens are counted again to verify their lengths
+_CHECKED = 4  # number of random prompts that are tokenized again to verify their lengths
 _LONG = 300_000  # characters: Kimi's tokenizer splits longer texts anywhere, which may add some tokens
 _SHOWN_AFTER_S = 2.0
 # Limits in tokens by which vLLM filters ShareGPT: least prompt or reply, most prompt, most prompt plus reply.

@@ -3,9 +3,9 @@
 Events are decoded into typed structs that skip unknown fields, since decoding runs once per token. The events that
 count as a chunk, and so for TTFT and ITL, are those of `vllm bench serve`. In a chat these are events whose first
 choice has content, reasoning (`reasoning` or `reasoning_content`; some servers send both with the same text, which is
-used once), part of a tool call, or empty content without a role. The last is a token whose text the server holds back,
-such as part of a character; empty content with a role only starts the answer. In completions every event with a choice
-counts: a special token has no text.
+used once), part of a tool call, or empty content without a role. The last is a token of which the server holds back the
+text, such as part of a character; empty content with a role only starts the answer. In completions every event with a
+choice counts: a special token has no text.
 """
 
 from collections.abc import Callable

@@ -42,7 +42,7 @@ from redline.bench.serving.vocabulary import Vocabulary
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-ANSWER_TOKENS = 500  # length of the answer whose end-to-end time is reported
+ANSWER_TOKENS = 500  # length of the answer for the end-to-end time
 SHOWN_PART = 0.8  # share of the answer's events that is timed if thinking is hidden
 TEMPLATE_TOKENS = 64  # allowance for the tokens that a chat template adds to a prompt
 
@@ -143,8 +143,8 @@ class Measured(Record, frozen=True):
     """The figures of one request. Times are in seconds, speeds in tokens/s; None: the request has no such figure.
 
     Native tokens are the server's own, o200k tokens those of `o200k_base`. end_to_end: time for input, thinking and
-    ANSWER_TOKENS at the output speed. whole: time to the last token of the actual answer. uncounted: its events were
-    counted as its tokens.
+    ANSWER_TOKENS at the output speed. whole: time to the last token of the actual answer. uncounted: each event
+    was counted as one token.
     """
 
     workload: str

@@ -119,7 +119,7 @@ class _Run:
         )
 
     async def _warm_up(self) -> None:
-        """Sends the warm-up requests, whose prompts differ from the measured ones, so that those are not cached."""
+        """Sends the warm-up requests. Their prompts differ from the measured ones, so that those are not cached."""
         if not self._warm:
             return
 

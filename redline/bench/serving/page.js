@@ -215,7 +215,7 @@ class Chart {
 
   series(one, i) {
     const [points, width] = [this.points[i], this.inner.width];
-    const bound = (value) => Math.min(Math.max(value, -1e4), 1e4); // limits coordinates far outside the plot, as SVG paths cannot contain arbitrary numbers
+    const bound = (value) => Math.min(Math.max(value, -1e4), 1e4); // SVG paths cannot contain arbitrarily large numbers
     const seen = points.filter((point) => !Number.isNaN(point.py) && point.px > -9 - this.bar && point.px < width + 9 + this.bar);
     const colour = `s${i % COLOURS}`;
     const found = [];

@@ -1,4 +1,4 @@
-"""Remarks on the figures: whether the load generator was the limit, and what the latencies leave out."""
+"""Remarks on the figures: whether the load generator was the limit, and the waits that latencies leave out."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -59,7 +59,9 @@ def generator_remark(generator: GeneratorLoad, answers: Sequence[Answer]) -> Wor
         if holds
     ]
     if not reasons and generator.lag_most == 0.0:
-        text = f"The run was too short to tell whether the load generator was the limit: {facts}. Send more requests."
+        text = (
+            f"The run was too short to measure whether the load generator was the limit: {facts}. Send more requests."
+        )
         return Words(text=text)
     if not reasons:
         return Words(text=f"The load generator was not the limit: {facts}.")

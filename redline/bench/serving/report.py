@@ -26,7 +26,7 @@ SECTIONS = {
     "compare": "redline.bench.serving.compare:compare_sections",
 }
 LOADS = ("serve", "vllm")  # kinds with one load, under vLLM's keys
-MERGED = ("sweep", "accept")  # kinds whose plots have the same axes in every result
+MERGED = ("sweep", "accept")  # kinds in which the plots of all results have the same axes
 CDF_POINTS = 300
 
 

@@ -1,4 +1,4 @@
-"""The file format of results: figures under vLLM's keys, and the data behind them under the key `redline`.
+"""The file format of results: figures under vLLM's keys, and their raw data under the key `redline`.
 
 Scripts for files of `vllm bench serve --save-result` can read ours: the top level has the same keys. The key `redline`
 contains what vLLM's files lack: provenance, the configuration of the load, the load of the load generator, and a row
@@ -226,7 +226,7 @@ def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
 
 
 def without_secrets(target: Target) -> dict[str, Any]:
-    """A target for saving: without key, header values, and body fields whose names suggest secrets."""
+    """A target for saving: without key, header values, and body fields with names that suggest secrets."""
     kept: dict[str, Any] = msgspec.to_builtins(target)
     kept["key"] = None if target.key is None else "given"
     kept["headers"] = dict.fromkeys(target.headers, "given")
@@ -238,7 +238,7 @@ def without_secrets(target: Target) -> dict[str, Any]:
 
 
 def _without(value: Any) -> Any:
-    """A JSON value whose fields with names that suggest secrets are replaced, at any depth."""
+    """A JSON value in which fields with names that suggest secrets are replaced, at any depth."""
     if isinstance(value, dict):
         fields: dict[str, Any] = dict(value)  # pyright: ignore[reportUnknownArgumentType]
         return {name: "given" if _secret(name) else _without(inner) for name, inner in fields.items()}

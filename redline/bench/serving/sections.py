@@ -39,7 +39,7 @@ class Plot(Record, frozen=True, tag=True):
 
 
 class Table(Record, frozen=True, tag=True):
-    """Cells as text, with rounded numbers and units in the column names. rows: each as long as columns."""
+    """Cells as text, with rounded numbers and units in the column names. rows: one cell per column."""
 
     title: str
     columns: tuple[str, ...]

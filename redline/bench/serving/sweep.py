@@ -58,8 +58,8 @@ class Point(Record, frozen=True):
 
     interactivity: 1 / median TPOT, tokens/s of one user. interactivity_e2e_p90: 1 / the 90th percentile of E2EL per
     output token, as InferenceX plots it. kept: share of all requests that met every SLO target; None: no targets.
-    goodput: requests/s that met them. cpu_share, lag_p99: of the load generator. uncounted: requests whose events were
-    counted as their tokens.
+    goodput: requests/s that met them. cpu_share, lag_p99: of the load generator. uncounted: requests in which each
+    event was counted as one token.
     """
 
     load: float

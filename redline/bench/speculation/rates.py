@@ -215,7 +215,7 @@ def bench_rates(
     """Yields every variant of a domain, domain by domain. Raises KeyError if `askers` does not contain "off".
 
     batch: concurrent questions. rounds: runs per variant; variants alternate. done: called after each run of a variant.
-    A domain whose answers all have one token yields nothing.
+    A domain with answers of one token only yields nothing.
     """
     domains: dict[str, list[Question]] = defaultdict(list)
     for question in questions:

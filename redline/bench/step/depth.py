@@ -293,7 +293,7 @@ def depth_of(
     overlap: float | None,
     ranks: int = 1,
 ) -> Depth:
-    """The case whose config has `layers` layers. experts: per layer; None: the number in the config."""
+    """The case of a config with `layers` layers. experts: per layer; None: the number in the config."""
     changed = replace(config, num_hidden_layers=layers, n_routed_experts=experts or config.n_routed_experts)
     return Depth(
         shape=shape,

@@ -1,4 +1,4 @@
-"""Memory needed by a step of a given depth: a pure function whose result can explain its arithmetic."""
+"""Memory needed by a step of a given depth: a pure function, and an explanation of its arithmetic."""
 
 import dataclasses
 from dataclasses import dataclass

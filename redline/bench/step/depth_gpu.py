@@ -56,7 +56,7 @@ class GpuStep:
         group: Group = ALONE,
         like: "GpuStep | None" = None,
     ) -> None:
-        """group: must have `depth.ranks` ranks. like: a step whose model this one shares; None: build a new model."""
+        """group: must have `depth.ranks` ranks. like: a step to share the model with; None: build a new model."""
         config, whole = depth.config, Memory(depth).weights
         place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
 

@@ -6,7 +6,7 @@ of ranks, and the ranks divide `divided`: these two numbers are solved from the 
     step = floor of a rank + whole + kept + divided / ranks + all-reduces + gather
 
 Timings of single ops cannot separate the two: attention with half the heads and a shared expert of half the width
-exceed their floors by as much as whole ones. A floor counts every byte once over all ranks; `whole` is the time for
+exceed their floors as whole ones do. A floor counts every byte once over all ranks; `whole` is the time for
 what each rank reads beyond its part of that: contexts, and the projections into attention. The steps that the model is
 fitted to (FITTED) read both in full on every rank, and so do predicted steps. A test recomputes STEPS, LONG_STEPS,
 ROUNDS, ROUND_MS and MEETINGS from benchmarks/results.
@@ -59,7 +59,7 @@ class Round(NamedTuple):
     draft: float
 
 
-FITTED = {1: "164e3dc", 2: "a176d55"}  # the commits whose steps on one and on two H200s are STEPS
+FITTED = {1: "164e3dc", 2: "a176d55"}  # commits at which STEPS were measured, on one and on two H200s
 STEPS = {  # by number of H200s, then by tokens
     1: {1: Took(9.114, 7.334), 4: Took(17.790, 14.972), 8: Took(28.904, 24.457), 32: Took(83.651, 67.312)},
     2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},

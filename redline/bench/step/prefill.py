@@ -58,7 +58,7 @@ def flops(tokens: int, start: int, ranks: int = 1) -> dict[str, int]:
 class PrefillCase(Record, frozen=True, omit_defaults=True, kw_only=True):
     """A measurement of one layer over tokens [start, start + tokens) of a prompt. Milliseconds are medians.
 
-    parts, part_tflops: of each part on its own; parts whose operations are not counted have no rate. With several ranks
+    parts, part_tflops: of each part on its own; parts without counted operations have no rate. With several ranks
     only: ms_by_parts is the time with rows divided among ranks, in 1, 2 or 4 parts; ms_whole with all rows on every
     rank; apart is the relative error of divided rows against whole ones (the bound for half of the rows, for 99 %, for
     all); same_bits: whether all ranks have the same bits.

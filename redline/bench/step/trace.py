@@ -57,7 +57,7 @@ def idle_share(busy: Sequence[Busy]) -> float:
 
 
 def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy]:
-    """The complete events of a chrome trace whose field `of` ("cat" or "name") is one of `names`, in microseconds."""
+    """The complete events of a chrome trace with field `of` ("cat" or "name") in `names`, in microseconds."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get(of) in names)
     return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
 

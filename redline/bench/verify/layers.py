@@ -1,9 +1,9 @@
 """Compares some layers of a checkpoint, computed by this machine's kernels, with the float32 references.
 
 Each layer runs as a model of its own. Its input rows are random, since the layer's norms scale them; they are small, so
-that the output is dominated by what the layer adds. A token whose last chosen expert has almost the same score as the
-next one is left out, since rounding may choose either. The bounds are those of law 1: of a CPU's model in one call over
-float32 pages, and of a GPU's model.
+that the output is dominated by the layer's contribution. A token is left out if its last chosen expert has almost the
+same score as the next one, since rounding may choose either. The bounds are those of law 1: of a CPU's model in one
+call over float32 pages, and of a GPU's model.
 
 T tokens of a step, V rows to choose from.
 """
@@ -236,7 +236,7 @@ def load_rate(layers: Sequence[Layer], parts: Sequence[Stored], whole: int) -> R
 
 
 def steps_of(config: K2Config, layers: Sequence[Layer], device: torch.device) -> Steps | None:
-    """The time of a step of all layers, extrapolated from the measured ones; None if a kind of layer was not measured."""
+    """The time of a step of all layers, extrapolated from the measured ones; None if a kind of layer is missing."""
     whole = 0.0
     for dense, count in ((True, config.num_hidden_layers - config.moe_layers), (False, config.moe_layers)):
         took = [layer.step_ms for layer in layers if layer.dense is dense and not layer.why_not]

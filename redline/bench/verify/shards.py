@@ -253,7 +253,7 @@ class _Look:
             )
 
     def _effective(self, places: list[Tensor]) -> list[int]:
-        """The indices, without those of 4-bit scales whose codes are all zero, since these scales have no effect.
+        """The indices, without those of 4-bit scales with all codes zero, since these scales have no effect.
 
         Raises OSError if the codes cannot be read.
         """
@@ -281,7 +281,7 @@ class _Look:
 
 
 def peaked(codes: Tensor) -> bool:
-    """Whether codes peak in the middle, as those of rounded weights do. codes: number of occurrences of each of the 16."""
+    """Whether codes peak in the middle, as those of rounded weights do. codes: counts of the 16 codes."""
     middle, ends = int(codes[[7, 8, 9]].sum()), int(codes[[1, 2, 14]].sum())
     return middle >= LEAST_PEAK * ends
 

@@ -59,7 +59,7 @@ class Counts(Record, frozen=True):
     """Counts over all answers.
 
     calls, valid  calls of answers that ended with tool_calls or stop; calls without a fault
-    with_calls    answers that ended with tool_calls; accurate: those among them whose calls are all valid
+    with_calls    answers that ended with tool_calls; accurate: those among them with valid calls only
     """
 
     requests: int

@@ -271,5 +271,5 @@ def _of_layer(layer: Layer) -> Problem:
         tensor="",
         tensors=0,
         what=f"the kernels of this machine differ from the float32 reference: {error}; at most {layer.limit:.0e}",
-        fix="do not serve on this machine: run the tests (`make test`, on a GPU `make test-gpu`) and report the failures",
+        fix="do not serve on this machine: run the tests (`make test`, on a GPU `make test-gpu`) and report failures",
     )
