@@ -70,7 +70,7 @@ def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
 
 
 def run_many(candidates: Sequence[Candidate], children: int = 2, wall_s: float = WALL_S) -> list[Outcome]:
-    """The outcomes in the order of the candidates, `children` of them run at a time, each for at most `wall_s` seconds."""
+    """The outcomes in the order of the candidates, `children` at a time, each with a timeout of `wall_s` seconds."""
     with ThreadPoolExecutor(children) as pool:
         return list(pool.map(run_asserts, candidates, repeat(wall_s)))
 

@@ -172,8 +172,8 @@ class Chart {
     const { left, top, width, height } = this.inner;
     const named = plot.series.find((one) => one.style === "bars" && one.labels.length);
     const xTicks = named
-      ? named.x.map((at, n) => ({ at, text: named.labels[n] })).filter((tick) => tick.at >= view.x[0] && tick.at <=
-      view.x[1]) : ticks(view.x, plot.log_x, Math.floor(width / 65), this.whole.x);
+      ? named.x.map((at, n) => ({ at, text: named.labels[n] })).filter((tick) => tick.at >= view.x[0] && tick.at <= view.x[1])
+      : ticks(view.x, plot.log_x, Math.floor(width / 65), this.whole.x);
     const grid = xTicks.map((tick) => `M${px(this.x(tick.at))} 0V${height}`)
       .concat(yTicks.map((tick) => `M0 ${px(this.y(tick.at))}H${width}`)).join("");
     this.locate();
@@ -273,8 +273,7 @@ class Chart {
     });
   }
 
-  // Pointing
-  ------------------------------------------------------------------------------------------------------------
+  // Pointing ------------------------------------------------------------------------------------------------------------
 
   /** The position of an event inside the axes, in pixels of the drawing. */
   where(event) {

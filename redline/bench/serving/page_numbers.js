@@ -1,7 +1,7 @@
 "use strict";
 
-// The computations of a page of results: axis coordinates and ticks, zoom, number formatting, CSV, sorting. Does not
-use // the DOM. Ranges of axes are in the axis's own coordinate: the value, or its decimal logarithm.
+// The computations of a page of results: axis coordinates and ticks, zoom, number formatting, CSV, sorting, without the
+// DOM. Ranges of axes are in the axis's own coordinate: the value, or its decimal logarithm.
 
 /** The coordinate of a value; NaN if it cannot be shown on the axis. */
 function place(value, log) {
@@ -153,8 +153,8 @@ function cellNumber(cell) {
   return found ? Number(found[2].replaceAll(",", "")) * (found[1] === "-" || found[1] === "−" ? -1 : 1) : NaN;
 }
 
-/** Whether a column is numeric, such as "1,234", "12 %" or "3 of 10": all non-empty cells are, and at least one exists.
-*/ function isNumeric(cells) {
+/** Whether a column is numeric, such as "1,234", "12 %" or "3 of 10": all non-empty cells are, and there is one. */
+function isNumeric(cells) {
   const said = cells.map((cell) => cell.trim()).filter((cell) => !/^[-–—]?$/.test(cell));
   return said.length > 0 && said.every((cell) => /^[±]?[-+−]?[\d.][\d.,]*(e[-+]?\d+)?( ?[^\s\d,]{1,10}| of [\d,]+)?$/i.test(cell));
 }
