@@ -120,8 +120,8 @@ FAILURES = {
         "",
         "cannot be read",
     ),
-    "no HTTP": ((b"SSH-2.0-OpenSSH_9.6\r\n\r\n",), "malformed", "", "no valid HTTP"),
-    "a wrong chunk": ((A + b"zz\r\n",), "malformed", "a", "no valid HTTP"),
+    "no HTTP": ((b"SSH-2.0-OpenSSH_9.6\r\n\r\n",), "malformed", "", "invalid HTTP"),
+    "a wrong chunk": ((A + b"zz\r\n",), "malformed", "a", "invalid HTTP"),
     "an endless head": ((HEAD + b"X-A: " + b"a" * HEAD_BYTES + b"\r\n",), "malformed", "", "head has more than 64 KiB"),
     "an error within": ((A + chunk(b'data: {"error":{"message":"lost"}}\n\n'),), "server", "a", "^lost$"),
     "a server error": (
@@ -155,8 +155,8 @@ def test_what_goes_wrong_is_named_and_what_had_come_is_kept(name: str):
 @pytest.mark.parametrize(
     ("parts", "patience", "error"),
     [
-        ((), Patience(first=0.1), "nothing of the answer"),
-        ((CHUNKED + chunk(event({"content": "a"})),), Patience(silence=0.1), "silent"),
+        ((), Patience(first=0.1), "no token within"),
+        ((CHUNKED + chunk(event({"content": "a"})),), Patience(silence=0.1), "no data on the stream"),
         ((CHUNKED + chunk(event({"content": "a"})),), Patience(whole=0.1), "did not end"),
     ],
 )
@@ -382,5 +382,5 @@ def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
 
 @pytest.mark.parametrize("address", ["http://[", "http://a:99999", "ftp://a", "a:1", ""])
 def test_an_address_that_is_none_is_said(address: str):
-    with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is no server's address"):
+    with pytest.raises(ConfigError, match=f"{re.escape(repr(address))} is not a server address"):
         Client(Target(base_url=address))

@@ -75,7 +75,7 @@ def test_a_server_that_loads_is_waited_for_and_that_is_said_once():
 def test_where_nobody_listens_the_wait_has_an_end(seconds: float | None, waits: float):
     clock = Clock()
     target = Target(base_url="http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*--base-url right"):
+    with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*check --base-url"):
         models(target, seconds, lambda _: None, clock=clock, wait=clock.wait)
     assert clock.now == waits
 

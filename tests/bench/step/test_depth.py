@@ -162,7 +162,7 @@ def test_where_nothing_fits_nothing_is_recommended():
     [
         ({"physical": 62}, "alias is 62; the model has 61 layers"),
         ({"physical": 1}, "at least 2"),
-        ({"experts": 7}, "experts is 7; a token chooses 8"),
+        ({"experts": 7}, "experts is 7; a token needs 8"),
         ({"context": 262144}, "reads 262,144"),
     ],
 )
