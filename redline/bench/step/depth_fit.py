@@ -101,9 +101,9 @@ class Memory:
         depth, layers, experts = self.depth, self.layers_that_fit(free), self.experts_that_fit(free)
         advice = [f"--alias {layers}"] if layers > depth.dense else []
         advice += [f"--experts {experts}"] if experts >= depth.config.num_experts_per_tok else []
-        fits = " or ".join(advice) or "not even one layer; reduce rows, context or --experts"
+        fits = " or ".join(advice) or "fewer rows, a shorter context or fewer --experts: no layer fits"
         return ConfigError(
-            f"the step needs {_size(self.whole)}, but only {_size(free)} are free; these options fit: {fits}"
+            f"the step needs {_size(self.whole)}, but only {_size(free)} are free; use {fits}"
         )
 
 

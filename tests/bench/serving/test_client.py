@@ -118,7 +118,7 @@ FAILURES = {
         (CHUNKED + chunk(b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n'),),
         "malformed",
         "",
-        "cannot be read",
+        "cannot be decoded",
     ),
     "no HTTP": ((b"SSH-2.0-OpenSSH_9.6\r\n\r\n",), "malformed", "", "invalid HTTP"),
     "a wrong chunk": ((A + b"zz\r\n",), "malformed", "a", "invalid HTTP"),
@@ -136,7 +136,7 @@ FAILURES = {
         "",
         "redirect to /else",
     ),
-    "a long body": ((whole(b"x" * (BODY_BYTES + 1)),), "malformed", "", "no stream"),
+    "a long body": ((whole(b"x" * (BODY_BYTES + 1)),), "malformed", "", "not a stream"),
     "a long event": ((A + chunk(b"data: " + b"x" * EVENT_BYTES),), "malformed", "a", "16 MiB"),
 }
 
@@ -341,8 +341,8 @@ def test_a_server_without_models_is_an_error_that_names_it(body: bytes):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"base_url": "127.0.0.1:8000"}, "--base-url"),
-        ({"base_url": "http://127.0.0.1:99999"}, "--base-url"),
+        ({"base_url": "127.0.0.1:8000"}, "not a server address"),
+        ({"base_url": "http://127.0.0.1:99999"}, "not a server address"),
         ({"base_url": "http://127.0.0.1:1/a path"}, "--base-url"),
         ({"backend": "tgi"}, "--backend"),
         ({"headers": {"X-A": "b\r\nX-B: c"}}, "header"),

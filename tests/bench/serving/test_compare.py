@@ -51,7 +51,7 @@ def test_the_interval_holds_the_true_ratio_in_about_95_of_100_runs(many: int, dr
 def test_a_server_against_itself_shows_no_difference():
     draw = np.random.default_rng(1)
     verdicts = [outcomes(blocks(8, draw, noise=0.1, drift=0.02), seed)[0].verdict for seed in range(300)]
-    assert sum(verdict.startswith("no difference") for verdict in verdicts) / 300 >= 0.93
+    assert sum(verdict.startswith("no significant difference") for verdict in verdicts) / 300 >= 0.93
 
 
 def test_stopping_when_the_interval_is_narrow_does_not_make_it_a_lie():
@@ -181,7 +181,7 @@ def test_answers_that_differ_are_counted_and_the_first_is_shown():
     servers = Servers(lambda side, ask: "ab1d" if side == "B" and ask.text == "p1.2" else "abcd")
     same = compared(servers, Plan(blocks=2)).same
     assert (same.pairs, same.equal, same.equal_counts) == (12, 11, 12)
-    assert same.first == "pair 6 differs from character 3 on: A has 'abcd', B has 'ab1d'"
+    assert same.first == "pair 6 differs from character 3: A has 'abcd', B has 'ab1d'"
 
 
 def sections(servers: Servers, plan: Plan | None = None, **more: object) -> list[object]:

@@ -210,7 +210,7 @@ def test_too_few_lines_are_asked_again_and_it_is_said(tmp_path: Path) -> None:
     made = asks(DatasetConfig(dataset_name="custom", dataset_path=path, num_prompts=10), None, notes.append)
     assert len(made) == 10
     assert {text(ask) for ask in made[:4]} == {f"prompt {n}" for n in range(4)}
-    assert "asked again" in notes[0]
+    assert "are repeated" in notes[0]
 
 
 def test_our_sets_are_asked_in_equal_parts_by_kind() -> None:
@@ -272,12 +272,12 @@ def test_a_bad_line_is_named_with_its_field_and_the_fix(tmp_path: Path, name: An
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"dataset_name": "sonnet"}, "--dataset-name sonnet: give one of random, sharegpt"),
+        ({"dataset_name": "sonnet"}, "--dataset-name sonnet: expected one of random, sharegpt"),
         ({"dataset_name": "custom"}, "needs --dataset-path"),
         ({"dataset_name": "redline"}, "such as models/kimi-nano/eval"),
         ({"dataset_name": "custom", "dataset_path": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl: cannot be read"),
         ({"random_range_ratio": 1.0}, "--random-range-ratio 1.0"),
-        ({"random_input_len": 0}, "--random-input-len 0: give at least 1"),
+        ({"random_input_len": 0}, "--random-input-len 0: must be at least 1"),
         (
             {"random_input_len": 1, "random_range_ratio": 0.3},
             "with --random-range-ratio 0.3 some prompts would have no token",
@@ -336,5 +336,5 @@ def test_inferencex_asks_ten_prompts_and_two_warmups_of_each_stream() -> None:
 def test_no_preset_leaves_the_flags_as_they_are_and_an_unknown_one_is_named() -> None:
     config, pace = with_preset(None, {"num_prompts": 5}, {"rate": 2.0})
     assert (config.num_prompts, pace.rate, pace.max_concurrency) == (5, 2.0, None)
-    with pytest.raises(ConfigError, match="--preset lamda: give one of lambda, inferencex-8k-1k"):
+    with pytest.raises(ConfigError, match="--preset lamda: expected one of lambda, inferencex-8k-1k"):
         with_preset("lamda", {}, {})

@@ -68,7 +68,7 @@ def test_a_server_that_loads_is_waited_for_and_that_is_said_once():
     with server((503, b""), listed, (503, b"of /health"), listed) as target:
         assert models(target, None, told.append, wait=lambda _: None) == ("m",)
     assert len(told) == 1
-    assert "is not ready (503); waiting 600 s at most" in told[0]
+    assert "is not ready (503); waiting up to 600 s" in told[0]
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(None, 10), (0.0, 0), (3.0, 3)])

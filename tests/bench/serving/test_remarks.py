@@ -46,7 +46,7 @@ def test_a_wait_that_latencies_leave_out_is_said():
     assert "coordinated omission" in late.text
     closed = schedule_remark(Pace(rate=math.inf, max_concurrency=4), [answer(sent=9.0)])
     assert not closed.warning
-    assert "no schedule (4 at once)" in closed.text
+    assert "no schedule (at most 4 concurrent)" in closed.text
 
 
 def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:

@@ -172,7 +172,7 @@ def test_rows_that_do_not_do_what_was_asked_are_no_measurement():
         rows._shared.standing.drafted[0] = 0
         rows.run()
         rows.note()
-        with pytest.raises(AssertionError, match="positions of 3"):
+        with pytest.raises(AssertionError, match="positions instead of 3"):
             rows.accepted(case.rates)
 
 

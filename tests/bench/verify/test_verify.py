@@ -310,7 +310,7 @@ def test_a_layer_that_memory_does_not_hold_is_not_computed(tmp_path: Path, monke
     monkeypatch.setattr(layers_module, "free_memory", lambda: 1000)
     report = run(tmp_path / "c")
     assert report.sound
-    assert report.unchecked[0].startswith("layer 0: it takes ")
+    assert report.unchecked[0].startswith("layer 0: it needs ")
     assert report.steps is None
 
 
