@@ -37,7 +37,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
         assert done.exit_code == 0, done.output
         assert len(json.loads(result.read_bytes())) == 2 * times, "cases are added"
-    for said in ("4 layers on 3 in memory", "floor/time", "mla_decode", "sum of ops", "experts read", "routing model"):
+    for said in ("4 layers run on 3 in memory", "floor/time", "mla_decode", "sum of ops", "experts read", "routing model"):
         assert said in done.output
     assert "vLLM" not in done.output
     records = json.loads(result.read_bytes())
@@ -59,7 +59,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
     [
         ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-k2.6-nvfp4, "),
         ("", "give either a checkpoint folder or --shape"),
-        ("models/kimi-nano --shape kimi-nano", "one of the two"),
+        ("models/kimi-nano --shape kimi-nano", "give either a checkpoint folder or --shape"),
         ("models/kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),
         ("--shape kimi-nano --alias 9", "alias is 9; the model has 8 layers"),
         ("--shape kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8"),

@@ -104,7 +104,7 @@ def check_files(save: str | Path | None, html: str | Path | None) -> None:
         if path is not None:
             check_output(Path(path))
     if save is not None and html is not None and Path(save).resolve() == Path(html).resolve():
-        raise ConfigError(f"--html {html}: the result is written to this file; name another one")
+        raise ConfigError(f"--html {html}: the result is written to this path; name another file")
 
 
 def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:

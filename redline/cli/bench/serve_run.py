@@ -79,7 +79,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     if path is not None:
         check_output(path)
         if config.html is not None and Path(config.html).resolve() == path.resolve():
-            raise ConfigError(f"--html {config.html}: the result is written to this file; name another one")
+            raise ConfigError(f"--html {config.html}: the result is written to this path; name another file")
     notes: list[str] = []
     with Working("prompts", shown=not config.quiet) as working:
         wanted = config.dataset.num_prompts

@@ -77,5 +77,5 @@ def test_accept_of_failures_is_code_1(server: Scripted, prompts: Path):
 
 
 def test_counters_elsewhere_are_of_one_server(server: Scripted):
-    with pytest.raises(ConfigError, match="of one server"):
+    with pytest.raises(ConfigError, match="applies to one server"):
         type_in("accept", server, "--base-url", "http://127.0.0.1:1", "--metrics-url", "http://127.0.0.1:2/metrics")

@@ -115,7 +115,7 @@ def test_prompts_of_a_file_that_come_again_are_told(slow: Scripted, tmp_path: Pa
         (("--figure", "speed"), "--figure 'speed': expected one of output_throughput"),
         (("--until", "much"), "--until 'much': expected a share such as 2%"),
         (("--until", "150%"), "--until '150%': expected a share"),
-        (("--key-env-a", "NOT_SET_ANYWHERE"), "NOT_SET_ANYWHERE of the environment"),
+        (("--key-env-a", "NOT_SET_ANYWHERE"), "environment variable NOT_SET_ANYWHERE"),
         (("--backend-b", "openai"), "would not get the same requests"),
         (("--dataset-name", "alpaca"), "--dataset-name 'alpaca'"),
     ],

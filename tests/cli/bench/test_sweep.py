@@ -22,7 +22,7 @@ def test_a_sweep_is_measured_kept_and_continued(server: Scripted, tmp_path: Path
     code, said = type_in("sweep", server, *flags, "--max-concurrency", "1,2")
     assert code == 0
     assert "1 stream: " in said
-    assert "kept up to 2 streams" in said
+    assert "met up to 2 streams" in said
     assert len(server.log().requests) == 2 * (8 + 1)
     before = saved.read(file)
     assert not before.stopped
