@@ -84,7 +84,7 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(
     [
         (["--against", "nowhere"], "nowhere"),
         (["--kv-dtype", "fp9"], "kv-dtype is 'fp9'"),
-        (["--sets", "nowhere"], "nowhere: no evaluation sets"),
+        (["--sets", "nowhere"], "nowhere: contains no evaluation sets"),
     ],
 )
 def test_eval_looks_at_what_it_needs_before_the_work(tiny: Path, words: list[str], says: str):
