@@ -241,9 +241,9 @@ def by_k_table(whole: Part) -> Table:
         before = rate
     return Table(
         title=f"Acceptance by k: {whole.server}, temperature {whole.temperature:g}",
-        columns=("k", "first k held", "held if those before did", "tokens a round", "golden", "apart"),
+        columns=("k", "first k accepted", "accepted if those before were", "tokens per round", "golden", "apart"),
         rows=tuple(rows),
-        note="tokens a round: 1 plus the sum of the first k rates, over rounds with drafts. golden: the curve that "
+        note="tokens per round: 1 plus the sum of the first k rates, over rounds with drafts. golden: the curve that "
         "InferenceX uses for its synthetic acceptance of Kimi's EAGLE-3.",
     )
 
@@ -258,8 +258,8 @@ def domains_table(parts: Sequence[Part]) -> Table:
             "domain",
             "answers",
             "tokens",
-            "drafts a round",
-            "tokens a round",
+            "drafts per round",
+            "tokens per round",
             *(f"k={k + 1}" for k in range(most)),
         ),
         rows=tuple(
@@ -273,7 +273,7 @@ def domains_table(parts: Sequence[Part]) -> Table:
             )
             for one in rows
         ),
-        note="tokens a round: with all drafts of the round; k=1, 2 ...: with its first k drafts.",
+        note="tokens per round: with all drafts of the round; k=1, 2 ...: with its first k drafts.",
     )
 
 
@@ -303,9 +303,9 @@ def _curve(wholes: Sequence[Part]) -> Plot:
         for one in wholes
     ]
     return Plot(
-        title="Tokens of a round by drafts",
-        x_label="drafts of a round, k",
-        y_label="mean tokens of a round",
+        title="Tokens per round by drafts",
+        x_label="drafts per round, k",
+        y_label="mean tokens per round",
         series=(*measured, line("golden", [1.0, *GOLDEN])),
         note="A server's curve is computed from acceptance by position: a run with k drafts also shows fewer drafts.",
     )

@@ -83,8 +83,8 @@ class Outcome(NamedTuple):
 class Rate(Record, frozen=True):
     """One variant in one domain at one batch.
 
-    times: tokens/s divided by those without drafts in the same rounds; None if either rate was above its floor, as is
-    tokens_per_s. rounds: steps of one answer that verified drafts.
+    tokens_per_s: None if the rate was above its floor. times: tokens/s divided by those without drafts in the same
+    rounds; None if either rate was above its floor. rounds: steps of one answer that verified drafts.
     """
 
     domain: str

@@ -102,9 +102,7 @@ class Memory:
         advice = [f"--alias {layers}"] if layers > depth.dense else []
         advice += [f"--experts {experts}"] if experts >= depth.config.num_experts_per_tok else []
         fits = " or ".join(advice) or "fewer rows, a shorter context or fewer --experts: no layer fits"
-        return ConfigError(
-            f"the step needs {_size(self.whole)}, but only {_size(free)} are free; use {fits}"
-        )
+        return ConfigError(f"the step needs {_size(self.whole)}, but only {_size(free)} are free; use {fits}")
 
 
 def check(depth: Depth) -> None:

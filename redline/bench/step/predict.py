@@ -6,9 +6,9 @@ of ranks, and the ranks divide `divided`: these two numbers are solved from the 
     step = floor of a rank + whole + kept + divided / ranks + all-reduces + gather
 
 Timings of single ops cannot separate the two: attention with half the heads and a shared expert of half the width
-exceed their floors as whole ones do. A floor counts every byte once over all ranks; `whole` is the time for
-what each rank reads beyond its part of that: contexts, and the projections into attention. The steps that the model is
-fitted to (FITTED) read both in full on every rank, and so do predicted steps. A test recomputes STEPS, LONG_STEPS,
+exceed their floors by the same time as whole ones. A floor counts every byte once over all ranks; `whole` is the time
+for what each rank reads beyond its part of that: contexts, and the projections into attention. The steps that the model
+is fitted to (FITTED) read both in full on every rank, and so do predicted steps. A test recomputes STEPS, LONG_STEPS,
 ROUNDS, ROUND_MS and MEETINGS from benchmarks/results.
 """
 

@@ -33,7 +33,7 @@ from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 
 MODEL = replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024)  # the second layer is measured
-LAYERS = 4  # layers run in sequence per timing: over ranks a layer overlaps the previous layer's all-reduces
+LAYERS = 4  # layers run in sequence per timing: over ranks a layer overlaps the previous one's communication
 PEER_MS = {8192: 18.1}  # ms by tokens: vLLM 0.33 on an NVIDIA H200, 2026-11-28, per MoE layer, prompt from its start
 COMPARED = 2  # layers before rows are compared: random weights amplify rounding from layer to layer
 FAR = 0.05  # relative error of a row: bf16 partial sums cause up to 0.01, a wrong token's row more than 0.5

@@ -108,8 +108,8 @@ def _of_ranks(case: PrefillCase) -> list[str]:
         return []
     by_parts = ", ".join(f"{ms:.2f} ms in {count}" for count, ms in case.ms_by_parts.items())
     half, most, all_rows = (f"{each:.1e}" for each in case.apart)
-    bits = "the same" if case.same_bits else "other"
+    bits = "the same" if case.same_bits else "different"
     return [
         f"rows divided     by parts: {by_parts}; rows whole: {case.ms_whole:.2f} ms",
-        f"rows apart       half at most {half} from whole ones, 99 % {most}, all {all_rows}; {bits} bits on all ranks",
+        f"rows apart       relative error: half at most {half}, 99 % {most}, all {all_rows}; {bits} bits on all ranks",
     ]
