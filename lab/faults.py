@@ -376,7 +376,7 @@ def run(asked: argparse.Namespace, name: str, place: Path, working: Working) -> 
         "bytes_lost_with_links": lost,
         "answers": disturbed.asked,
         "of_clients_that_left": disturbed.left,
-        "moved": len(re.findall(r"job \S+ moves after", said)),
+        "moved": len(re.findall(r"job \S+ is requeued after", said)),
         "wrong": disturbed.wrong,
         "late": had_late,
         "longest_request_s": round(disturbed.longest_s, 2),

@@ -1,6 +1,6 @@
-"""The command `redline`: what must hold before anything else is imported.
+"""Entry point of the command `redline`: checks and signal handling that precede all other imports.
 
-Ctrl-C before a verb begins, or while the interpreter goes down, ends the process without a word.
+Ctrl-C before a command begins, or while the interpreter shuts down, ends the process without a message or a traceback.
 """
 
 import os
@@ -16,7 +16,7 @@ def main() -> None:
     if sys.version_info[:2] not in PYTHONS:
         here = ".".join(map(str, sys.version_info[:3]))
         sys.exit(f"error: Redline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {here}")
-    catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where Ctrl-C is ignored, as by nohup
+    catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # false if nohup or the like ignores Ctrl-C
     if catches:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from redline.errors import unimportable
@@ -28,26 +28,26 @@ def main() -> None:
             raise
         sys.exit(f"error: {why}")
     except MemoryError:
-        sys.exit("error: no memory is left: ulimit -v, or a container's limit, may bound it")
+        sys.exit("error: no memory is left: check ulimit -v and the container's memory limit")
 
     try:
         if catches:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
-    except KeyboardInterrupt:  # before the verb has begun, or behind its end: the verb answers for what is between
+    except KeyboardInterrupt:  # before the command began or after it ended; in between, the command handles it
         sys.exit(128 + signal.SIGINT)
     finally:
-        if catches and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a server that has ended ignores it
+        if catches and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a server that has shut down ignores it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _fill_standard_streams() -> None:
-    """Open /dev/null where a standard stream is closed: else a socket gets its number, and what libraries print."""
+    """Open /dev/null for closed standard streams; otherwise a socket would get the number, and receive prints."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open() takes the lowest free number
 
 
 if __name__ == "__main__":

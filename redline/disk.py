@@ -1,4 +1,4 @@
-"""Files that a kill or a full disk leaves whole, and places that are looked at before the work begins."""
+"""Atomic file writes that survive a kill or a full disk, file locks, and checks of output paths before long work."""
 
 import errno
 import os
@@ -16,11 +16,11 @@ from safetensors import SafetensorError
 from redline.errors import ConfigError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that has no locks
+LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # raised by file systems that have no locks
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk, or this user's share of it, is full. safetensors says it in words: `... (os error 28)`."""
+    """Whether the disk, or this user's quota, is full. safetensors reports it only as text: `... (os error 28)`."""
     if isinstance(error, OSError):
         return error.errno in FULL
     number = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
@@ -28,17 +28,17 @@ def is_full(error: BaseException) -> bool:
 
 
 def hold(path: Path, lock: Path | None = None, wait_s: float = 0.0) -> FileLock:
-    """Keeps a file or folder to this process until `release` is called; a kill lets it go too.
+    """Lock a file or folder for this process until `release` is called; the lock also ends if the process is killed.
 
-    lock: the file that says so; absent: beside it, .NAME.lock. wait_s: for another process to let it go. Raises
-    ConfigError where another process holds it, OSError where the lock cannot be made. A file system without locks is
-    trusted.
+    lock: the lock file; default: .NAME.lock in the same folder. wait_s: seconds to wait for another process to release
+    the lock. Raises ConfigError if another process holds it, OSError if the lock file cannot be made. On a file system
+    without locks, the call succeeds without locking.
     """
     held = FileLock(lock or path.with_name(f".{path.name}.lock"), timeout=wait_s, thread_local=False)
     try:
         held.acquire()
     except Timeout:
-        raise ConfigError(f"{path}: another process is writing it: wait for its end, or name another") from None
+        raise ConfigError(f"{path}: another process is writing it: wait until it ends, or name another path") from None
     except OSError as error:
         if error.errno not in LOCKLESS:
             raise
@@ -47,9 +47,9 @@ def hold(path: Path, lock: Path | None = None, wait_s: float = 0.0) -> FileLock:
 
 @contextmanager
 def alone(folder: Path) -> Generator[None]:
-    """Keeps a folder to this process while inside, by a lock on FOLDER/.lock. A missing folder is made.
+    """Lock a folder for this process while inside the block, through FOLDER/.lock. A missing folder is made.
 
-    Raises ConfigError where it cannot be made, or where another process holds it.
+    Raises ConfigError if the folder cannot be made, or if another process holds the lock.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,9 +73,9 @@ def written(path: Path) -> Generator[None]:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    """The error for a person whose file or folder cannot be written: why, and on a full disk how much is free."""
+    """The error for a file or folder that cannot be written: the reason, and on a full disk how much is free."""
     if isinstance(error, FileExistsError | NotADirectoryError):
-        return ConfigError(f"{path}: cannot be written (a file stands where a folder is needed)")
+        return ConfigError(f"{path}: cannot be written (a file is in the way: a folder is needed)")
     if not is_full(error):
         return ConfigError(f"{path}: cannot be written ({error.strerror or error})")
     place = path
@@ -88,7 +88,7 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 def check_output(path: Path) -> None:
     """Check, before long work begins, that its result can be written to `path`. A missing folder is made.
 
-    Raises ConfigError where it cannot be written, or where `path` is a folder.
+    Raises ConfigError if `path` cannot be written, or is a folder.
     """
     with written(path):
         if path.is_dir():
@@ -101,10 +101,10 @@ def check_output(path: Path) -> None:
 
 
 def check_room(folder: Path, needed: int, what: str, otherwise: str = "name another folder") -> None:
-    """Raise ConfigError where the disk of `folder`, which need not exist yet, has fewer than `needed` bytes free.
+    """Raise ConfigError if the disk of `folder`, which need not exist yet, has fewer than `needed` bytes free.
 
-    what: how the message begins, such as "the states of 9 sequences take". otherwise: what the message advises where
-    no room can be made.
+    what: the start of the message, such as "the states of 9 sequences take". otherwise: the advice in the message if
+    no space can be freed.
     """
     while not folder.exists():
         folder = folder.parent
@@ -122,10 +122,10 @@ def human(size: int) -> str:
 
 
 def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
-    """Replace a file by `data`; a kill or a power cut at any moment leaves the old file or the new one, whole.
+    """Replace a file by `data` atomically: a kill or a power cut leaves either the complete old file or the new one.
 
-    private: it can be read by its owner alone, from its first byte. Raises OSError where it cannot be written, and
-    removes what was written so far.
+    private: only the owner can read the file, from its first byte on. Raises OSError if the file cannot be written, and
+    removes the partial file.
     """
     building = path.with_name(f".{path.name}.writing")
     try:
@@ -141,19 +141,19 @@ def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
 
 
 def save(path: Path, data: bytes, *, private: bool = False) -> None:
-    """`write_whole` for a result that a person asked for: raises ConfigError, naming the file, instead of OSError."""
+    """`write_whole` for an output file of a command: raises ConfigError, naming the file, instead of OSError."""
     with written(path):
         write_whole(path, data, private=private)
 
 
 def _private(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # a kill may have left a file of that name
+    os.fchmod(descriptor, 0o600)  # a killed process may have left a file of that name with another mode
     return descriptor
 
 
 def sync(path: Path) -> None:
-    """Wait until what was written to a file, or renamed in a folder, is on the disk. Raises OSError."""
+    """Wait until the content of a file, or the renames in a folder, are on the disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -162,8 +162,8 @@ def sync(path: Path) -> None:
 
 
 def drop_held(stream: IO[str]) -> None:
-    """Write what Python holds of a stream's output, or drop it if it cannot be written (a full disk, a pipe whose
-    reader has gone), so that it is no second error when the interpreter ends."""
+    """Flush a stream's buffered output, or drop it if it cannot be written (a full disk, a pipe closed by its reader),
+    so that the interpreter does not raise a second error when it ends."""
     try:
         stream.flush()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Everything that Redline raises on purpose, and whom each error is for.
+"""All errors that Redline raises on purpose, grouped by whether the client, the operator or a retry can fix them.
 
 RedlineError
   x RequestError          the client can fix it; names the field of the request
@@ -6,15 +6,15 @@ RedlineError
     - ModelNotFound
     - MessageTooLarge
     - DeadlineExceeded
-    - Refusal             what HTTP itself refuses (redline.api.errors)
+    - Refusal             refused at the level of HTTP (redline.api.errors)
   x ConfigError           the operator can fix it; names the place
-    - CheckpointError     one line: file, tensor, what was expected
-      - BrokenFile            the same, in its parts
+    - CheckpointError     one line: file, tensor, expected value
+      - BrokenFile            the same, with its parts as attributes
   x Overloaded            a retry can fix it
-  x WorkerLost            the worker has ended; a retry can fix it once there is another
-    - RankLost              one of its ranks has
-  x TransferFailed        bytes of a peer did not come (redline.transport.base); a retry can fix it
-  x JobFailed             our fault, in one job alone (redline.api.gateway)
+  x WorkerLost            the worker is down; a retry can fix it once another worker is ready
+    - RankLost              one of its tensor parallel ranks is down
+  x TransferFailed        a transfer from a peer failed (redline.transport.base); a retry can fix it
+  x JobFailed             an internal error, in this job alone (redline.api.gateway)
 """
 
 import sys
@@ -22,13 +22,13 @@ from pathlib import Path
 
 
 class RedlineError(Exception):
-    """Root of the tree. The message is one line that says what to do."""
+    """Base class. The message is one line that names the remedy."""
 
 
 class RequestError(RedlineError):
-    """The client sent something that it can mend. `param` names the field, as the client spells it.
+    """The client sent something that it can correct. `param` names the field, as the client spells it.
 
-    `status` is the HTTP status of the answer, `code` the word for programs in its body.
+    `status` is the HTTP status of the response, `code` the machine-readable code in its body.
     """
 
     status = 400
@@ -40,21 +40,21 @@ class RequestError(RedlineError):
 
 
 class ContextTooLong(RequestError):
-    """A prompt does not fit into what is read; the message has the numbers."""
+    """A prompt is longer than the server accepts; the message contains the numbers."""
 
     code = "context_length_exceeded"
 
 
 class PromptTooLong(ContextTooLong):
-    """A prompt leaves an answer no room in the model's context.
+    """A prompt leaves no room for an answer in the model's context.
 
-    Clients search for the words of OpenAI, which are the message, and of Anthropic, `in_messages`: coding agents then
-    compact the conversation, and libraries raise an error of their own.
+    Clients search for the wording of OpenAI, which is in the message, and of Anthropic, `in_messages`: coding agents
+    then compact the conversation, and client libraries raise a specific error.
     """
 
     def __init__(self, param: str, tokens: int, limit: int, *, at_least: bool = False) -> None:
-        """tokens: of the prompt. at_least: it may have more, since encoding has ended there. limit: of prompt and
-        answer together."""
+        """tokens: length of the prompt. at_least: encoding stopped at that length, so the prompt may be longer. limit:
+        maximum of prompt and answer together, in tokens."""
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, the prompt in {param} has "
             f"{'at least ' if at_least else ''}{tokens} tokens, and the answer needs 1 or more. "
@@ -65,14 +65,14 @@ class PromptTooLong(ContextTooLong):
 
 
 class ModelNotFound(RequestError):
-    """The request names a model that this server does not serve; the message lists those that it does."""
+    """The request names a model that this server does not serve; the message lists the served models."""
 
     status = 404
     code = "model_not_found"
 
 
 class MessageTooLarge(RequestError):
-    """A message has more bytes than may travel between processes. Where it is an answer's, its job has failed (500)."""
+    """A message between processes exceeds the size limit. If it belongs to an answer, its job has failed (500)."""
 
     status = 413
     code = "message_too_large"
@@ -83,11 +83,11 @@ class ConfigError(RedlineError):
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint cannot be read: the message names file, tensor and what was expected."""
+    """A checkpoint cannot be read: the message names the file, the tensor and the expected value."""
 
 
 class BrokenFile(CheckpointError):
-    """A CheckpointError in its parts. tensor: its stored name; empty if the whole file is wrong."""
+    """A CheckpointError with its parts as attributes. tensor: its stored name; empty if the whole file is wrong."""
 
     def __init__(self, file: Path, tensor: str, what: str) -> None:
         super().__init__(f"{file}: {tensor}: {what}" if tensor else f"{file}: {what}")
@@ -97,9 +97,9 @@ class BrokenFile(CheckpointError):
 
 
 class Overloaded(RedlineError):
-    """There is no room for the request now (a full queue, a model that is loading); it may succeed later.
+    """The server has no capacity for the request now (a full queue, a model that is loading); it may succeed later.
 
-    `retry_s`: in how many seconds, as far as that is known. `reason`: the word for metrics.
+    `retry_s`: seconds until a retry may succeed, as far as known. `reason`: the label for metrics.
     """
 
     def __init__(self, message: str, retry_s: float = 1.0, reason: str = "overloaded") -> None:
@@ -109,7 +109,7 @@ class Overloaded(RedlineError):
 
 
 class DeadlineExceeded(RequestError):
-    """The answer was not complete when the time was over that its request gave it, or the deployment."""
+    """The answer was not complete within the timeout of the request or of the deployment."""
 
     status = 504
     code = "deadline_exceeded"
@@ -120,21 +120,21 @@ class WorkerLost(RedlineError):
 
 
 class RankLost(WorkerLost):
-    """Another rank of the model has ended, or has kept this one waiting too long; the message names it and the step."""
+    """Another rank has ended, or did not answer before the timeout; the message names the rank and the step."""
 
 
 def not_installed(package: str) -> str:
-    """One line for a package that this Python does not have: where it looked, and what installs it."""
+    """One line for a package that this Python lacks: which Python was searched, and the command that installs it."""
     tree, python = Path(__file__).resolve().parents[1], sys.executable
     if (tree / "pyproject.toml").is_file():
         how = f"run `make serve` in {tree}, which makes an environment, or {python} -m pip install -e {tree}"
     else:
-        how = f"install Redline's wheel with {python} -m pip install, which brings what it needs"
+        how = f"install Redline's wheel with {python} -m pip install, which brings its dependencies"
     return f"{package} is not installed for {python}: {how}"
 
 
 def unimportable(error: ImportError) -> str | None:
-    """One line for a package of others that cannot be imported; None: the module is our own."""
+    """One line for a third-party package that cannot be imported; None if the module is part of Redline."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "redline"):
         return None

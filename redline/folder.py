@@ -1,7 +1,7 @@
-"""What a folder is, by its config.json and the first bytes of its files: before torch is imported, or a weight is read.
+"""Identifies a folder by its config.json and the first bytes of its files; imports no torch and reads no weights.
 
-A model of Kimi K2's class, a drafter, another model, Git LFS pointers, an empty folder: each is named as what it is.
-What is sound here may still be refused by whoever reads config.json whole (`model.k2.config`, `model.eagle3.config`).
+The error names what was found: a drafter, an unsupported model, Git LFS pointers, an empty folder. A folder that passes
+may still be refused when config.json is parsed completely (`model.k2.config`, `model.eagle3.config`).
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import msgspec
 
 from redline.errors import CheckpointError
 
-SERVED = "kimi_k25", "kimi_k2", "deepseek_v3"  # model_type of what is computed
+SERVED = "kimi_k25", "kimi_k2", "deepseek_v3"  # supported values of model_type
 POINTER = b"version https://git-lfs"
 PAGE = b"<!doctype", b"<html"
 HEAD_BYTES = 64
@@ -19,9 +19,9 @@ MOST_CONFIG_BYTES = 16 << 20
 
 
 def check_model(folder: Path, *, weights: bool = True) -> None:
-    """Raises CheckpointError, one line, where the folder holds no model of Kimi K2's class.
+    """Raise CheckpointError, one line, if the folder contains no model of Kimi K2's class.
 
-    weights: whether its shards and its vocabulary have to be there; without them config.json is enough.
+    weights: whether the weight files and the vocabulary are required; if False, config.json is enough.
     """
     config = _config(folder, "a model's")
     if _is_drafter(config):
@@ -32,14 +32,14 @@ def check_model(folder: Path, *, weights: bool = True) -> None:
     if config.get("model_type") not in SERVED:
         raise CheckpointError(
             f"{folder}: model_type is {_shown(config.get('model_type'))} ({_architecture(config)}); Redline serves "
-            f"models of Kimi K2's class, whose model_type is {', '.join(SERVED[:-1])} or {SERVED[-1]}"
+            f"models of Kimi K2's class: their model_type is {', '.join(SERVED[:-1])} or {SERVED[-1]}"
         )
     if weights:
         _check_files(folder, ["tiktoken.model"])
 
 
 def check_drafter(folder: Path) -> None:
-    """Raises CheckpointError, one line, where the folder holds no drafter."""
+    """Raise CheckpointError, one line, if the folder contains no drafter."""
     config = _config(folder, "a drafter's")
     if not _is_drafter(config):
         raise CheckpointError(
@@ -70,7 +70,7 @@ def _config(folder: Path, whose: str) -> dict[str, Any]:
 
 
 def _contents(folder: Path) -> str:
-    """What a folder without config.json is."""
+    """Describes a folder that has no config.json, for the error message."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -98,14 +98,14 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    return str(value)[:80] if isinstance(value, str) else "not said" if value is None else repr(value)[:80]
+    return str(value)[:80] if isinstance(value, str) else "not given" if value is None else repr(value)[:80]
 
 
 def _check_files(folder: Path, names: list[str]) -> None:
-    """Shards, and other files of these names that are there. Raises CheckpointError."""
+    """Check the heads of the weight files, and of those of `names` that exist. Raises CheckpointError."""
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
-        raise CheckpointError(f"{folder}: config.json alone: no *.safetensors is here yet; fetch the weights into it")
+        raise CheckpointError(f"{folder}: config.json alone: no *.safetensors is here yet; download the weights to it")
     for path in [*(folder / name for name in names if (folder / name).exists()), *shards]:
         _check_head(path)
 
@@ -118,9 +118,9 @@ def _check_head(path: Path) -> None:
             f"{path.parent}"
         )
     if head.lstrip().lower().startswith(PAGE):
-        raise CheckpointError(f"{path}: a web page, and not the file: fetch it again")
+        raise CheckpointError(f"{path}: a web page, and not the file: download it again")
     if not head:
-        raise CheckpointError(f"{path}: empty: fetch it again")
+        raise CheckpointError(f"{path}: empty: download it again")
 
 
 def _head(path: Path) -> bytes:

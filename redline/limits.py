@@ -1,7 +1,7 @@
-"""What the system lets this process take: memory and processors, which control groups bound (v1, v2), and open files.
+"""The limits of this process: memory and processors, which control groups bound (v1, v2), and open files.
 
-A container's bound is not in /proc/meminfo, nor a quota of processor time in the affinity. A process that goes by those
-is killed, or has its threads stopped in the middle of a kernel.
+/proc/meminfo does not contain a container's memory limit, nor does the CPU affinity contain a CPU quota. A process that
+relies on them alone is killed, or its threads are throttled in the middle of a kernel.
 """
 
 import os
@@ -10,30 +10,30 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-FILES = 8192  # that each process of a deployment asks to open: 4,096 connections, and as many files and sockets beside
+FILES = 8192  # open files that each process of a deployment requests: 4,096 connections, and 4,096 other descriptors
 
 
 def processors(root: Path = ROOT) -> int:
-    """Threads that can run at once without being stopped, at least 1: the least of the affinity and every quota.
+    """The number of threads that can run at once without throttling, at least 1: the minimum of affinity and quotas.
 
-    The affinity follows cpuset; a control group's quota is rounded down. root: what stands for / (tests).
+    The affinity includes cpuset; a control group's quota is rounded down. root: replaces / in tests.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, min([allowed, *map(int, _quotas(root))]))
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process could still take: the least of what the machine has and what each group's bound leaves.
+    """Bytes that this process can still allocate: the minimum of the machine's free memory and each cgroup's headroom.
 
-    Files that are only cached give way, so they count as free. root: what stands for / (tests).
+    The page cache counts as free, since the kernel gives it up when memory is short. root: replaces / in tests.
     """
     return max(0, min([_available(root), *_headrooms(root)]))
 
 
 def open_files(wanted: int = FILES) -> int:
-    """How many files this process may open, once its soft limit is raised to `wanted` as far as the hard one allows.
+    """Raise the soft limit of open files to `wanted`, as far as the hard limit allows, and return the limit in force.
 
-    It is more than `wanted` where the soft limit was higher before.
+    The result exceeds `wanted` if the soft limit was higher before.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -51,7 +51,7 @@ def _available(root: Path) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield how many processors each control group allows, of those that bound processor time; may be a fraction."""
+    """Yield the number of processors, possibly a fraction, that each control group with a CPU quota allows."""
     for folder in _groups(root, "cpu"):
         v1 = (_read(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
         quota, period = _read(folder / "cpu.max").split() or v1
@@ -60,7 +60,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _headrooms(root: Path) -> Iterator[int]:
-    """Yield how many bytes each control group still allows, of those that bound memory."""
+    """Yield the bytes that each control group with a memory limit still allows."""
     for folder in _groups(root, "memory"):
         names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         for bound, used in names:
@@ -70,15 +70,15 @@ def _headrooms(root: Path) -> Iterator[int]:
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of cached files, which the kernel gives up when memory is short."""
+    """Bytes of page cache, which the kernel gives up when memory is short."""
     facts = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
-    of_all = "total_" if "total_inactive_file" in facts else ""  # v1 has a group's own figures beside those of its tree
+    of_all = "total_" if "total_inactive_file" in facts else ""  # v1 has figures of the group and of its subtree
     return sum(int(facts.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of those around it that can be seen, innermost first."""
-    paths: dict[str, str] = {}  # of this process's group, by controller; of v2 by ""
+    """The folders of this process's control group and of its visible parents, innermost first."""
+    paths: dict[str, str] = {}  # path of this process's group by controller; the v2 group's under ""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
@@ -99,7 +99,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where there is no file, or where it says max."""
+    """The number in a file; None if there is no such file, or if it contains `max`."""
     text = _read(path).strip()
     return int(text) if _is_number(text) else None
 

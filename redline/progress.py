@@ -1,6 +1,6 @@
-"""How far a long piece of work is: a live bar on a terminal, elsewhere a line on stderr every ten seconds.
+"""Progress of a long piece of work: a live bar on a terminal; otherwise a line on stderr every ten seconds.
 
-The lines come from a thread, so they come also while one long step runs, or a model loads.
+A thread prints the lines, so they also appear while one long step runs or a model loads.
 """
 
 import sys
@@ -19,7 +19,7 @@ EVERY_S = 10.0
 
 
 class Working:
-    """Use as a context manager around the work, and call `show` from within it as often as is handy."""
+    """Progress reporter. Use it as a context manager around the work, and call `show` inside; calls are cheap."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Working:
         clock: Callable[[], float] = clock.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        """what: names the work. shown: False says nothing at all (of several processes, one speaks).
-        bar: False gives lines on a terminal too.
+        """what: names the work. shown: False prints nothing (of several processes, only one should report).
+        bar: False prints lines on a terminal too.
 
-        clock, wait: for tests. `wait` sleeps for so many seconds, and is true where the work has ended meanwhile.
+        clock, wait: for tests. `wait(seconds)` sleeps, and returns True if the work ended during the sleep.
         """
         self._ended = threading.Event()
         self._stream = stream or sys.stderr
@@ -42,25 +42,25 @@ class Working:
         self._what, self._note = what, ""
         self._done, self._total = 0.0, 0.0
         self._began = self._moved = clock()
-        self._first: float | None = None  # what was done at the first `show`: it is not work of this run
+        self._first: float | None = None  # `done` at the first `show`: work done before this run
         self._bar: Progress | None = None
         self._lines: threading.Thread | None = None
         if shown and bar and self._stream.isatty():
             console = Console(file=self._stream)
-            # Words give way, and the bar before them, so that both times are whole at 80 columns.
+            # The bar shrinks first, then the texts, so that both times are complete at 80 columns.
             room = max(20, console.width - 22)
             words = [
                 TextColumn(text, markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", max_width=most))
                 for text, most in (("{task.description}", room * 2 // 5), ("{task.fields[share]}", room * 3 // 5))
             ]
             columns = words[0], BarColumn(), words[1]
-            # What is printed meanwhile goes where it would have gone: stdout may be a file.
+            # Do not redirect stdout to the console unless it is a terminal: it may be a file.
             self._bar = Progress(
                 *columns,
                 *(kind(table_column=Column(no_wrap=True)) for kind in (TimeElapsedColumn, TimeRemainingColumn)),
                 console=console,
                 transient=True,
-                refresh_per_second=2,  # the work itself may be what is timed
+                refresh_per_second=2,  # low, since the work itself may be under measurement
                 redirect_stdout=sys.stdout.isatty(),
             )
             self._task = self._bar.add_task(what, total=None, share="")
@@ -68,10 +68,10 @@ class Working:
             self._lines = threading.Thread(target=self._speak, name="progress", daemon=True)
 
     def show(self, done: float | None = None, total: float | None = None, *, what: str = "", note: str = "") -> None:
-        """Tell that `done` of `total` is done; shown as counts where both are ints, else as a share.
+        """Report that `done` of `total` is done; shown as counts if both are ints, else as a percentage.
 
-        Either that is left out stays as it was. what: the name of the next part of the work, which counts from nothing
-        again. note: more words, such as a rate.
+        An omitted value keeps its last one. what: the name of the next part of the work; its count starts at zero
+        again. note: additional text, such as a rate.
         """
         if what and what != self._what:
             self._what, self._first, self._done, self._total = what, None, 0.0, 0.0
@@ -112,7 +112,7 @@ class Working:
         try:
             while not self._wait(EVERY_S):
                 print(self.line(), file=self._stream, flush=True)
-        except (OSError, ValueError):  # nobody reads any more
+        except (OSError, ValueError):  # the reader has closed the stream
             return
 
     def __enter__(self) -> Self:
@@ -129,7 +129,7 @@ class Working:
         if self._bar is not None:
             self._bar.stop()
         if self._lines is not None:
-            self._lines.join(1.0)  # longer only where nobody reads what it says
+            self._lines.join(1.0)  # takes longer only if the reader of stderr is stuck
 
 
 def _minutes(seconds: float) -> str:

@@ -27,7 +27,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a folder; name a file in it"):
         check_output(tmp_path)
-    with pytest.raises(ConfigError, match=r"file: cannot be written \(a file stands where"):
+    with pytest.raises(ConfigError, match=r"file: cannot be written \(a file is in the way"):
         check_output(tmp_path / "file" / "result.json")
     with pytest.raises(ConfigError, match=r"cannot be written \(File name too long\)"):
         check_output(tmp_path / (300 * "a"))

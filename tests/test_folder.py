@@ -34,7 +34,7 @@ def test_nano_is_a_model_and_its_drafter_a_drafter():
             {"config.json": json.dumps(LLAMA)},
             r"model_type is llama \(LlamaForCausalLM\); Redline serves",
         ),
-        ({"config.json": "{}"}, r"model_type is not said \(without architectures\)"),
+        ({"config.json": "{}"}, r"model_type is not given \(without architectures\)"),
         ({"config.json": "[1]"}, "expected one JSON object"),
         (
             {"config.json": POINTER},

@@ -41,7 +41,7 @@ class TestPromises(Promises):
 
     def test_memory_that_nobody_told_of_is_refused(self, theirs: NixlTransport, area, landing: bytearray):
         peer = theirs.connect(area.told)
-        with pytest.raises(ValueError, match="was not told of"):
+        with pytest.raises(ValueError, match="not registered with"):
             peer.read(0, bytearray(10), 10, 1.0)
         peer.close()
 
@@ -51,7 +51,7 @@ class TestPromises(Promises):
         later = theirs.landing(Memory(ctypes.addressof(ctypes.c_char.from_buffer(into)), 1000, owner=into))
         wait(peer.read(0, into, 1000, 20.0))
         later.close()
-        with pytest.raises(ValueError, match="was not told of"):
+        with pytest.raises(ValueError, match="not registered with"):
             peer.read(0, into, 1000, 1.0)
         peer.close()
 
@@ -146,7 +146,7 @@ def test_a_read_of_a_stopped_peer_ends_with_its_time(owner: Owner, ours: NixlTra
     into = landing(ours, SIZE)
     peer, _ = stop_in_the_middle(owner, ours, into)
     late = peer.read(0, into, 8, 0.2)
-    with pytest.raises(TransferFailed, match=r"longer than its 0.2 s"):
+    with pytest.raises(TransferFailed, match=r"timed out after 0.2 s"):
         wait(late)
 
 
@@ -156,7 +156,7 @@ def test_a_peer_that_is_killed_in_the_middle_fails_its_reads(owner: Owner, ours:
     owner.process.kill()
     owner.process.wait(10)
     began = time.monotonic()
-    with pytest.raises(TransferFailed, match=r"not reached|failed"):
+    with pytest.raises(TransferFailed, match=r"unreachable|failed"):
         wait(reading)
     assert time.monotonic() - began < 5.0
     with pytest.raises(TransferFailed):
@@ -212,7 +212,7 @@ def test_memory_that_ucx_does_not_find_in_a_gpu_is_refused(ours: NixlTransport):
     """So it is where UCX lacks CUDA: NIXL then takes every address for the host's."""
     memory = dataclasses.replace(host_memory(5000), device=0)
     for tell in (ours.area, ours.landing):
-        with pytest.raises(ConfigError, match=r"cannot use 5,000 bytes of GPU 0 \(.*UCX may lack CUDA here"):
+        with pytest.raises(ConfigError, match=r"cannot register 5,000 bytes of GPU 0 \(.*UCX may lack CUDA here"):
             tell(memory)
     assert not ours.landings
 

@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server, on a port and with keys of their own: its status, its end, its keys."""
+"""Routes for the server's operator, on a separate port and with separate keys: status, shutdown, keys, workers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from redline.route.links import Link, Links
 from redline.wire.base import Record
 from redline.wire.news import Role
 
-MOST_BODY_BYTES = 1024  # of what an admin route is told
+MOST_BODY_BYTES = 1024  # of the body of an admin request
 
 
 class _Role(Record, frozen=True):
@@ -36,38 +36,38 @@ def _nobody(name: str, *_: Role) -> NoReturn:
 
 
 class Desk(Protocol):
-    """What the admin routes ask of whoever runs the server."""
+    """The operations that the admin routes call."""
 
-    drain_s: float  # for running answers to end
+    drain_s: float  # seconds for running requests to complete at shutdown
 
     async def status(self) -> dict[str, Any]:
         """The queue, the workers and the keys, as JSON."""
         ...
 
     async def request(self, id: str) -> list[dict[str, Any]]:
-        """What became of each job of a request, as JSON; none where it is not known."""
+        """Traces of the jobs of a request, as JSON; empty if the id is unknown."""
         ...
 
     async def reload(self) -> str:
-        """Read the file of keys again: what there is to say of it."""
+        """Reload the keys file; returns a message with the outcome."""
         ...
 
     def drain(self) -> None:
-        """Begin the server's end."""
+        """Start the shutdown."""
         ...
 
     def replace(self, name: str) -> tuple[str | None, str]:
-        """Have a worker of that name leave and be started again: what it does now, or None and why it cannot. Raises
-        KeyError with the names that there are where there is none of that name."""
+        """Drain and restart a worker. Returns its new status, or None and the reason why it cannot be replaced.
+        Raises KeyError with the known names if there is no worker of that name."""
         ...
 
     async def profile(self, seconds: float) -> bytes:
-        """A trace of the next seconds, gzipped. Raises Refusal."""
+        """A trace of the next `seconds`, gzipped. Raises Refusal."""
         ...
 
     def turn(self, name: str, role: Role) -> str | None:
-        """Have a worker of that name take another role: None, or why it cannot. Raises KeyError with the names that
-        there are where there is none of that name."""
+        """Switch the role of a worker. Returns None, or the reason why it cannot switch. Raises KeyError with the
+        known names if there is no worker of that name."""
         ...
 
 
@@ -80,19 +80,18 @@ def create_admin_app(
     turn: Callable[[str, Role], str | None] = _nobody,
     steering: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> ASGIApp:
-    """The admin routes of a server whose API is this process. edge: of the server that they are about.
+    """The admin routes of a server whose API is this process. edge: of that server.
 
-    config: of these routes, with their own keys_file. drain: begins the server's end. replace: a worker of that name;
-    what it does now, or None and why it cannot. turn: a worker of that name to another role; why it cannot. Both raise
-    KeyError where there is none of that name.
-    steering: what is told of who changes roles by itself; None: nobody does. Raises ConfigError where the keys' file
-    cannot be read or is empty.
+    config: of these routes, with their own keys_file. drain: starts the shutdown. replace: replaces the worker of a
+    name; returns its new status, or None and the reason why not. turn: switches the role of the worker of a name;
+    returns the reason why not, or None. Both raise KeyError if there is no worker of that name. steering: status of the
+    automatic role switching; None: it is off. Raises ConfigError if the keys file cannot be read or is empty.
     """
     return create_desk_app(_OneProcess(gateway, edge, drain, replace, turn, steering), config, gateway.metrics)
 
 
 def create_desk_app(desk: Desk, config: ApiConfig, metrics: Metrics) -> ASGIApp:
-    """The admin routes. config, ConfigError: as in `create_admin_app`. metrics: where their requests count."""
+    """The admin routes. config, ConfigError: as in `create_admin_app`. metrics: counts these routes' requests."""
     admin = _Admin(desk)
     routes = [
         Route("/admin/status", admin.status),
@@ -111,26 +110,26 @@ class _Admin:
         self._desk = desk
 
     async def status(self, request: Request) -> Response:
-        """The queue, each worker's rows and pages, and what each name has used and may still use."""
+        """The queue, each worker's load and pages, and the usage and remaining quota of each key name."""
         return json_response(await self._desk.status())
 
     async def request(self, request: Request) -> Response:
-        """Who got the jobs of a request, why, what was expected of it and what came. Raises Refusal (404)."""
+        """Traces of the jobs of a request: their workers, why, predictions and measurements. Raises Refusal (404)."""
         id = request.path_params["id"]
         jobs = await self._desk.request(id)
         if not jobs:
-            known = f"the last {MOST_JOBS:,} jobs are kept, and none from before the start"
-            raise Refusal(404, f"nothing is known of request {id}: {known}", "not_found")
+            known = f"only the last {MOST_JOBS:,} jobs since the start are kept"
+            raise Refusal(404, f"no trace of request {id}: {known}", "not_found")
         return json_response({"request": id, "jobs": jobs})
 
     async def drain(self, request: Request) -> Response:
-        """Take no new requests, let running answers end within drain_s, and end the server."""
+        """Stop accepting requests, let running ones complete within drain_s, and shut the server down."""
         self._desk.drain()
         return json_response({"status": "draining", "drain_s": self._desk.drain_s})
 
     async def replace(self, request: Request) -> Response:
-        """Let a worker end its answers within drain_s, have another go on with the rest, and start it again; start one
-        that was given up. Raises Refusal (404, 409)."""
+        """Let a worker complete its answers within drain_s, requeue the rest, and restart the worker; a worker that
+        was given up is started again. Raises Refusal (404, 409)."""
         name = request.path_params["name"]
         try:
             status, why_not = self._desk.replace(name)
@@ -149,8 +148,8 @@ class _Admin:
         return Response(await self._desk.profile(seconds), media_type="application/gzip")
 
     async def role(self, request: Request) -> Response:
-        """Have a worker take another role: new jobs go by it at once, and `turning_s` of its status says until when it
-        ends what it has begun. Raises Refusal (400, 404, 409, 413)."""
+        """Switch the role of a worker: new jobs are routed by the new role at once, and `turning_s` in its status is
+        set until jobs of the old role have ended. Raises Refusal (400, 404, 409, 413)."""
         name, body = request.path_params["name"], bytearray()
         async for part in request.stream():
             body += part
@@ -159,7 +158,7 @@ class _Admin:
         try:
             role = msgspec.json.decode(bytes(body), type=_Role).role
         except msgspec.MsgspecError as error:
-            raise Refusal(400, f'the body is not as {{"role": "decode"}}: {error}', "invalid_body") from None
+            raise Refusal(400, f'expected a body such as {{"role": "decode"}}: {error}', "invalid_body") from None
         try:
             why_not = self._desk.turn(name, role)
         except KeyError as known:
@@ -169,12 +168,12 @@ class _Admin:
         return json_response({"worker": name, "role": role})
 
     async def reload(self, request: Request) -> Response:
-        """Read the file of keys again."""
+        """Reload the keys file."""
         return json_response({"message": await self._desk.reload()})
 
 
 class _OneProcess:
-    """The desk of a server whose API is this process."""
+    """Admin operations of a server whose API is this process."""
 
     def __init__(
         self,
@@ -224,16 +223,16 @@ class _OneProcess:
 
 
 def _unknown(name: str, known: str) -> Refusal:
-    return Refusal(404, f"no worker is called {name}; there are {known}", "not_found")
+    return Refusal(404, f"there is no worker {name}; the workers are {known}", "not_found")
 
 
 def jobs_of(gateway: Gateway, id: str) -> list[dict[str, Any]]:
-    """What became of each job of a request, as JSON; none where it is not known."""
+    """Traces of the jobs of a request, as JSON; empty if the id is unknown."""
     return [story.told() for story in gateway.stories.of(id)]
 
 
 def worker_of(links: Links, link: Link) -> dict[str, Any]:
-    """One worker as `links` knows it, as JSON."""
+    """A worker's status in `links`, as JSON."""
     turning_s = links.turning_s(link)
     return {
         "role": link.role,
@@ -252,7 +251,7 @@ def worker_of(links: Links, link: Link) -> dict[str, Any]:
 
 
 def status_of(gateway: Gateway, edge: Edge) -> dict[str, Any]:
-    """The queue, the workers and the keys as this process sees them, as JSON."""
+    """The queue, the workers and the keys as seen by this process, as JSON."""
     keyring, links = edge.keyring, gateway.links
     jobs, tokens = gateway.waiting
     accounts = {} if keyring is None else keyring.accounts

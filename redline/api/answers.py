@@ -1,4 +1,4 @@
-"""Whole answers in OpenAI's shape, and the parts that streams share with them: finish reasons, usage, logprobs."""
+"""Whole responses in OpenAI's format, and parts shared with streams: finish reasons, usage, logprobs."""
 
 import codecs
 import json
@@ -17,12 +17,12 @@ TokenBytes = Callable[[int], bytes]
 Scored = tuple[TokenLogprobs, bytes]
 Placed = tuple[TokenLogprobs | None, bytes, int]  # with its offset in the text
 
-_AT_ONCE = 256  # entries of a list that are written in one call, which holds the interpreter's lock
+_AT_ONCE = 256  # list entries encoded in one call, which holds the GIL
 _json = msgspec.json.Encoder().encode
 
 
 def json_list(items: Iterable[Any]) -> msgspec.Raw:
-    """A JSON list, written piece by piece, so that streams are served in between while a thread writes a large one."""
+    """A JSON list, encoded piece by piece, so that streams are served while a thread encodes a large one."""
     pieces: list[bytes] = []
     iterator = iter(items)
     while some := list(islice(iterator, _AT_ONCE)):
@@ -31,7 +31,7 @@ def json_list(items: Iterable[Any]) -> msgspec.Raw:
 
 
 class Choice:
-    """One choice's events, gathered until it ends; `index` and order are those of the generation's lanes."""
+    """The collected events of one choice; `index` and order are those of the generation's lanes."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -41,10 +41,10 @@ class Choice:
         self.end: End | None = None
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
         self.prompt_ids: Sequence[int] | None = None
-        self.token_ids: list[int] = []  # both where they are asked for
+        self.token_ids: list[int] = []  # this and the prompt's ids, if requested
 
     def add(self, batch: Batch) -> None:
-        """Take in the choice's next batch."""
+        """Add the choice's next batch."""
         if batch.first:
             self.prompt_logprobs = batch.prompt_logprobs
             self.prompt_ids = batch.prompt_ids
@@ -66,18 +66,18 @@ class Choice:
 
     @property
     def entries(self) -> int:
-        """How much is to be written: the log probabilities that are told, and the pieces of text."""
+        """Number of entries to encode: logprobs and pieces of text."""
         ids = (len(self.prompt_ids or ()) + len(self.token_ids)) // 8
         return ids + len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
 
     def ended(self) -> End:
-        """The choice's end. Raises AssertionError where it has not come."""
+        """The choice's end. Raises AssertionError if it has not arrived."""
         assert self.end is not None, "the gateway's batches ended before the choice did"
         return self.end
 
 
 async def gather(generation: Generation) -> list[Choice]:
-    """Read a generation to its end: its choices, in order of their index. Raises what the generation raises."""
+    """Read a generation to its end; returns its choices by index. Raises what the generation raises."""
     gathered = [Choice() for _ in generation.lanes]
     async for together in generation:
         for batch in together:
@@ -96,7 +96,7 @@ def chat_answer(
 ) -> bytes:
     """The body of a whole chat completion, as JSON.
 
-    created: Unix seconds. choices: in order of their index, all of them ended. logprobs: whether they were asked for.
+    created: Unix seconds. choices: by index, all ended. logprobs: whether they were requested.
     """
     answer: Json = {
         "id": id,
@@ -140,15 +140,15 @@ def _message(choice: Choice, reasoning_field: str) -> Json:
 
 
 def finish_of(end: End) -> Json:
-    """The members finish_reason and stop_reason (vLLM's: the stop string or id that ended the answer, or null)."""
+    """The fields finish_reason and stop_reason (vLLM's: the stop string or id that ended the answer, or null)."""
     reason = "tool_calls" if end.tool_calls and end.finish == "stop" else end.finish
     return {"finish_reason": reason, "stop_reason": end.stop}
 
 
 def usage_of(ends: Sequence[End], n: int) -> Json:
-    """The usage, in tokens, of all choices together; a prompt that was answered `n` times counts once.
+    """Token usage of all choices together; a prompt that was answered `n` times counts once.
 
-    ends: one for each choice, in order of the choices' indices.
+    ends: one per choice, by choice index.
     """
     firsts = ends[::n]
     cached = sum(min(end.cached_tokens for end in ends[start : start + n]) for start in range(0, len(ends), n))
@@ -167,7 +167,8 @@ def usage(
 ) -> Json:
     """OpenAI's usage object; all counts are tokens. cached: of the prompt. reasoning, accepted: part of `completion`.
 
-    accepted, rejected: drafts, which OpenAI's shape calls prediction tokens; the rejected ones are part of nothing.
+    accepted, rejected: draft tokens, which OpenAI calls prediction tokens; rejected ones are not part of any other
+    count.
     """
     return {
         "prompt_tokens": prompt,
@@ -196,8 +197,8 @@ def completion_answer(
     """The body of a whole text completion, as JSON.
 
     created: Unix seconds. prompts: their token ids. choices: the answers to the first prompt, then to the second, and
-    so on, all of them ended. logprobs: whether they were asked for. echo: the prompt opens each choice's text. hidden:
-    ids that have no text in an answer.
+    so on, all ended. logprobs: whether they were requested. echo: each choice's text begins with the prompt. hidden:
+    ids that are decoded to no text.
     """
     n = len(choices) // len(prompts)
     answer = {
@@ -241,7 +242,7 @@ def _completion_choice(
 
 
 def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: TokenBytes | None) -> bytes:
-    """The body of an answer to /tokenize, as JSON. token_bytes: None where the tokens' texts are not asked for."""
+    """The body of a response to /tokenize, as JSON. token_bytes: None if the tokens' texts are not requested."""
     strings = None
     if token_bytes is not None:
         strings = json_list(token_bytes(token).decode(errors="replace") for token in tokens)
@@ -251,27 +252,27 @@ def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: Toke
 
 
 def detokenize_answer(tokens: Sequence[int], decode_bytes: Callable[[Sequence[int]], bytes]) -> bytes:
-    """The body of an answer to /detokenize, as JSON; bytes that are no UTF-8 become U+FFFD."""
+    """The body of a response to /detokenize, as JSON; bytes that are not UTF-8 become U+FFFD."""
     return _json({"prompt": decode_bytes(tokens).decode(errors="replace")})
 
 
 def tokenizer_info(config: Json, max_model_len: int) -> bytes:
-    """The body of an answer to /tokenizer_info, as JSON. config: of the tokenizer, with its chat template."""
+    """The body of a response to /tokenizer_info, as JSON. config: of the tokenizer, with its chat template."""
     tokens = {name: _token_text(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")}
-    # json, and not msgspec, writes integers of any size.
+    # json instead of msgspec, since it encodes integers of any size.
     return json.dumps({"chat_template": None, **config, **tokens, "model_max_length": max_model_len}).encode()
 
 
 def _token_text(token: Any) -> str | None:
-    """A token of a tokenizer_config.json is its text, or an object with it."""
+    """The text of a token in tokenizer_config.json, which is a string or an object with the text."""
     return cast("Json", token).get("content") if isinstance(token, dict) else token
 
 
 class Opening:
-    """What stands before a completion's own text: with `echo` the prompt, and its logprobs.
+    """The beginning of a completion's text: with `echo` the prompt, and its logprobs.
 
-    `text` is empty without `echo`; `scored` holds an entry for each prompt token, the first without log probabilities,
-    and is empty without `echo` or prompt_logprobs.
+    `text` is empty without `echo`; `scored` has an entry per prompt token, the first one without logprobs, and is empty
+    without `echo` or prompt_logprobs.
     """
 
     def __init__(
@@ -285,14 +286,14 @@ class Opening:
         self.text = b"".join(map(token_bytes, prompt)).decode(errors="replace") if echo else ""
         self.scored: list[tuple[TokenLogprobs | None, bytes]] = []
         if echo and prompt_logprobs is not None:
-            self.scored.append((None, token_bytes(prompt[0])))  # nothing stands before the first token
+            self.scored.append((None, token_bytes(prompt[0])))  # the first token has no preceding tokens
             self.scored += [(item, token_bytes(item.token)) for item in prompt_logprobs]
 
 
 def chat_logprobs(items: Iterable[Scored], token_bytes: TokenBytes) -> Json:
-    """OpenAI's chat shape, an entry per token; its `bytes` carry tokens that are only part of a character.
+    """OpenAI's chat format, an entry per token; its `bytes` are for tokens that are only part of a character.
 
-    items: each token's log probabilities with the token's bytes.
+    items: each token's logprobs with the token's bytes.
     """
     return {
         "content": json_list(
@@ -311,19 +312,19 @@ def _scored(data: bytes, logprob: float) -> Json:
 
 
 class Offsets:
-    """Where the tokens of a choice begin in its text, in characters.
+    """Offsets of a choice's tokens in its text, in characters.
 
-    A token that is only part of a character begins where that character does.
+    A token that is only part of a character has the offset of that character.
     """
 
     def __init__(self, hidden: frozenset[int]) -> None:
-        """`hidden`: ids of generated tokens that have no text."""
+        """`hidden`: generated ids that are decoded to no text."""
         self._hidden = hidden
-        self._pending = b""  # of a character that is not complete
+        self._pending = b""  # bytes of an incomplete character
         self._chars = 0
 
     def of_prompt(self, items: Iterable[tuple[TokenLogprobs | None, bytes]]) -> list[Placed]:
-        """The tokens of an echoed prompt, which comes first, and is a text of its own."""
+        """The tokens of an echoed prompt, which comes first, and is decoded separately."""
         placed = [(item, data, self._pass(data)) for item, data in items]
         self._flush()
         return placed
@@ -352,10 +353,10 @@ class Offsets:
 
 
 def completion_logprobs(items: Iterable[Placed], token_bytes: TokenBytes, most: int) -> Json:
-    """OpenAI's completions shape: parallel lists. The chosen token is always among the top ones, as in OpenAI's.
+    """OpenAI's completions format: parallel lists. The chosen token is always among the top ones, as at OpenAI.
 
-    items: each token's log probabilities (None for a prompt's first token) with the token's bytes and its offset. most:
-    characters of the text so far; the tokens of a stop string that is not shown begin at its end.
+    items: each token's logprobs (None for a prompt's first token) with the token's bytes and its offset. most:
+    characters of the text so far; tokens of a stop string that is not shown have this offset.
     """
     tokens: list[str] = []
     logprobs: list[float | None] = []
@@ -372,7 +373,8 @@ def completion_logprobs(items: Iterable[Placed], token_bytes: TokenBytes, most: 
 
 
 def _spelled(data: bytes) -> str:
-    """A token as text; one that is part of a character as OpenAI spells it, `bytes:\\xe2\\x80`: no two are the same."""
+    """A token as text; part of a character is written in OpenAI's form, `bytes:\\xe2\\x80`, so that all are
+    distinct."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -380,7 +382,7 @@ def _spelled(data: bytes) -> str:
 
 
 def vllm_prompt_logprobs(items: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> msgspec.Raw:
-    """vLLM's shape: per prompt token null (the first) or {id: {logprob, rank, decoded_token}}."""
+    """vLLM's format: per prompt token null (the first) or {id: {logprob, rank, decoded_token}}."""
     return json_list(chain((None,), (_prompt_entry(item, token_bytes) for item in items)))
 
 

@@ -1,11 +1,11 @@
-"""What clients say in Anthropic's Messages dialect, read into our own words.
+"""Reads requests of Anthropic's Messages API into `Ask`.
 
-As in `openai`, a type annotation is the check, fields that we do not know are ignored, and those that we know and
-cannot honour are refused by name. What may hold any JSON is `Raw` at first.
+As in `openai`, validation is by type annotation, unknown fields are ignored, and known fields that are not supported
+are rejected by name. Fields that may hold any JSON are `Raw` at first.
 
-Two things are so because coding agents need them: a model whose name begins with `claude` is the served one, and the
-line that Claude Code's system prompt opens with for accounting is left out, since it differs from request to request
-and no prompt would be found in the cache.
+Two rules exist for coding agents: a model name that begins with `claude` selects the served model, and the first line
+of Claude Code's system prompt, which is for accounting, is dropped, since it differs in every request and would prevent
+every prefix cache hit.
 """
 
 import json
@@ -28,7 +28,7 @@ from redline.errors import RequestError
 from redline.wire.base import Record
 from redline.wire.job import Sampling
 
-FOREIGN = "claude"  # names of models that begin so are the served one's
+FOREIGN = "claude"  # model names with this prefix select the served model
 _ACCOUNTING = "x-anthropic-billing-header:"
 
 _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
@@ -47,7 +47,7 @@ class _Source(Item, gc=False):
 
 
 class _Text(Item, gc=False):
-    """A block that may hold nothing but text. source: a document's, or the address of a search result."""
+    """A block that may only contain text. source: a document's source, or the URL of a search result."""
 
     type: Name
     text: str | None = None
@@ -70,7 +70,7 @@ class _Block(Item, gc=False):
     name: _FunctionName | None = None
     input: msgspec.Raw = ABSENT  # dict[str, Any]
     tool_use_id: Name | None = None
-    content: msgspec.Raw = ABSENT  # of a tool_result, a search_result: see _RESULT; of blocks left out: anything
+    content: msgspec.Raw = ABSENT  # of tool_result and search_result: see _RESULT; of ignored blocks: anything
 
 
 _RESULT = msgspec.json.Decoder(str | list[_Text] | None)
@@ -99,7 +99,7 @@ class _ToolChoice(msgspec.Struct):
 class _Thinking(msgspec.Struct):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: _Count | None = None
-    display: Name | None = None  # all words but "omitted" show the thinking
+    display: Name | None = None  # every value but "omitted" returns the thinking
 
 
 class _OutputConfig(msgspec.Struct):
@@ -117,7 +117,7 @@ class _ContextManagement(msgspec.Struct):
 
 
 class _Prompt(msgspec.Struct, kw_only=True):
-    """What decides the prompt: all of a body of /v1/messages/count_tokens."""
+    """Fields that determine the prompt: the whole body of /v1/messages/count_tokens."""
 
     model: Name | None = None
     messages: Annotated[list[_Message], Meta(min_length=1)]
@@ -133,7 +133,7 @@ class _Prompt(msgspec.Struct, kw_only=True):
 
 class _Messages(_Prompt, kw_only=True):
     max_tokens: _Count
-    output_format: msgspec.Raw = ABSENT  # an earlier name of output_config.format
+    output_format: msgspec.Raw = ABSENT  # the former name of output_config.format
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -142,31 +142,31 @@ class _Messages(_Prompt, kw_only=True):
 
 
 class MessagesRequest(Asked, frozen=True):
-    """What a body of /v1/messages asks for."""
+    """A parsed body of /v1/messages."""
 
-    name: str | None = None  # of the model, as the client calls it
-    omits: bool = False  # thinking travels in its signature only
+    name: str | None = None  # the client's model name
+    omits: bool = False  # thinking is returned only inside its signature
 
 
 class CountRequest(Record, frozen=True):
-    """What a body of /v1/messages/count_tokens asks for."""
+    """A parsed body of /v1/messages/count_tokens."""
 
-    model: str | None  # None: the served one
+    model: str | None  # None: the served model
     conversation: Conversation
 
 
 def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRequest:
     """Read the body of POST /v1/messages. Raises RequestError, naming the field.
 
-    defaults: what holds where the request is silent; but thinking is off unless it is asked for, as clients of this
-    dialect expect.
+    defaults: values of fields that the request does not set; but thinking is off by default, as clients of this API
+    expect.
     """
     request = read(body, _Messages)
     objects = Objects(limits)
     conversation = _conversation(request, limits, objects)
     constraint = _constraint(request, objects)
     if conversation.continues and constraint is not None:
-        raise RequestError("an answer that goes on with a message cannot have a form of its own", constraint.param)
+        raise RequestError("a constrained answer cannot continue an assistant message", constraint.param)
     ask = Ask(
         prompts=(conversation,),
         sampling=Sampling(
@@ -220,10 +220,10 @@ def _conversation(request: _Prompt, limits: Limits, objects: Objects) -> Convers
     continues = last.role == "assistant"
     if continues and messages[-1].tool_calls:
         place = f"messages[{len(request.messages) - 1}]"
-        raise RequestError("calls have to be answered, by tool_result blocks in a message of the user", place)
+        raise RequestError("tool calls must be followed by a user message with tool_result blocks", place)
     thinking = request.thinking is not None and request.thinking.type != "disabled"
     if continues and thinking:
-        raise RequestError("an answer that goes on with the assistant's message cannot think first", "thinking")
+        raise RequestError("thinking is not supported when continuing an assistant message", "thinking")
     return Conversation(
         messages=messages,
         tools=tools,
@@ -235,7 +235,7 @@ def _conversation(request: _Prompt, limits: Limits, objects: Objects) -> Convers
 
 
 def _keeps_thinking(management: _ContextManagement | None) -> bool:
-    """Whether the thinking of every past turn stays. Raises RequestError for edits that we cannot make."""
+    """Whether the thinking of all past turns is kept. Raises RequestError for unsupported edits."""
     keeps = False
     for index, edit in enumerate(management.edits if management else ()):
         if not edit.type.startswith("clear_thinking"):
@@ -245,7 +245,7 @@ def _keeps_thinking(management: _ContextManagement | None) -> bool:
 
 
 def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool]) -> tuple[Message, ...]:
-    """deferred: tools by name; where a result refers to one for the first time, the message declares it."""
+    """deferred: tools by name; the message with the first result that refers to a tool declares it."""
     found: list[Message] = []
     match request.system:
         case None | "":
@@ -275,7 +275,7 @@ def _messages(request: _Prompt, limits: Limits, deferred: dict[str, Tool]) -> tu
 
 
 def _user(role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, Tool]) -> list[Message]:
-    """Results of tools are messages of their own; texts that stand side by side are one."""
+    """Messages of a user turn: each tool result is a separate message; adjacent texts are joined."""
     found: list[Message] = []
     texts: list[str] = []
 
@@ -291,7 +291,7 @@ def _user(role: str, blocks: Sequence[_Block], place: str, deferred: dict[str, T
             case "tool_result" if role == "user":
                 show()
                 if not block.tool_use_id:
-                    raise RequestError("a result needs the id of its call", f"{place}[{index}].tool_use_id")
+                    raise RequestError("a tool_result needs its tool_use_id", f"{place}[{index}].tool_use_id")
                 found.append(_result(block, block.tool_use_id, f"{place}[{index}].content", deferred))
             case _ if _is_foreign(block):
                 pass
@@ -314,7 +314,7 @@ def _result(block: _Block, call: str, place: str, deferred: dict[str, Tool]) -> 
             texts.append(_text_of(part, f"{place}[{index}]", of_result=True))
             continue
         if part.tool_name is None:
-            raise RequestError("a reference needs the name of its tool", f"{place}[{index}].tool_name")
+            raise RequestError("a tool_reference needs the tool's name", f"{place}[{index}].tool_name")
         texts.append(part.tool_name)
         if (tool := deferred.pop(part.tool_name, None)) is not None:
             declares.append(tool)
@@ -322,7 +322,7 @@ def _result(block: _Block, call: str, place: str, deferred: dict[str, Tool]) -> 
 
 
 def _is_foreign(block: _Block) -> bool:
-    """Whether a block is of a tool that ran at Anthropic: what it was asked for, or what it gave."""
+    """Whether a block belongs to a tool that ran at Anthropic: its input or its result."""
     return block.type in ("server_tool_use", "mcp_tool_use") or block.type.endswith("_tool_result")
 
 
@@ -337,7 +337,7 @@ def _assistant(blocks: Sequence[_Block], place: str) -> Message:
             case "thinking":
                 thoughts.append(block.thinking or unseal(block.signature or ""))
             case "redacted_thinking":
-                pass  # nobody but who made it can read it
+                pass  # encrypted by the server that produced it
             case "tool_use":
                 calls.append(_call(block, f"{place}[{index}]"))
             case _ if _is_foreign(block):
@@ -349,7 +349,7 @@ def _assistant(blocks: Sequence[_Block], place: str) -> Message:
 
 def _call(block: _Block, place: str) -> ToolCall:
     if not block.id or not block.name:
-        raise RequestError("a call needs its id and the name of its tool", place)
+        raise RequestError("a tool_use block needs its id and the tool's name", place)
     data = bytes(block.input)
     if not data.startswith(b"{"):
         raise RequestError("Expected an object", f"{place}.input")
@@ -364,7 +364,7 @@ def _texts(blocks: Sequence[_Text], place: str) -> list[str]:
 
 
 def _text_of(block: _Text, place: str, *, of_result: bool = False) -> str:
-    """of_result: the block is part of a tool's result, in which a text takes the place of a picture."""
+    """of_result: the block is in a tool result, where text replaces an image."""
     text = _text(block.text, place) if block.type == "text" else _document(block, place, of_result=of_result)
     if text is None and of_result:
         text = media.in_result(block.type)
@@ -374,7 +374,7 @@ def _text_of(block: _Text, place: str, *, of_result: bool = False) -> str:
 
 
 def _document(block: _Text | _Block, place: str, *, of_result: bool = False) -> str | None:
-    """The text of a document or of a search result, with its title; None: the block is none that holds text."""
+    """The text of a document or search result, with its title; None for other blocks."""
     match block.type, block.source:
         case "document", _Source(type="text", data=str() as text):
             pass
@@ -409,22 +409,22 @@ def _text(text: str | None, place: str) -> str:
 
 
 def _unread(kind: str) -> str:
-    return f"a block of type {kind} is not supported here: this server reads text, calls of tools and their results"
+    return f"a block of type {kind} is not supported here: this server supports text, tool calls and tool results"
 
 
 def _tools(request: _Prompt, limits: Limits, objects: Objects) -> tuple[Tool, ...]:
     tools = request.tools or ()
     if len(tools) > limits.tools:
         raise RequestError(f"at most {limits.tools} tools in one request", "tools")
-    # Deferred tools that Anthropic's own search would find, which does not run here, are declared at once.
+    # Tools deferred for Anthropic's own tool search, which does not run here, are declared at once.
     searched = any((tool.type or "").startswith("tool_search_tool") for tool in tools)
     found: list[Tool] = []
     for index, tool in enumerate(tools):
         place = f"tools[{index}].input_schema"
         if not _is_function(tool):
             if not is_absent(tool.input_schema):
-                raise RequestError(f"a tool with a schema is of type custom, not {tool.type}", f"tools[{index}].type")
-            continue  # left out: see Asked.left_out
+                raise RequestError(f"a tool with a schema needs type custom, not {tool.type}", f"tools[{index}].type")
+            continue  # ignored: see Asked.left_out
         if tool.name is None:
             raise RequestError("a tool needs its name", f"tools[{index}].name")
         schema = None if is_absent(tool.input_schema) else objects.read(tool.input_schema, place)
@@ -452,7 +452,7 @@ def _calls(request: _Prompt, tools: Sequence[Tool]) -> Calls:
     match choice.type:
         case "tool":
             if choice.name is None:
-                raise RequestError("a choice of type tool needs its name", "tool_choice.name")
+                raise RequestError("a tool_choice of type tool needs a name", "tool_choice.name")
             return calls_of("required", [choice.name], tools, parallel, "tool_choice.name")
         case "any":
             return calls_of("required", None, tools, parallel, "tool_choice")

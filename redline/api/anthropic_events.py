@@ -1,8 +1,8 @@
-"""Answers in Anthropic's Messages shape: whole, as a stream of events, and errors; and the dialect that they make.
+"""Responses of Anthropic's Messages API: whole, streamed, and errors; and their dialect.
 
-A message is a list of blocks: thinking, text, calls. In a stream each block opens, grows and closes before the next
-one opens. A call's id is ours, `toolu_` and random, and so unique whatever the model counts; where it comes back in a
-history, `chat.template.native_ids` gives it Kimi's own.
+A message is a list of blocks: thinking, text, tool calls. In a stream each block is opened, extended and closed before
+the next one is opened. Call ids are generated here, `toolu_` and random, so they are unique whatever ids the model
+writes; when they return in a history, `chat.template.native_ids` replaces them by Kimi's ids.
 """
 
 import uuid
@@ -37,7 +37,7 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def messages_error(error: Exception, request_id: str) -> Answer:
-    """The status and body for an exception, in Anthropic's shape."""
+    """The status and body for an exception, in Anthropic's format."""
     told = tell(error)
     if isinstance(error, PromptTooLong):
         told = told._replace(message=error.in_messages, param=None)
@@ -52,7 +52,7 @@ def _error_body(status: int, message: str, request_id: str) -> bytes:
 
 
 def count_answer(tokens: int) -> bytes:
-    """The body of an answer to /v1/messages/count_tokens."""
+    """The body of a response to /v1/messages/count_tokens."""
     return _json({"input_tokens": tokens})
 
 
@@ -69,14 +69,14 @@ class MessageStream:
 
     def __init__(self, reply: Reply[MessagesRequest]) -> None:
         self._reply = reply
-        self._index = -1  # of the last block that has opened
-        self._kind = ""  # of the block that is open; empty: none is
-        self._thoughts: list[str] = []  # of that block
+        self._index = -1  # index of the latest block
+        self._kind = ""  # of the open block; empty: none is open
+        self._thoughts: list[str] = []  # of the open block
         self._calls = 0
-        self._head = b""  # of a delta of text in that block
+        self._head = b""  # encoded prefix of the open block's text deltas
 
     def open(self) -> bytes:
-        """message_start, with the prompt's tokens, and a ping."""
+        """message_start, with the number of prompt tokens, and a ping."""
         prompt = len(self._reply.generation.prompts[0])
         message = _message(self._reply, [], None, None, _usage(prompt, 0, 0, 0))
         return _event("message_start", {"message": message}) + self.keepalive()
@@ -86,7 +86,7 @@ class MessageStream:
         return _event("ping", {})
 
     def write(self, batches: Sequence[Batch]) -> bytes:
-        """The events of these batches; the last of them close the message."""
+        """The events of these batches; the last of them ends the message."""
         pieces: list[bytes] = []
         for batch in batches:
             for event in batch.events:
@@ -111,7 +111,7 @@ class MessageStream:
                     case CallArguments(text=text):
                         pieces.append(self._delta("input_json", text, "partial_json"))
                     case Logprobs():
-                        pass  # this dialect has none
+                        pass  # not available in this API
                     case End():
                         self._end(pieces)
                         stop, sequence = _stop_of(self._reply, event, self._calls)
@@ -122,11 +122,11 @@ class MessageStream:
         return b"".join(pieces)
 
     async def close(self) -> bytes:
-        """Nothing: message_stop came with the answer's end."""
+        """Nothing: message_stop was sent at the answer's end."""
         return b""
 
     def fail(self, error: Exception) -> bytes:
-        """The error, as the last event."""
+        """The error as the last event."""
         return b"event: error\ndata: %b\n\n" % messages_error(error, "").body
 
     def _begin(self, pieces: list[bytes], kind: str, block: Json) -> None:
@@ -151,7 +151,8 @@ class MessageStream:
 
 
 def message_answer(reply: Reply[MessagesRequest], choices: Sequence[Choice]) -> bytes:
-    """The body of a whole message. A call that max_tokens cut off is left out: its input would be no object."""
+    """The body of a whole message. A tool call truncated by max_tokens is dropped, since its input is not a JSON
+    object."""
     [choice] = choices
     end = choice.ended()
     content: list[Json] = []
@@ -170,7 +171,7 @@ def message_answer(reply: Reply[MessagesRequest], choices: Sequence[Choice]) -> 
 
 
 def _object(text: str) -> msgspec.Raw | None:
-    """The text as it is, where it is one JSON object."""
+    """The text as `Raw` if it is one JSON object, else None."""
     try:
         _OBJECT.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -202,11 +203,10 @@ def _usage_of(end: End) -> Json:
 
 
 def _usage(prompt: int, cached: int, completion: int, thinking: int) -> Json:
-    """All counts are tokens; `input_tokens` does not count those that were found in the cache. thinking: of
-    `completion`."""
+    """Token counts; `input_tokens` does not include cached ones. thinking: part of `completion`."""
     return {
         "input_tokens": prompt - cached,
-        "cache_creation_input_tokens": 0,  # it costs nothing more
+        "cache_creation_input_tokens": 0,  # caching costs nothing extra
         "cache_read_input_tokens": cached,
         "output_tokens": completion,
         "output_tokens_details": {"thinking_tokens": thinking},
@@ -214,7 +214,7 @@ def _usage(prompt: int, cached: int, completion: int, thinking: int) -> Json:
 
 
 def _stop_of(reply: Reply[MessagesRequest], end: End, calls: int) -> tuple[str, str | None]:
-    """The members stop_reason and stop_sequence."""
+    """The fields stop_reason and stop_sequence."""
     if end.finish == "length":
         full = end.prompt_tokens + end.completion_tokens >= reply.max_model_len
         return "model_context_window_exceeded" if full else "max_tokens", None

@@ -1,6 +1,7 @@
-"""What the routes of Anthropic's dialect say of themselves for `/openapi.json`.
+"""OpenAPI descriptions of the routes of Anthropic's API.
 
-Bodies are the structs that `anthropic.py` decodes; here stand the fields that it reads raw, and what answers look like.
+Bodies are the structs that `anthropic.py` decodes; this file has the fields that are decoded from `Raw`, and the
+responses.
 """
 
 from typing import Any
@@ -82,22 +83,22 @@ _FORMAT: Schema = {
     "required": ["type", "schema"],
 }
 _RAW: dict[str, Any] = {
-    "_Block.input": {"type": "object", "description": "Required of a block of type tool_use."},
-    "_Block.content": {"description": "Of a block of type tool_result: a text, or a list of blocks."},
+    "_Block.input": {"type": "object", "description": "Required in a block of type tool_use."},
+    "_Block.content": {"description": "In a block of type tool_result: a string, or a list of blocks."},
     "_Tool.input_schema": _SCHEMA,
     "_OutputConfig.format": _FORMAT,
-    "_Edit.keep": {"description": "`all`: thinking of every past turn stays."},
+    "_Edit.keep": {"description": "`all`: the thinking of all past turns is kept."},
 }
 _NOTES = (
-    "A model whose name begins with `claude` is the served one.",
-    "Where the last message is the assistant's, the answer goes on with it; it then cannot think first, make calls or "
-    "have a form of its own.",
+    "A model name that begins with `claude` selects the served model.",
+    "If the last message is the assistant's, the answer continues it, without thinking, tool calls or an output "
+    "format.",
     "tool_choice of type any or tool needs tools.",
 )
 
 
 def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
-    """A record for each route, with the bounds and defaults that this server is configured with."""
+    """A record for each route, with the configured limits and defaults of this server."""
     common: dict[str, Schema] = {"messages": {"maxItems": limits.messages}, "tools": {"maxItems": limits.tools}}
     prompt = [{"role": "user", "content": "Hello!"}]
     refused: dict[str, list[Any]] = {"mcp_servers": [None, []], "container": [None, []]}
@@ -111,7 +112,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             notes=_NOTES,
             body=anthropic.MessagesBody,
             example={"max_tokens": 16, "messages": prompt},
-            raw=_RAW | {"output_format": {**_FORMAT, "description": "An earlier name of output_config.format."}},
+            raw=_RAW | {"output_format": {**_FORMAT, "description": "The former name of output_config.format."}},
             bounds=common
             | {field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
             refused=refused,
@@ -123,7 +124,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             "POST",
             "/v1/messages/count_tokens",
             "Tokens",
-            "Anthropic's: how many tokens a prompt has",
+            "Anthropic's count of the tokens of a prompt",
             shape(input_tokens=COUNT),
             notes=_NOTES,
             body=anthropic.CountBody,

@@ -1,7 +1,7 @@
-"""The HTTP face: one list of routes, one border around them, and two ways to answer (whole, or as a stream).
+"""The HTTP application: the routes, the code around every request, and whole and streamed responses.
 
-The border holds what is true of every request: keys, header size, request id, and that an exception ends the request
-that met it and no other. The two generating routes are plain ASGI, since that is the cheapest way to send a token.
+`Border` handles what every request needs: keys, header size, request id, and exceptions, which end only their own
+request. The generating routes are plain ASGI, which is the cheapest way to send a token.
 """
 
 import asyncio
@@ -67,10 +67,10 @@ QUIET_PATHS = {
     "/ping",
     "/load",
     "/metrics",
-}  # asked every few seconds by machines: access lines at debug only
+}  # polled by machines every few seconds: logged at debug level only
 REQUEST_ID_CHARS = 128
 SHOWN_PATH_CHARS = 200
-SHOWN_TYPES = 16  # of what a request's prompt does not have
+SHOWN_TYPES = 16  # dropped tool types named in the warning header
 WARNING = "x-redline-warning"
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
@@ -79,17 +79,18 @@ log = logging.getLogger("redline.api")
 
 T = TypeVar("T")
 Respond = Callable[[Send], Awaitable[None]]
-Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # what a body asks for, begun
-Teller = Callable[[Exception, str], Answer]  # of an exception, with the request's id
+Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # starts processing a body
+Teller = Callable[[Exception, str], Answer]  # converts an exception and the request's id
 NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
 def create_app(
     gateway: Gateway, config: ApiConfig, edge: Edge | None = None, scrape: Callable[[], Awaitable[bytes]] | None = None
 ) -> ASGIApp:
-    """The API over a gateway. edge: where others share it, `Edge(config)`. scrape: gives /metrics; None: the gateway's.
+    """The API of a gateway. edge: `Edge(config)` if it is shared with others. scrape: returns the text of /metrics;
+    None: the gateway's metrics.
 
-    Raises ConfigError where the keys' file cannot be read or is empty, or an origin is no origin.
+    Raises ConfigError if the keys file cannot be read or is empty, or if an origin is invalid.
     """
     edge = edge or Edge(config)
     api = _Api(gateway, config, edge, scrape)
@@ -151,7 +152,7 @@ async def _render(renderer: Renderer, body: bytes, scope: Scope) -> Respond:
 
 
 def open_paths(config: ApiConfig) -> set[str]:
-    """All that needs no key: the page's files are the same for everybody."""
+    """Paths without a key: the page's files are the same for everyone."""
     return OPEN_PATHS | FILES.keys() if config.page else OPEN_PATHS
 
 
@@ -160,7 +161,7 @@ def _method(route: Route) -> str:
 
 
 class Border:
-    """What surrounds every request: keys, header size, request id, errors, and the access line."""
+    """Wraps every request: keys, header size, request id, errors, and the access log line."""
 
     def __init__(
         self,
@@ -171,8 +172,8 @@ class Border:
         tellers: Mapping[str, Teller] = NO_TELLERS,
         hint: str = "",
     ) -> None:
-        """tellers: path -> how errors are told there; elsewhere Anthropic's clients are told in their way, and others
-        in OpenAI's. hint: ends the message of a 404."""
+        """tellers: converters of exceptions, by path; on other paths Anthropic's clients get errors in Anthropic's
+        format, others in OpenAI's. hint: appended to the message of a 404."""
         self._app = app
         self._tellers = tellers
         self._hint = hint
@@ -184,7 +185,7 @@ class Border:
         self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -206,7 +207,7 @@ class Border:
         self._edge.passages.begin(passage)
 
         tell = self._tellers.get(scope["path"], messages_error if _is_anthropics(scope) else openai_error)
-        # Anthropic's SDK reads the id under a name of its own.
+        # Anthropic's SDK reads the id from a header of its own.
         ids = [(name, request_id) for name in (b"x-request-id", b"request-id")[: 1 + (tell is messages_error)]]
 
         async def send_on(message: Message) -> None:
@@ -236,13 +237,13 @@ class Border:
                 await self._app(scope, receive, send_on)
         except HTTPException as error:
             await _send(send_on, _no_route(scope, error, tell, request_id.decode(), self._hint))
-        except Exception as error:  # the last place where an exception can end one request only
+        except Exception as error:  # the last place to catch an exception so that it ends only one request
             answer = tell(error, request_id.decode())
             self._counted.rejected(error)
             if not status:
                 await _send(send_on, answer)
         except asyncio.CancelledError:
-            pass  # the server ends, and has closed the connection
+            pass  # the server is shutting down, and has closed the connection
         finally:
             self._counted.answered(scope, status)
             self._edge.passages.end(passage, status)
@@ -250,7 +251,8 @@ class Border:
 
 
 def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id: bytes, *, json_lines: bool) -> None:
-    """Write the access line. Of what a client chose it holds only the path, percent-encoded, and a plain id."""
+    """Write the access log line. Its only client-controlled parts are the path, percent-encoded, and the id, if
+    printable."""
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if not access_log.isEnabledFor(level):
         return
@@ -287,18 +289,18 @@ def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id:
         f", on {', '.join(workers)}" if workers else "",
         "" if account is None else f", key {account.name}",
         request_id.decode(),
-        "" if complete else ", the client left",
+        "" if complete else ", the client disconnected",
     )
 
 
-MOST_MODELS = 1000  # of a page of the list of models
+MOST_MODELS = 1000  # page size of the list of models
 
 
 MOST_TIMEOUT_S = 86400.0
 
 
 def _timeout_s(headers: Headers) -> float | None:
-    """What X-Request-Timeout says, in seconds. Raises RequestError."""
+    """The value of X-Request-Timeout, in seconds. Raises RequestError."""
     said = header(headers, b"x-request-timeout")
     if not said:
         return None
@@ -306,23 +308,23 @@ def _timeout_s(headers: Headers) -> float | None:
         seconds = float(said)
     except ValueError:
         seconds = 0.0
-    if not 0.001 <= seconds <= MOST_TIMEOUT_S:  # so is what is no number at all
+    if not 0.001 <= seconds <= MOST_TIMEOUT_S:  # also rejects NaN
         raise RequestError(
-            f"the header X-Request-Timeout is not a number of seconds from 0.001 to {MOST_TIMEOUT_S:g}",
+            f"X-Request-Timeout must be a number of seconds from 0.001 to {MOST_TIMEOUT_S:g}",
             "X-Request-Timeout",
         )
     return seconds
 
 
 def _is_anthropics(scope: Scope) -> bool:
-    """Whether a client of Anthropic's dialect asks, at a path that has no dialect of its own."""
+    """Whether the client uses Anthropic's API, for paths that belong to no dialect."""
     return f"{scope['path']}/".startswith("/v1/messages/") or bool(header(scope["headers"], b"anthropic-version"))
 
 
 def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str, hint: str) -> Answer:
-    """The router's own 404 and 405."""
+    """Convert the router's own 404 and 405."""
     if error.status_code == 405:
-        refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
+        refusal = Refusal(405, f"{scope['method']} is not allowed for {scope['path']}", "method_not_allowed")
     else:
         refusal = Refusal(
             error.status_code,
@@ -338,7 +340,7 @@ def _is_plain(value: bytes) -> bool:
     return all(33 <= byte < 127 for byte in value)
 
 
-SEND_BYTES = 1 << 20  # a larger body leaves in parts, so that the loop turns between them
+SEND_BYTES = 1 << 20  # larger bodies are sent in parts, so that the event loop serves others in between
 
 
 async def _send(send: Send, answer: Answer) -> None:
@@ -356,16 +358,16 @@ async def _send_json(send: Send, body: bytes, headers: Mapping[str, str] = NO_HE
 
 
 def _warning(left_out: Sequence[str]) -> dict[str, str]:
-    """The header that names the types that a prompt does not have, as they stand in a plain line."""
+    """The header that names the dropped tool and item types, restricted to plain characters."""
     types = [re.sub("[^A-Za-z0-9_.-]", "?", one[:64]) for one in left_out[:SHOWN_TYPES]]
     more = ["..."] if len(left_out) > SHOWN_TYPES else []
-    return {WARNING: f"left out, as this server runs functions only: {', '.join(types + more)}"} if types else {}
+    return {WARNING: f"ignored, since only function tools are supported: {', '.join(types + more)}"} if types else {}
 
 
 class _Bodies:
-    """Counts the bodies that are being read or encoded, all together, and refuses what is beyond the bound.
+    """Counts the bytes of all bodies being read or encoded, and rejects more beyond the limit.
 
-    The first FREE_BYTES of each do not count, so that whoever sends large ones keeps no small one out.
+    The first FREE_BYTES of each body do not count, so that clients with large bodies do not block small ones.
     """
 
     FREE_BYTES = 64 << 10
@@ -375,7 +377,7 @@ class _Bodies:
         self._bytes = 0
 
     def grow(self, size: int, part: int) -> int:
-        """A body of `size` bytes grows by `part`: -> its new size. Raises Overloaded."""
+        """Add `part` bytes to a body of `size` bytes; returns its new size. Raises Overloaded."""
         grown = size + part
         counted = max(grown - self.FREE_BYTES, 0) - max(size - self.FREE_BYTES, 0)
         if self._bytes + counted > self._most:
@@ -385,7 +387,7 @@ class _Bodies:
 
 
 class _Body:
-    """A body while it is read and what it asks for is begun; leave the `with` block, and it counts no more."""
+    """A body, counted while it is read and its request is started, until the `with` block is left."""
 
     def __init__(self, bodies: _Bodies) -> None:
         self._bodies = bodies
@@ -398,10 +400,10 @@ class _Body:
         self._size = self._bodies.grow(self._size, -self._size)
 
     async def read(self, scope: Scope, receive: Receive, most: int) -> bytes | None:
-        """The whole body; None where the client left meanwhile.
+        """Read the whole body; None if the client disconnected.
 
-        Raises Refusal (413) as soon as it is known to have more than `most` bytes, 400 or 415 for what is packed in
-        another way than gzip, and Overloaded.
+        Raises Refusal (413) as soon as the body is known to exceed `most` bytes, 400 or 415 for compression other than
+        gzip, and Overloaded.
         """
         packed = check_encoding(header(scope["headers"], b"content-encoding"))
         too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
@@ -426,16 +428,16 @@ class _Body:
         body = bytearray()
         async for piece in unpacked(data):
             if len(body) + len(piece) > most:
-                raise Refusal(413, f"the body, unpacked, is more than {most} bytes", "body_too_large")
+                raise Refusal(413, f"the decompressed body is more than {most} bytes", "body_too_large")
             self._size = self._bodies.grow(self._size, len(piece))
             body += piece
         return bytes(body)
 
 
 class _Post:
-    """A route that reads a whole body, within its bounds, begins what it asks for, and answers.
+    """A route that reads the whole body, within its limits, starts the request, and responds.
 
-    Once that is begun the body is let go: an answer may take an hour.
+    The body is released once the request has started: an answer may take an hour.
     """
 
     def __init__(self, begin: Begin, config: ApiConfig, bodies: _Bodies) -> None:
@@ -467,7 +469,7 @@ class _Post:
 
 
 class _Api:
-    """The routes."""
+    """The handlers of the routes."""
 
     def __init__(
         self, gateway: Gateway, config: ApiConfig, edge: Edge, scrape: Callable[[], Awaitable[bytes]] | None
@@ -484,17 +486,17 @@ class _Api:
         self._document, self._page = msgspec.json.encode(document), page(document)
 
     async def version(self, request: Request) -> Response:
-        """What this is, and its routes."""
+        """Name, version and routes of this server."""
         return json_response({"name": "redline", "version": __version__, "models": self._names, "routes": self.routes})
 
     async def live(self, request: Request) -> Response:
-        """200: this process answers. That says nothing of the model; `health` does."""
+        """Always 200: this process is alive. `health` reports on the model."""
         return json_response({"status": "live"})
 
     @property
     def unready(self) -> dict[str, str] | None:
-        """Why the server is not ready, as `health` tells it: the model loads, seems stuck or drains, or its worker has
-        ended. None: it is ready."""
+        """Why the server is not ready, for `health`: the model is loading or stalled, the server drains, or its
+        worker is down. None: it is ready."""
         if self._gateway.ready is None:
             return {"status": "worker lost" if self._gateway.links.lost else "loading"}
         if self._edge.draining is not None:
@@ -504,7 +506,7 @@ class _Api:
         return None
 
     async def health(self, request: Request) -> Response:
-        """200 while the model answers, otherwise 503 with the reason."""
+        """200 while the model is ready, else 503 with the reason."""
         why_not = self.unready
         return json_response({"status": "ready"} if why_not is None else why_not, 200 if why_not is None else 503)
 
@@ -513,7 +515,7 @@ class _Api:
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def load(self, request: Request) -> Response:
-        """vLLM's: the requests that are being answered or wait."""
+        """vLLM's /load: the number of running and waiting requests."""
         return json_response({"server_load": self._gateway.load + self._gateway.others.load})
 
     async def openapi(self, request: Request) -> Response:
@@ -523,7 +525,8 @@ class _Api:
         return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
-        """OpenAI's list and Anthropic's in one. ?limit, ?after_id, ?before_id: a page, as Anthropic's clients ask."""
+        """The list of models in OpenAI's and Anthropic's format combined. ?limit, ?after_id, ?before_id: paging, as
+        Anthropic's clients use it."""
         query = request.query_params
         begin = 1 + self._place(after, "after_id") if (after := query.get("after_id")) else 0
         end = self._place(before, "before_id") if (before := query.get("before_id")) else len(self._names)
@@ -544,11 +547,11 @@ class _Api:
 
     def _place(self, name: str, param: str) -> int:
         if name not in self._names:
-            raise RequestError(f"{param} is {name[:100]!a}, which is not served", param)
+            raise RequestError(f"{param} is {name[:100]!a}, which is not a served model", param)
         return self._names.index(name)
 
     def _card(self, name: str) -> dict[str, Any]:
-        """A model as OpenAI has it, with vLLM's `max_model_len`, and as Anthropic has it."""
+        """A model in OpenAI's format, with vLLM's `max_model_len`, and in Anthropic's."""
         ready = self._gateway.ready
         length = ready.max_model_len if ready else None
         allowed = [tokens for tokens in (length, self._limits.most_max_tokens) if tokens is not None]
@@ -567,12 +570,12 @@ class _Api:
         }
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """vLLM's: the fields of tokenizer_config.json, with the chat template."""
+        """vLLM's /tokenizer_info: the fields of tokenizer_config.json, with the chat template."""
         body = tokenizer_info(self._gateway.tokenizer.config, self._gateway.max_model_len)
         return Response(body, media_type="application/json")
 
     async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
-        """Begin what a body asks for in a dialect."""
+        """Parse a body by a dialect, and start generation."""
         passage: Passage = scope["passage"]
         began = clock.perf_counter()
         asked = await self._read(body, dialect.read)
@@ -581,11 +584,11 @@ class _Api:
         if dialect.recall is not None:
             asked = await dialect.recall(asked)
         gateway = self._gateway
-        max_model_len = gateway.max_model_len  # it raises where no worker is ready, as `begin` does
-        scope["generation"] = generation = await gateway.begin(asked.ask)  # for the access line
+        max_model_len = gateway.max_model_len  # raises if no worker is ready, as `begin` does
+        scope["generation"] = generation = await gateway.begin(asked.ask)  # for the access log line
         if warning := _warning(asked.left_out):
             log.info("%s, request %s", warning[WARNING], passage.id)
-        # Nothing may raise from here on: who has the reply closes the generation.
+        # Nothing may raise from here on: `_reply` closes the generation.
         reply = Reply(asked, model, int(clock.now()), generation, gateway.tokenizer, max_model_len)
         return partial(self._reply, dialect, reply, warning)
 
@@ -604,8 +607,9 @@ class _Api:
     async def _stream(
         self, send: Send, generation: Generation, stream: EventStream, opening: int, headers: Mapping[str, str]
     ) -> None:
-        """The status leaves at admission, within REFUSAL_S, so that what the engine refuses at once fails with its own
-        status. What fails later is an error event, and the end. `opening`: the entries that open a choice."""
+        """Send a streamed response. The status is sent at admission, or after REFUSAL_S at the latest, so that a
+        request that the engine rejects at once gets an error status. Later errors are sent as an error event, which
+        ends the stream. opening: entries before the first output token of a choice."""
         started = False
 
         async def start() -> None:
@@ -631,7 +635,7 @@ class _Api:
                 await write(await self._gateway.in_thread(cost, stream.write, batches))
                 if generation.silent:
                     await write(stream.keepalive())
-                if not opening:  # else a choice may open with what has to be written in a thread
+                if not opening:  # else the first batch of a choice may need a thread
                     await write(await generation.pour(stream.write))
             await send({"type": "http.response.body", "body": await stream.close(), "more_body": False})
         except Exception as error:
@@ -651,13 +655,13 @@ class _Api:
         return partial(_send_json, body=answer)
 
     async def count_tokens(self, body: bytes, scope: Scope) -> Respond:
-        """Anthropic's: how many tokens a message's prompt has."""
+        """Anthropic's count_tokens: the number of tokens of a message's prompt."""
         request = await self._read(body, read_count)
         self._model(request.model)
         return partial(_send_json, body=count_answer(len(await self._encoded(request.conversation, "messages"))))
 
     async def count_input_tokens(self, dialect: Dialect[ResponsesRequest], body: bytes, scope: Scope) -> Respond:
-        """OpenAI's: how many tokens a response's input has."""
+        """OpenAI's input_tokens: the number of tokens of a response's input."""
         asked = await self._read(body, read_input_tokens)
         self._model(asked.model)
         if dialect.recall is not None:
@@ -667,7 +671,7 @@ class _Api:
         return partial(_send_json, body=count_input(len(tokens)), headers=_warning(asked.left_out))
 
     async def _encoded(self, prompt: Prompt, param: str) -> Sequence[int]:
-        """Raises RequestError for more tokens than a request may have."""
+        """Token ids of a prompt. Raises RequestError for more tokens than a request may have."""
         most = self._limits.tokens
         tokens = await self._gateway.encode(prompt, param, most)
         if len(tokens) > most:
@@ -683,27 +687,27 @@ class _Api:
         return partial(_send_json, body=answer)
 
     async def _read(self, body: bytes, read: Callable[[bytes, Limits, Defaults], T]) -> T:
-        """Large bodies are read beside the event loop: JSON takes about a 64th of what encoding its text takes."""
+        """Parse a body; large ones in a thread: parsing JSON takes about a 64th of the time of encoding its text."""
         return await self._gateway.in_thread(len(body) // 64, read, body, self._limits, self._defaults)
 
     def _model(self, asked: str | None) -> str:
-        """The name that the answer carries. Raises ModelNotFound for a name that is not served."""
+        """The model name for the response. Raises ModelNotFound for a name that is not served."""
         if asked is not None and asked not in self._names:
             raise ModelNotFound(f"the model {asked} does not exist; served: {', '.join(self._names)}", "model")
         return asked or self._names[0]
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A whole answer in JSON."""
+    """A whole response in JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-ENTRY_CHARS = 8  # writing one log probability costs what encoding so many characters does
+ENTRY_CHARS = 8  # writing one logprob takes as long as encoding this number of characters
 
 
 class _Departure:
-    """While it watches, the task that serves a client is cancelled when that client leaves, whatever it is at: no more
-    text is encoded, and jobs are aborted. The cancellation goes no further than the block."""
+    """While watching, cancels the task that serves a request if the client disconnects, whatever the task waits for:
+    no more text is encoded, and jobs are aborted. The cancellation ends at the `with` block."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -717,7 +721,7 @@ class _Departure:
         return self
 
     def watch(self) -> None:
-        """From now on: the body has been read, and the connection has only its end to tell."""
+        """Start watching: the body has been read, so that the connection's next message is its end."""
         self._watching = asyncio.create_task(self._wait())
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
@@ -732,8 +736,8 @@ class _Departure:
         self._task.cancel()
 
 
-KEEPALIVE_S = 9.0  # of silence at most, then a stream sends a keepalive: two fit into the 20 s of an impatient client
-REFUSAL_S = 0.25  # in which an engine that is not in the middle of a step has refused what it cannot take
+KEEPALIVE_S = 9.0  # seconds of silence before a stream sends a keepalive: two fit into the 20 s of an impatient client
+REFUSAL_S = 0.25  # seconds in which an idle engine has rejected a request that it cannot take
 
 STREAM_START: Message = {
     "type": "http.response.start",
@@ -741,7 +745,7 @@ STREAM_START: Message = {
     "headers": [
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # else nginx holds tokens back
+        (b"x-accel-buffering", b"no"),  # else nginx buffers tokens
     ],
 }
 

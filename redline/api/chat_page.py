@@ -1,7 +1,7 @@
-"""The page at /: chats and a view of the engine, in files that are served as they are.
+"""The web page at /: chats and a view of the engine, as static files.
 
-The page loads nothing from elsewhere, and its policy lets it run nothing that is not one of these files. They are the
-same for everybody and need no key; every request that the page makes needs one where keys are set.
+The page loads nothing from other servers, and its content security policy allows only these files to run. The files are
+the same for everyone and need no key; every request of the page needs one if keys are configured.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ HEADERS = {
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # asked for anew each time, which costs no byte where the tag is the same
+    "cache-control": "no-cache",  # revalidated each time, which transfers no body if the tag matches
 }
-EVERY_S = 1.0  # between two views of the engine
+EVERY_S = 1.0  # seconds between two events of the engine view
 
 
 def page_routes() -> list[Route]:
@@ -45,7 +45,7 @@ def page_routes() -> list[Route]:
 
 
 class _File:
-    """An ASGI app that answers with one file, or with 304 who has it already."""
+    """An ASGI app that serves one file, or 304 if the client has it already."""
 
     def __init__(self, name: str, kind: str) -> None:
         self._kind = kind
@@ -53,7 +53,7 @@ class _File:
         self._tag = f'"{hashlib.sha256(self._data).hexdigest()[:32]}"'
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Serve one request."""
         headers = {**HEADERS, "etag": self._tag}
         if Request(scope).headers.get("if-none-match") == self._tag:
             await Response(status_code=304, headers=headers)(scope, receive, send)
@@ -62,15 +62,16 @@ class _File:
 
 
 class EngineView:
-    """What the page shows of the engine, each second, as one stream of events."""
+    """The engine data for the page, as an event stream with one event per second."""
 
     def __init__(self, gateway: Gateway, edge: Edge) -> None:
         self._gateway, self._edge = gateway, edge
 
     async def stream(self, request: Request) -> Response:
-        """`GET /engine`: an event each second until the client leaves or the server drains. ?events=N: N of them.
+        """`GET /engine`: an event per second until the client disconnects or the server drains. ?events=N: N events
+        only.
 
-        Raises RequestError where N is no number from 1 on.
+        Raises RequestError if N is not a number from 1.
         """
         said = request.query_params.get("events")
         if said is not None and not (said.isascii() and said.isdigit() and int(said[:9]) > 0 and len(said) < 10):
@@ -88,11 +89,11 @@ class EngineView:
                 return
 
     def now(self) -> dict[str, Any]:
-        """The queue, what runs, and each worker's rows and pages. Names of keys and processes are not told."""
+        """The queue, the running requests, and each worker's load and pages, without names of keys and processes."""
         gateway, links, others = self._gateway, self._gateway.links, self._gateway.others
         jobs, tokens = gateway.waiting
         return {
-            "at": round(clock.now(), 3),  # in Unix seconds: counters become rates by it
+            "at": round(clock.now(), 3),  # Unix seconds, by which the page turns counters into rates
             "ready": gateway.ready is not None and links.trouble is None,
             "trouble": links.lost or links.trouble,
             "queue": {"jobs": jobs + others.waiting, "tokens": tokens + others.waiting_tokens},

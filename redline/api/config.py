@@ -1,6 +1,6 @@
-"""What the API is told by whoever starts it.
+"""Configuration of the API.
 
-Every size and count that a client sends has its bound here or in the types of `openai.py`.
+Every size and count that a client can send is limited here or in the types of `openai.py`.
 """
 
 from typing import Annotated
@@ -14,65 +14,65 @@ MIB = 1 << 20
 
 
 class Limits(Record, frozen=True):
-    """Bounds that are checked before a request costs anything. Beyond them: 413, 431, 400 or 503."""
+    """Limits that are checked before a request costs anything. Beyond them: 413, 431, 400 or 503."""
 
     body_bytes: int = (
         8 * MIB
     )  # of one request's body: a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
-    header_bytes: int = 64 << 10  # of one request, all header lines together; and of its trailers
+    header_bytes: int = 64 << 10  # of one request, all header lines together; also of its trailers
     headers: int = 128  # lines of one request; each costs the event loop about a microsecond
-    header_seconds: float = 10.0  # in which they have to arrive
-    idle_seconds: float = 120.0  # that a connection may idle between requests: clients' pools keep theirs up to 90 s
-    write_seconds: float = 30.0  # a client that takes nothing of what it has asked for in so long is given up
-    connections: int = 4096  # at once; fewer where the process may not open as many files
+    header_seconds: float = 10.0  # within which the headers have to arrive
+    idle_seconds: float = 120.0  # idle time of a connection between requests: clients' pools keep theirs up to 90 s
+    write_seconds: float = 30.0  # a client that reads nothing of its response for this time is disconnected
+    connections: int = 4096  # concurrent connections; fewer if the process may not open enough files
     messages: int = 4096  # of one conversation
-    calls: int = 8192  # tool calls that a conversation's messages hold, together
-    tools: int = 1024  # that a request declares: agents with a few MCP servers have hundreds
-    json_bytes: int = MIB // 2  # of tools' parameters, and of calls' arguments where they are objects, together
+    calls: int = 8192  # tool calls in the messages of one conversation, in total
+    tools: int = 1024  # declared by one request: agents with a few MCP servers have hundreds
+    json_bytes: int = MIB // 2  # of tools' parameters and of calls' arguments given as objects, in total
     json_depth: int = 64  # nesting of each of them
     prompts: int = 64  # in one completions request
-    waiting: int = 1024  # jobs without a first token, before new ones are refused with 503
-    choices: int = 256  # of one request: prompts times n; a quarter of those that may wait
-    tokens: int = 1 << 19  # of one request: prompts, each counted n times; a quarter of those that may wait
-    queue_tokens: int = 2 << 20  # of jobs without a first token, of all requests, before new ones are refused with 503
-    prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each n times, times the log probabilities of each
-    known_bytes: int = 64 * MIB  # of parts of conversations that were encoded before, with their ids
-    said_bytes: int = 16 * MIB  # of the arguments of calls that were answered before
-    default_max_tokens: int | None = None  # of an answer where the request is silent; None: what the context holds
-    most_max_tokens: int | None = None  # that a request may ask for; None: what the context holds
-    timeout_s: float | None = None  # from a request's arrival to its last token, where it says nothing; None: for ever
+    waiting: int = 1024  # jobs without a first token, beyond which new ones are rejected with 503
+    choices: int = 256  # of one request: prompts times n; a quarter of `waiting`
+    tokens: int = 1 << 19  # of one request: prompts, each counted n times; a quarter of `queue_tokens`
+    queue_tokens: int = 2 << 20  # of jobs without a first token, of all requests, beyond which new ones get 503
+    prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each counted n times, times logprobs per token
+    known_bytes: int = 64 * MIB  # cache of encoded parts of conversations, with their ids
+    said_bytes: int = 16 * MIB  # cache of the arguments of earlier tool calls
+    default_max_tokens: int | None = None  # max_tokens if a request sets none; None: the rest of the context
+    most_max_tokens: int | None = None  # upper limit of max_tokens; None: the rest of the context
+    timeout_s: float | None = None  # from a request's arrival to its last token, if it sets none; None: no limit
     bodies_bytes: int = 64 * MIB  # of all bodies that are being read or encoded, together
-    grammar_bytes: int = MIB  # of one request's grammar: its schemas, and what calls of its tools look like
-    grammar_seconds: float = 1.0  # in which it has to be compiled: a worker compiles it again, and others may wait
-    grammar_memory: int = 2048 * MIB  # of addresses, that the process takes which compiles it
-    grammars: int = 64  # that wait to be compiled
-    body_seconds: float = 60.0  # in which the whole body has to arrive
+    grammar_bytes: int = MIB  # of one request's grammar: its schemas, and the grammar of its tool calls
+    grammar_seconds: float = 1.0  # to compile it: a worker compiles it again, and other requests may be queued
+    grammar_memory: int = 2048 * MIB  # address space of the process that compiles it
+    grammars: int = 64  # queued for compilation
+    body_seconds: float = 60.0  # within which the whole body has to arrive
 
 
 Count = Annotated[int, Meta(ge=1, le=1 << 50)]
 
 
 class KeyLimits(Record, frozen=True):
-    """What the requests under one name may use together; None: as much as there is. Beyond it: 429."""
+    """Rate limits of one key name; None: no limit. Beyond them: 429."""
 
-    requests_per_s: Annotated[float, Meta(ge=0.001, le=1e6)] | None = None  # a second's worth at once, one at least
-    concurrency: Count | None = None  # requests that are read or answered at once
-    tokens_per_minute: Count | None = None  # of prompts and answers; a minute's worth at once
+    requests_per_s: Annotated[float, Meta(ge=0.001, le=1e6)] | None = None  # burst: one second's worth, at least one
+    concurrency: Count | None = None  # requests that are being read or answered
+    tokens_per_minute: Count | None = None  # of prompts and answers; a burst of one minute's worth
     tokens_per_day: Count | None = None
 
 
 class Sla(Record, frozen=True):
-    """What the requests of a class are promised; None: nothing. A request keeps it, or does not (`redline.api.sla`)."""
+    """SLO targets of a class of requests; None: no target. Each request meets or misses them (`redline.api.sla`)."""
 
-    ttft_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # from its arrival to its first token
-    itl_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # between two tokens of its answer, on the mean
+    ttft_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # from the request's arrival to its first token
+    itl_ms: Annotated[float, Meta(ge=0.001, le=1e9)] | None = None  # mean time between two tokens of the answer
 
 
-DEFAULT_SLA = "default"  # the class of keys that name none, and of whoever needs no key
+DEFAULT_SLA = "default"  # the class of keys that name none, and of requests without a key
 
 
 class Defaults(Record, frozen=True):
-    """What holds where a request is silent. Sampling is as a checkpoint's generation_config has it, if there is one."""
+    """Defaults of request fields. Sampling defaults come from the checkpoint's generation_config, if it has one."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -80,23 +80,23 @@ class Defaults(Record, frozen=True):
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     thinking: bool = True
-    reasoning_field: str = "reasoning_content"  # the name that a chat's answers and deltas have for the thinking
+    reasoning_field: str = "reasoning_content"  # name of the reasoning field in chat answers and deltas
 
 
 class ApiConfig(Record, frozen=True):
-    """How the API presents itself. Without `keys_file` everyone who can reach the port is served."""
+    """Configuration of the API server. Without `keys_file` everyone who can reach the port is served."""
 
-    served_model_names: tuple[str, ...]  # the first is what answers carry; requests may use any
-    keys_file: str | None = None  # `redline.api.keys` says what it looks like
-    per_key: KeyLimits = KeyLimits()  # of a name whose line says nothing of it
+    served_model_names: tuple[str, ...]  # the first is the default; requests may use any
+    keys_file: str | None = None  # format: see `redline.api.keys`
+    per_key: KeyLimits = KeyLimits()  # default limits of key names
     sla: dict[str, Sla] = msgspec.field(
         default_factory=dict[str, Sla]
-    )  # by the name of the class, which keys of the file may name
-    cors_origins: tuple[str, ...] = ()  # of pages elsewhere that may ask here, as https://chat.example
-    responses_file: str | None = None  # where /v1/responses keeps them (SQLite); None: nowhere
-    json_lines: bool = False  # access lines are JSON objects
-    drain_s: float = 3.0  # for running answers to come to their ends once the server stops
-    page: bool = True  # a page at / for people; else / says what /version does
-    local: bool = False  # only this machine reaches the server: without keys, the header Host is then checked
+    )  # by class name, to which the keys file may refer
+    cors_origins: tuple[str, ...] = ()  # origins of web pages that may use the API, such as https://chat.example
+    responses_file: str | None = None  # SQLite file for stored /v1/responses; None: they are not stored
+    json_lines: bool = False  # access log lines are JSON objects
+    drain_s: float = 3.0  # seconds for running requests to complete at shutdown
+    page: bool = True  # serve a web page at /; False: / returns the same as /version
+    local: bool = False  # only this machine reaches the server: without keys, the Host header is then checked
     limits: Limits = Limits()
     defaults: Defaults = Defaults()

@@ -1,6 +1,6 @@
-"""What clients say of the form of an answer: OpenAI's response_format, and vLLM's structured_outputs.
+"""Parses constraints on the answer: OpenAI's response_format, and vLLM's structured_outputs.
 
-Both are JSON objects of which the size and the depth are bounded already.
+Both are JSON objects; their size and depth have been checked before.
 """
 
 import json
@@ -14,14 +14,14 @@ from redline.chat.constraint import Constraint
 from redline.errors import RequestError
 
 MOST_CHOICES = 1024
-_HALF_PAIR = re.compile(r"[\ud800-\udfff]")  # JSON in a text may have one, which no message can carry
-# Fields of structured_outputs that ask for nothing of their own.
+_HALF_PAIR = re.compile(r"[\ud800-\udfff]")  # JSON in a string may contain one, which messages cannot encode
+# Fields of structured_outputs that are no constraint by themselves.
 OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
 _NEUTRAL = (*OPTIONS, "backend", "_backend", "_backend_was_auto")
 
 
 def of_response_format(value: dict[str, Any]) -> Constraint | None:
-    """OpenAI's field; None: any text. Raises RequestError, naming the place."""
+    """Parse response_format; None: no constraint. Raises RequestError, naming the place."""
     param = "response_format"
     match value:
         case {"type": "text"}:
@@ -37,7 +37,7 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
             return Constraint(kind="json_schema", text='{"type": "object"}', param=param)
         case {"type": "json_schema"}:
             raise RequestError(
-                "a format of type json_schema needs its schema, an object", f"{param}.json_schema.schema"
+                "response_format of type json_schema needs a schema, an object", f"{param}.json_schema.schema"
             )
         case {"type": str() as kind}:
             raise RequestError(f"response_format of type {kind} is not supported", f"{param}.type")
@@ -46,13 +46,13 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
 
 
 def of_structured_outputs(value: dict[str, Any]) -> Constraint | None:
-    """vLLM's field; None where it is empty. Raises RequestError, naming the place."""
+    """Parse structured_outputs; None if it is empty. Raises RequestError, naming the place."""
     for option in OPTIONS:
         if not isinstance(value.get(option), bool | None):
             raise RequestError("Expected true or false", f"structured_outputs.{option}")
     if value.get("whitespace_pattern") is not None:
         raise RequestError(
-            "whitespace_pattern is not supported, since the server bounds white space in JSON: give "
+            "whitespace_pattern is not supported, since the server limits white space in JSON: use "
             "disable_any_whitespace for none",
             "structured_outputs.whitespace_pattern",
         )
@@ -60,7 +60,7 @@ def of_structured_outputs(value: dict[str, Any]) -> Constraint | None:
     if not asked:
         return None
     if len(asked) > 1:
-        raise RequestError(f"one of these only: {', '.join(sorted(asked))[:200]}", "structured_outputs")
+        raise RequestError(f"give only one of: {', '.join(sorted(asked))[:200]}", "structured_outputs")
     [(kind, one)] = asked.items()
     param = f"structured_outputs.{kind[:64]}"
     if (read := _READ.get(kind)) is None:
@@ -83,7 +83,7 @@ def _json(value: Any, param: str) -> Constraint:
         raise RequestError("Expected a JSON schema, an object", param)
     text = json.dumps(value)
     if _HALF_PAIR.search(json.dumps(value, ensure_ascii=False)):
-        raise RequestError("a string in the schema has half of a surrogate pair, which is no character", param)
+        raise RequestError("a string in the schema has half of a surrogate pair, which is not a character", param)
     return Constraint(kind="json_schema", text=text, param=param)
 
 

@@ -1,9 +1,9 @@
-"""Which clients have left, of those that send nothing more.
+"""Detects which half-closed clients have disconnected.
 
-The end of what a client sends (FIN) does not tell whether it has left: a client may end its side and wait for the whole
-answer (`shutdown(SHUT_WR)`; `nc -N`). The system of a client that has left answers the next bytes that it is sent with
-a reset. The kernel reports that as a hang-up also of a connection from which nothing is read any more, which event
-loops do not watch; so these connections are watched here.
+The end of a client's data (FIN) does not show whether it has disconnected: a client may half-close and wait for the
+whole response (`shutdown(SHUT_WR)`; `nc -N`). If the client is gone, its system answers the next data with a reset. The
+kernel reports that as a hang-up even on a connection that is no longer read, which event loops do not watch; so such
+connections are watched here.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from contextlib import suppress
 
 
 class Departures:
-    """Watches connections by their descriptors. Everything runs in one event loop."""
+    """Watches connections by file descriptor. Everything runs in one event loop."""
 
     def __init__(self) -> None:
         self._left: dict[int, Callable[[], None]] = {}
@@ -29,11 +29,11 @@ class Departures:
         self._epoll.register(descriptor, 0)  # hang-ups and errors are always reported
 
     def forget(self, descriptor: int) -> None:
-        """Watch it no more; idempotent. To be called before the descriptor is closed."""
+        """Stop watching; idempotent. Call before the descriptor is closed."""
         if self._left.pop(descriptor, None) is None:
             return
         assert self._epoll is not None
-        with suppress(OSError):  # it is closed already
+        with suppress(OSError):  # it is already closed
             self._epoll.unregister(descriptor)
         if not self._left:
             asyncio.get_running_loop().remove_reader(self._epoll.fileno())

@@ -1,7 +1,7 @@
-"""The seam between HTTP and the languages that clients speak.
+"""The interface between HTTP and the API formats that clients use.
 
-A generating route is a `Dialect`: it reads a body into an `Ask`, and writes what the gateway answers, whole or as a
-stream. Everything between the two is the same for all of them (`redline.api.app`).
+A generating route is a `Dialect`: it parses a body into an `Ask`, and formats the gateway's output, as a whole response
+or as a stream. Everything between the two is shared (`redline.api.app`).
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,9 +18,9 @@ from redline.wire.base import Record
 
 
 class Streaming(Record, frozen=True):
-    """The answer comes in pieces. `usage` adds a last chunk with the token counts; `continuous` puts them in each.
+    """A streamed response. `usage` adds a last chunk with the token counts; `continuous` puts them into each chunk.
 
-    `proposers`: each piece is of one proposer's tokens, and says whose.
+    `proposers`: each chunk contains tokens of one proposer, and names it.
     """
 
     usage: bool = False
@@ -29,13 +29,13 @@ class Streaming(Record, frozen=True):
 
 
 class Asked(Record, frozen=True):
-    """What a body asks for; each dialect has its own kind, with what only its answers need."""
+    """A parsed body; each dialect has its own subclass, with the fields that only its responses need."""
 
-    model: str | None  # None: the served one
+    model: str | None  # None: the served model
     ask: Ask
-    stream: Streaming | None = None  # None: the answer comes whole
-    echo: bool = False  # the prompt opens the answer
-    left_out: tuple[str, ...] = ()  # types of tools, and of items, that the client sent and the prompt does not have
+    stream: Streaming | None = None  # None: a whole response
+    echo: bool = False  # the answer begins with the prompt
+    left_out: tuple[str, ...] = ()  # types of tools and items that the client sent and that the prompt does not contain
 
 
 A = TypeVar("A", bound=Asked)
@@ -43,7 +43,7 @@ A = TypeVar("A", bound=Asked)
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[A]):
-    """An answer that has begun. created: Unix seconds. model: the name that the answer carries."""
+    """A response that has begun. created: Unix seconds. model: the name in the response."""
 
     asked: A
     model: str
@@ -54,45 +54,45 @@ class Reply(Generic[A]):
 
     @property
     def openings(self) -> list[int]:
-        """For each prompt the entries that open an answer to it: its log probabilities and its tokens, where told."""
+        """Entries before each prompt's first output token: its logprobs and, with echo, its tokens."""
         scored = self.asked.ask.sampling.prompt_logprobs
         each = (0 if scored is None else scored + 1) + self.asked.echo
         return [each * len(prompt) for prompt in self.generation.prompts]
 
 
 class EventStream(Protocol):
-    """Turns the batches of one answer into the bytes of its stream."""
+    """Formats the batches of one response as a stream."""
 
     def open(self) -> bytes:
-        """What comes before the first batch, as soon as the answer is admitted; empty where that is nothing."""
+        """Bytes before the first batch, sent on admission; may be empty."""
         ...
 
     def write(self, batches: Sequence[Batch]) -> bytes:
-        """The events of these batches, in their order, as server-sent events; empty where they show nothing."""
+        """The events of these batches, in order, as server-sent events; empty if they contain no visible output."""
         ...
 
     def keepalive(self) -> bytes:
-        """What clients pass over, for a stream that has been silent for long."""
+        """Bytes that clients ignore, for a stream without output for a while."""
         ...
 
     async def close(self) -> bytes:
-        """What follows the last choice's end."""
+        """Bytes after the end of the last choice."""
         ...
 
     def fail(self, error: Exception) -> bytes:
-        """The end of a stream whose answer cannot be completed."""
+        """The last event of a stream that failed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[A]):
-    """A generating route's language.
+    """The format of a generating route.
 
-    - `read`: a body -> what it asks for. Raises RequestError, naming the field. It may run in a thread.
-    - `stream`: the writer of a streamed answer. `answer`: the body of a whole one, which may be written in a thread.
-    - `error`: an exception -> the answer that tells of it; the second argument is the request's id.
-    - `recall`: what a request refers to is fetched, where a dialect has that.
-    - `keep`: stores a whole answer, of which the last argument is the body, before it leaves; gives the body to send.
+    - `read`: parses a body. Raises RequestError, naming the field. It may run in a thread.
+    - `stream`: the writer of a streamed response. `answer`: the body of a whole one, which may be built in a thread.
+    - `error`: converts an exception to a response; the second argument is the request's id.
+    - `recall`: fetches what a request refers to, if the dialect has such references.
+    - `keep`: stores a whole response, the last argument being its body, before it is sent; returns the body to send.
     """
 
     read: Callable[[bytes, Limits, Defaults], A]

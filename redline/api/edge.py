@@ -1,4 +1,4 @@
-"""What the edge of one server shares: its keys, whether it drains, and how it writes its access lines."""
+"""State shared by all routes of a server: its keys, whether it drains, and the format of its access log."""
 
 import asyncio
 import logging
@@ -15,59 +15,60 @@ from redline.api.metrics import Metrics
 from redline.api.passage import Passages
 from redline.errors import ConfigError, Overloaded
 
-LOOK_S = 1.0  # between two looks at the file of keys
-READ_S = 0.75  # for the file to be read, after which whoever asked is told that it has not been
-LAG_S = 0.25  # between two measurements of the event loop
+LOOK_S = 1.0  # seconds between two checks of the keys file
+READ_S = 0.75  # seconds for reading the file, after which a reload is reported as pending
+LAG_S = 0.25  # seconds between two measurements of the event loop
 
 log = logging.getLogger("redline.api")
 
 
 class Edge:
-    """Made by whoever starts the server, and read by the API and the admin routes.
+    """Created by the process that starts the server; shared by the API and the admin routes.
 
-    draining: why no new request is taken; None: they are.
+    draining: the reason why no new requests are accepted; None: they are.
     """
 
     def __init__(self, config: ApiConfig, secret: bytes = SECRET) -> None:
-        """secret: as in `keys.read_keys`. Raises ConfigError where the keys' file cannot be read, is empty, or says
-        what nobody knows."""
+        """secret: as in `keys.read_keys`. Raises ConfigError if the keys file cannot be read, is empty, or contains
+        unknown words."""
         path = config.keys_file
         self.keyring = Keyring(Path(path), config.per_key, classes=config.sla, secret=secret) if path else None
         self.json_lines = config.json_lines
         self.drain_s = config.drain_s
         self.draining: str | None = None
         self.passages = Passages()
-        self._reading: asyncio.Task[str | None] | None = None  # the newest of the file of keys
-        self._slow_said = False  # that it takes long has been logged
+        self._reading: asyncio.Task[str | None] | None = None  # the latest read of the keys file
+        self._slow_said = False  # a slow read has been logged
         self._asked: set[asyncio.Task[str]] = set()
 
     def check(self, method: str) -> None:
-        """Raises Overloaded (503) for new work while the server drains; what only looks is answered."""
+        """Raises Overloaded (503) for POST requests while the server drains; other methods are served."""
         if self.draining is not None and method == "POST":
-            raise Overloaded(f"{self.draining}; ask another server, or again later", self.drain_s, "draining")
+            raise Overloaded(f"{self.draining}; use another server, or retry later", self.drain_s, "draining")
 
     async def reload(self) -> str:
-        """Read the keys again. Returns what came of it, which is logged too. Where the file is wrong, or has not been
-        read within READ_S seconds, the keys that held before hold on; in the second case until it has been read."""
+        """Reload the keys. Returns the outcome, which is also logged. If the file is invalid, or has not been read
+        within READ_S seconds, the previous keys stay in effect; in the second case until it has been read."""
         return "there is no keys_file to read" if self.keyring is None else await self._read(self.keyring) or ""
 
     def reload_soon(self) -> None:
-        """As `reload`, for whoever cannot wait."""
+        """Like `reload`, without waiting."""
         task = asyncio.create_task(self.reload())
         self._asked.add(task)
         task.add_done_callback(self._asked.discard)
 
     async def follow_keys(self) -> None:
-        """Read the file of keys again whenever it has changed, until cancelled."""
+        """Reload the keys file whenever it changes, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self.keyring is not None:
                 await self._read(self.keyring, changed=True)
 
     async def _read(self, keyring: Keyring, *, changed: bool = False) -> str | None:
-        """As `reload`. There is one reading at a time, so a share that does not answer keeps one thread waiting.
+        """Like `reload`. There is one read at a time, so a network share that does not respond blocks only one thread.
 
-        changed: only where the file has changed; None where it has not."""
+        changed: reload only if the file has changed; returns None if it has not.
+        """
         while self._reading is not None and not self._reading.done():
             if await self._is_slow(self._reading):
                 return self._slow(keyring)
@@ -79,9 +80,9 @@ class Edge:
         if reading is None:
             return None
         try:
-            said = f"{keyring.path}: {keyring.take(reading)} keys hold now"
+            said = f"{keyring.path}: {keyring.take(reading)} keys are in effect now"
         except ConfigError as error:
-            said = f"{error}; the keys that held before hold on"
+            said = f"{error}; the previous keys stay in effect"
             log.error("%s", said)
         else:
             log.info("%s", said)
@@ -92,7 +93,7 @@ class Edge:
         return not reading.done()
 
     def _slow(self, keyring: Keyring) -> str:
-        said = f"{keyring.path}: not read within {READ_S:g} s; the keys that held before hold on until it is"
+        said = f"{keyring.path}: not read within {READ_S:g} s; the previous keys stay in effect until then"
         if not self._slow_said:
             self._slow_said = True
             log.error("%s", said)
@@ -103,8 +104,8 @@ T = TypeVar("T")
 
 
 async def in_a_thread(work: Callable[[], T]) -> T:
-    """What `work` returns, from a thread of its own. It is a daemon, since the interpreter waits for others as it ends,
-    and what a dead share holds up never returns."""
+    """Run `work` in its own thread and return the result. It is a daemon thread, since the interpreter waits for
+    others at exit, and a read from a dead network share never returns."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -122,7 +123,7 @@ async def in_a_thread(work: Callable[[], T]) -> T:
             result = work()
         except Exception as raised:
             error = raised
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop has been closed
             loop.call_soon_threadsafe(told, result, error)
 
     threading.Thread(target=run, name="file", daemon=True).start()
@@ -130,7 +131,7 @@ async def in_a_thread(work: Callable[[], T]) -> T:
 
 
 async def measure_lag(metrics: Metrics) -> None:
-    """Observe by how much the event loop is late, until cancelled."""
+    """Record the event loop's lag, until cancelled."""
     while True:
         due = clock.perf_counter() + LAG_S
         await asyncio.sleep(LAG_S)

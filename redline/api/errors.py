@@ -1,6 +1,6 @@
-"""Every exception as an HTTP status and a body in OpenAI's shape.
+"""Maps every exception to an HTTP status and a body in OpenAI's format.
 
-What was raised on purpose explains itself to the client; anything else is logged, and says nothing of our insides.
+Exceptions raised on purpose have a message for the client; all others are logged, and the client sees no internals.
 """
 
 import logging
@@ -12,15 +12,16 @@ import msgspec
 
 from redline.errors import Overloaded, RedlineError, RequestError, WorkerLost
 
-RETRY_AFTER_S = 1  # what a refused client is told to wait, in seconds
+RETRY_AFTER_S = 1  # Retry-After of rejected requests, in seconds
 
 log = logging.getLogger("redline.api")
 
 
 class Refusal(RequestError):
-    """A request that is refused for its HTTP side (size, key, path), before its body is understood.
+    """A request rejected for an HTTP reason (size, key, path), before its body is interpreted.
 
-    status: of HTTP. code: the word for programs in the body. `retry_s`: when to ask again, where that would help.
+    status: of HTTP. code: the machine-readable code in the body. `retry_s`: seconds after which a retry can help; None:
+    never.
     """
 
     retry_s: float | None = None
@@ -32,7 +33,7 @@ class Refusal(RequestError):
 
 
 class Answer(NamedTuple):
-    """A whole HTTP answer; `headers` do not count the type and length of the body."""
+    """A complete HTTP response; `headers` are those other than content-type and content-length."""
 
     status: int
     body: bytes
@@ -40,7 +41,7 @@ class Answer(NamedTuple):
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """The JSON {"error": {"message", "type", "param", "code"}}; kind is the type, param the field that is wrong."""
+    """The JSON {"error": {"message", "type", "param", "code"}}; kind is the type, param the offending field."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
@@ -49,8 +50,8 @@ def _retry_after(seconds: float) -> str:
 
 
 class Told(NamedTuple):
-    """What a client is told of an exception, in no dialect's shape yet. kind: OpenAI's type. `message` names the field
-    `param`, since clients show the message alone."""
+    """An exception as reported to a client, before formatting for an API. kind: OpenAI's type. `message` names the
+    field `param`, since clients show only the message."""
 
     status: int
     message: str
@@ -61,7 +62,7 @@ class Told(NamedTuple):
 
 
 def tell(error: Exception) -> Told:
-    """What a client is told of an exception; what is our fault is logged, with its trace where nobody foresaw it."""
+    """Convert an exception for the client. Server errors are logged, with a traceback if they are unexpected."""
     match error:
         case Refusal(status=429, retry_s=float() as seconds):
             headers = {"retry-after": _retry_after(seconds)}
@@ -77,14 +78,14 @@ def tell(error: Exception) -> Told:
         case WorkerLost():
             return Told(503, str(error), "server_error", None, "worker_lost", {"retry-after": str(RETRY_AFTER_S)})
         case _:
-            # What the engine says of a job is known, and one line; a trace is for what nobody foresaw.
+            # An engine error about a job is expected and fits one line; only unexpected errors get a traceback.
             known = isinstance(error, RedlineError)
             log.error("a request failed: %s", error, exc_info=None if known else error)
-            return Told(500, "The server met an error with this request", "server_error", None, None, {})
+            return Told(500, "Internal server error while processing this request", "server_error", None, None, {})
 
 
 def _naming(error: RequestError) -> str:
-    """The message of an error, which begins with the field unless it names it as a word of its own."""
+    """The message of an error, prefixed with the field unless it contains the field's name as a word."""
     message, param = str(error), error.param
     if not param or re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message):
         return message
@@ -92,6 +93,6 @@ def _naming(error: RequestError) -> str:
 
 
 def answer_to(error: Exception) -> Answer:
-    """The status and body for an exception, in OpenAI's shape; `tell` says what is logged."""
+    """The status and body for an exception, in OpenAI's format; `tell` logs server errors."""
     told = tell(error)
     return Answer(told.status, error_body(told.message, told.kind, told.param, told.code), told.headers)

@@ -1,10 +1,12 @@
-"""Between HTTP and the workers: an Ask becomes jobs, their deltas become events.
+"""Between HTTP and the workers: an Ask becomes jobs, and their deltas become events.
 
-One reader for each worker hands its messages to `Gateway.take`; each Generation collects the deltas of its own jobs
-and decodes them in the task that writes the answer, so that whatever arrived meanwhile leaves in one write.
+One reader per worker passes its messages to `Gateway.take`. Each Generation collects the deltas of its own jobs and
+decodes them in the task that writes the response, so that all deltas that arrived since the last write go out in one
+write.
 
-Where a worker ends, its jobs are sent to another with what has come of their answers: the next token is a function of
-prompt, answer and seed, and decoder and parser are here, so the stream goes on as if nothing had happened.
+If a worker goes down, its jobs are requeued to another worker together with the tokens generated so far. The next token
+is a function of prompt, output and seed, and decoder and parser are in this process, so the stream continues without a
+gap.
 """
 
 import asyncio
@@ -67,14 +69,14 @@ from redline.wire.profile import Profiled
 from redline.wire.replicas import Use
 from redline.wire.step import Proposer, TokenLogprobs
 
-INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
+INLINE_CHARS = 4096  # encoding more characters takes over a millisecond, during which the event loop serves no stream
 SEED_MASK = (1 << 63) - 1
 _SAMPLING = msgspec.msgpack.Decoder(Sampling)
-NEVER = -100.0  # added to the logit of a token that is to be all but impossible
-LOOKS = 3  # for something that was written, in the time for which a stream may be silent
-LOOK_S = 0.25  # between two looks for workers that have fallen silent
-AHEAD_TOKENS = 64  # of a job that wait for a client which lags, before it gives its pages to others
-MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
+NEVER = -100.0  # added to the logit of a token that must practically never be sampled
+LOOKS = 3  # checks for written data per keep-alive interval of a stream
+LOOK_S = 0.25  # seconds between two checks for workers without a heartbeat
+AHEAD_TOKENS = 64  # tokens of a job buffered for a slow client before the job is paused and its pages are released
+MOST_MOVES = 3  # requeues of a job after worker failures or timeouts: more often, the job itself may be the cause
 
 NO_TARGETS: Mapping[str, Sla] = MappingProxyType({})
 
@@ -85,39 +87,39 @@ T = TypeVar("T")
 
 
 class JobFailed(RedlineError):
-    """The engine gave up on this job and on no other; a client sees status 500 and no reason."""
+    """The engine failed this one job; a client sees status 500 and no reason."""
 
 
 class Profiling(Protocol):
-    """Who writes down what workers say, for a while (`api.profile`)."""
+    """Receives worker messages while a profile is being recorded (`api.profile`)."""
 
     def took(self, link: Link, messages: Sequence[Wire], began: float) -> None:
-        """Messages of a worker were taken in, and what they gave was written. began: as time.perf_counter told."""
+        """Called after a batch of worker messages was processed and written. began: start, by time.perf_counter."""
         ...
 
     def told(self, link: Link, message: Profiled) -> None:
-        """A worker says what it did."""
+        """Called with each Profiled message of a worker."""
         ...
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """What one delta gave for one choice."""
+    """The output of one delta for one choice."""
 
-    choice: int  # its index
+    choice: int  # index of the choice
     events: Sequence[Event]
-    completion_tokens: int  # of the choice, so far
+    completion_tokens: int  # tokens of the choice so far
     first: bool = False  # the first batch of its choice
-    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
-    token_ids: Sequence[int] | None = None  # of the answer, since the last batch, where asked for
-    prompt_ids: Sequence[int] | None = None  # with the first batch, where asked for
-    proposer: Proposer | None = None  # of its tokens, where asked for
-    elapsed_ms: float = 0.0  # from the request's start until the engine's tokens were here, with `proposer`
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, if requested
+    token_ids: Sequence[int] | None = None  # output tokens since the last batch, if requested
+    prompt_ids: Sequence[int] | None = None  # with the first batch, if requested
+    proposer: Proposer | None = None  # what proposed these tokens, if requested
+    elapsed_ms: float = 0.0  # from the request's start until the engine's tokens arrived, with `proposer`
 
 
 class Gateway:
-    """Sends jobs, follows their deltas. `take` and everything else run in one event loop.
+    """Sends jobs to workers and receives their deltas. `take` and everything else run in one event loop.
 
-    `links` are the workers; `join` tells of each start of one.
+    `links` are the workers; `join` registers each start of one.
     """
 
     def __init__(
@@ -131,10 +133,8 @@ class Gateway:
         targets: Mapping[str, Sla] = NO_TARGETS,
         replica: str = "",
     ) -> None:
-        """resume_s: for so long beyond a worker's start jobs whose worker has ended wait for one that goes on with
-        them. targets: what the requests of a class are promised, by its name. replica: what this one is called, where
-        there are others.
-        """
+        """resume_s: seconds beyond a worker's start time for which jobs of a worker that went down wait for another
+        one. targets: SLO targets by class name. replica: name of this API replica, if there are several."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self._at_end: list[Callable[[], object]] = []
@@ -146,19 +146,19 @@ class Gateway:
         self._limits = limits
         self._resume_s = resume_s
         self._looked_at: float | None = None
-        self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
+        self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # jobs that wait for a worker to continue on
         self.pours = Pours()
-        self.profiling: Profiling | None = None  # while one is being written
+        self.profiling: Profiling | None = None  # set while a profile is being recorded
         self.stories = Stories()
         self.attainment = Attainment(targets, metrics, clock)
         self._targets = targets_of(targets)
         self.lately = Lately(clock)
-        self.loads: Callable[[str, Load], object] = lambda _worker, _load: None  # told of each that comes
+        self.loads: Callable[[str, Load], object] = lambda _worker, _load: None  # called with each Load message
         self._known = KnownTexts(limits.known_bytes)
         self._said = SaidCalls(limits.said_bytes)
         self._lanes: dict[JobId, _Lane] = {}
-        self._waiting = 0  # jobs without a delta yet
-        self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
+        self._waiting = 0  # jobs without a delta so far
+        self._waiting_tokens = 0  # prompt tokens of the waiting jobs, and of jobs that are being prepared
         self._grammars = Grammars(tokenizer, limits)
         self._served = ServedRate(clock)
         metrics.queue(lambda: self._waiting, lambda: self._waiting_tokens)
@@ -169,37 +169,38 @@ class Gateway:
 
     @property
     def ready(self) -> Ready | None:
-        """What jobs may be like; None while no worker can answer."""
+        """Properties of the engine (context length, fingerprint); None while no worker can serve."""
         return self.links.ready
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of one job at most, prompt and answer. Raises Overloaded or WorkerLost while no worker is ready."""
+        """Largest number of tokens of one job, prompt and output. Raises Overloaded or WorkerLost while no worker is
+        ready."""
         return self._engine().max_model_len
 
     @property
     def load(self) -> int:
-        """Requests that are being answered or wait."""
+        """Number of requests that are running or waiting."""
         return len({lane.generation for lane in self._lanes.values()})
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Jobs without a first token, and the tokens of their prompts with those that are being made."""
+        """Jobs without a first token, and their prompt tokens, including those of jobs that are being prepared."""
         return self._waiting, self._waiting_tokens
 
     @property
     def running(self) -> int:
-        """Jobs that have had a first token and have not ended."""
+        """Number of jobs that have a first token and have not ended."""
         return len(self._lanes) - self._waiting
 
     @property
     def retry_s(self) -> float:
-        """Seconds until what waits now will have begun, as fast as prompts were served lately."""
+        """Seconds until the jobs that wait now will have started, at the recent rate of served prompts."""
         return self._served.retry_s(self._waiting_tokens)
 
     @property
     def served_per_s(self) -> float:
-        """Prompt tokens a second that were served lately, cached ones included."""
+        """Recent rate of served prompt tokens, in tokens per second, cached ones included."""
         return self._served.per_s
 
     # -- from the workers
@@ -207,10 +208,10 @@ class Gateway:
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
     ) -> Link:
-        """A worker has been started, and will be heard of: `take` its messages. Jobs go to it through `outbox`.
+        """Register a started worker; pass its messages to `take`. Jobs are sent to it through `outbox`.
 
-        inbox: the address that it reads, for other workers. at: the machine that it runs on, where that is another.
-        Raises AssertionError where its last start is not lost.
+        inbox: the address that the worker reads, for other workers. at: the machine that it runs on, if it is a remote
+        one. Raises AssertionError if the worker's last start is not marked as down.
         """
         link = Link(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
@@ -219,25 +220,25 @@ class Gateway:
         return link
 
     def drain(self, link: Link) -> None:
-        """A worker is to be replaced: nothing new goes to it."""
+        """Send nothing new to a worker that is about to be replaced."""
         link.draining = True
 
     def hear(self, use: Use) -> None:
-        """Take in what another replica of the API has under way."""
+        """Store the load of another API replica."""
         self.others.heard(use)
         for link in self.links:
             self.others.tell(link)
 
     async def follow(self, link: Link, inbox: AsyncInbox) -> None:
-        """Read a worker's messages until cancelled. However the reading ends, the worker is lost then."""
+        """Read a worker's messages until cancelled. The worker counts as down once reading ends, for any reason."""
         try:
             while link.lost is None:
                 self.take(link, await inbox.get())
         finally:
-            self.lose(link, "the worker's messages are not read any more")
+            self.lose(link, "the worker's messages are no longer read")
 
     def take(self, link: Link, messages: Sequence[Wire]) -> None:
-        """Take in what has come of a worker together: what it gives a stream is one write. Raises as `deliver`."""
+        """Process messages of a worker that arrived together, with one write per stream. Raises like `deliver`."""
         began = 0.0 if self.profiling is None else clock.perf_counter()
         for message in messages:
             self._take(link, message)
@@ -246,18 +247,18 @@ class Gateway:
             self.profiling.took(link, messages, began)
 
     def deliver(self, link: Link, message: Wire) -> None:
-        """Take in one message of a worker; more may come in this turn of the loop. Raises AssertionError for one that
-        no worker sends."""
+        """Process one message of a worker; more may arrive in this iteration of the event loop. Raises AssertionError
+        for a message type that no worker sends."""
         self._take(link, message)
         self.pours.soon()
 
     def _take(self, link: Link, message: Wire) -> None:
-        if link.lost is not None:  # its jobs have moved, and its pages are forgotten; a drained one sends its last
+        if link.lost is not None:  # jobs requeued, cached pages dropped; a drained one sends its last
             return
         match message:
             case Delta():
                 lane = self._lanes.get(message.job)
-                if lane is not None and lane.link is link:  # else: aborted here before the worker knew, or moved on
+                if lane is not None and lane.link is link:  # else: aborted before the worker knew, or requeued
                     if message.noted:
                         self._note(lane, link, message.noted)
                     if not message.notes_only:
@@ -269,7 +270,7 @@ class Gateway:
             case Beat():
                 link.heard(message, self._clock())
             case Knock():
-                pass  # had anything before it been lost, there would be a Missed
+                pass  # a lost message before it would have been reported as Missed
             case Missed():
                 self._missed(link, message.messages)
             case Cached():
@@ -299,19 +300,19 @@ class Gateway:
                 lane.story.notes(note, lane.job.id)
                 continue
             lane.waits = True
-            # What another computes beside this one's prompt is not known here, and none of it is an answer.
+            # A prefill worker's other prompts are not known here, and none of them is decoding.
             expected = goes_on(note, self._beside(lane, link) if computes is None else (), self.links.pace)
             lane.story.notes(note, lane.job.id, expected, lane.tokens)
             log.info(
-                "job %s is pre-empted on %s after %d tokens, for a page of %s: all %d are held; %d tokens to compute "
-                "again; it is predicted to go on in %.3f s, of which %.3f s until there are pages",
+                "job %s was preempted on %s after %d tokens, for a page of %s: all %d are in use; %d tokens to compute "
+                "again; predicted to continue in %.3f s, of which %.3f s until pages are free",
                 *(lane.job.id, (computes or link).name, lane.tokens),
                 "its own" if note.by == lane.job.id else f"job {note.by}",
                 *(note.pages, note.again_tokens, sum(expected), expected.wait_s),
             )
 
     def _beside(self, lane: "_Lane", link: Link) -> list[Beside]:
-        """The other answers that a worker writes; one that has lost its pages too has none to give back."""
+        """The other decoding jobs of a worker; preempted ones have no pages to give back."""
         return [
             Beside(
                 -(-(len(other.job.tokens) + other.tokens) // PAGE_TOKENS),
@@ -322,9 +323,9 @@ class Gateway:
         ]
 
     def _deliver(self, lane: "_Lane", delta: Delta) -> None:
-        if delta.fault == "lost" and lane.link is not None:  # its worker ends, and has not said so yet
+        if delta.fault == "lost" and lane.link is not None:  # the worker is going down, and has not reported it yet
             lane.link.draining = True
-            self._move(lane, delta.error or "the worker ends")
+            self._move(lane, delta.error or "the worker is going down")
             return
         now = clock.perf_counter()
         if not lane.heard:
@@ -335,7 +336,7 @@ class Gateway:
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
         elif delta.tokens:
-            self._computed(lane)  # by another worker, or again, where the job has moved or was paused
+            self._computed(lane)  # from another worker, or repeated, if the job was requeued or paused
         lane.story.comes(delta, now)
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
@@ -380,13 +381,14 @@ class Gateway:
             self.metrics.time_per_output_token.observe(pace_s)
 
     def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
-        """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can.
+        """Mark a worker as down; idempotent. Its jobs are requeued to other workers, or fail with WorkerLost if none
+        can take them.
 
-        asked: it was to end, which is none of its jobs' doing.
+        asked: the worker was stopped on purpose, so its jobs are not the cause.
         """
         if link.lost is None:
             jobs = self.answers_of(link)
-            log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
+            log.log(logging.ERROR if jobs else logging.DEBUG, "%s is down with %d jobs: %s", link.name, jobs, reason)
             self.links.lose(link, reason)
             self.metrics.lost(link.name, link.epoch)
             self._tell_gone(*self.links.newly_gone())
@@ -394,31 +396,33 @@ class Gateway:
             self._move(lane, reason, blamed=not asked)
 
     def _missed(self, link: Link, messages: int) -> None:
-        """A link was cut, and what was on the way is lost: a job, an abort, tokens. Nobody knows of which jobs, so all
-        of them go on as new ones, wherever they run next, and no handoff of the worker does."""
-        reason = f"{messages} messages were lost between it and others"
+        """A connection was cut and messages on it were lost: a job, an abort or tokens. It is unknown which jobs they
+        belonged to, so all jobs of the worker are requeued under new ids, and none of its KV transfers continues."""
+        reason = f"{messages} messages of the worker's connections were lost"
         if link.ready is None:
-            # It may have said that it is ready; a replica is told so again.
+            # Its Ready may have been lost; with several replicas it is sent again.
             if not self.replica:
                 self.lose(link, reason, asked=True)
             return
         lanes = self._lanes_of(link)
-        log.warning("%s: %s; %d jobs move", link.name, reason, len(lanes))
+        log.warning("%s: %s; %d jobs are requeued", link.name, reason, len(lanes))
         self._tell_gone(link)
         self.links.recall(link)
-        if not self.replica:  # where there are several, no role changes
-            link.outbox.put(TakeRole(role=link.role))  # which may be among them
+        if not self.replica:  # with several replicas, roles do not change
+            link.outbox.put(TakeRole(role=link.role))  # a TakeRole may be among the lost messages
         for lane in lanes:
             link.outbox.put(Abort(job=lane.job.id))
             self._move(lane, reason, blamed=False)
 
     def turn(self, link: Link, role: Role) -> None:
-        """A worker has another role from now on (`roles.refusal` says whether it can): what comes goes by it at once.
+        """Switch the role of a worker (`roles.refusal` checks whether it can); new jobs are routed by the new role at
+        once.
 
-        Of one that answers no more what it has not begun goes to others; what it writes ends there, or moves after
-        STAY_S. Where nothing may be resumed all of it ends there, however long that takes.
+        If it becomes a prefill worker, jobs without a first token are requeued elsewhere at once. Its decoding jobs
+        finish there, or are requeued after STAY_S. If jobs cannot be resumed, all of them finish there, however long
+        that takes.
         """
-        log.info("%s is %s from now on, and was %s", link.name, role, link.role)
+        log.info("%s: role is now %s, was %s", link.name, role, link.role)
         self.links.turn(link, role)
         self.metrics.role(link.name, role)
         self.metrics.turned(link.name, role)
@@ -427,11 +431,11 @@ class Gateway:
 
     @property
     def under_way(self) -> list[Came]:
-        """Jobs that have not ended, as `lately` knows them."""
+        """Jobs that have not ended, as `lately` records them."""
         return [lane.came for lane in self._lanes.values()]
 
     def answers_of(self, link: Link) -> int:
-        """How many answers a worker has to write as yet."""
+        """Number of unfinished jobs that decode on a worker."""
         return len(self._lanes_of(link))
 
     def _turning(self, link: Link, turning_s: float) -> None:
@@ -439,19 +443,19 @@ class Gateway:
             self._take_from(link, self._lanes_of(link))
         if is_done(link, self.answers_of(link)):
             link.turning = None
-            log.info("%s is wholly %s, %.1f s after it was told", link.name, link.role, turning_s)
+            log.info("%s: switch to role %s is complete after %.1f s", link.name, link.role, turning_s)
 
     def _take_from(self, link: Link, lanes: Sequence["_Lane"]) -> None:
         for lane in lanes if self._resume_s else ():
             link.outbox.put(Abort(job=lane.job.id))
-            self._move(lane, f"{link.name} is {link.role} from now on", blamed=False)
+            self._move(lane, f"the role of {link.name} is now {link.role}", blamed=False)
 
     def _lanes_of(self, link: Link) -> list["_Lane"]:
         return [lane for lane in self._lanes.values() if lane.link is link]
 
     def look(self) -> None:
-        """To be called every LOOK_S: the jobs of workers that have fallen silent go on with others. Where this process
-        was itself held up, what has been said meanwhile is still to be read, and nothing is concluded."""
+        """Call every LOOK_S: requeues the jobs of workers whose heartbeat timed out. If this event loop itself was
+        stalled, messages that arrived in that time are still unread, so no worker counts as silent."""
         now = self._clock()
         before, self._looked_at = self._looked_at, now
         if before is None:
@@ -469,8 +473,8 @@ class Gateway:
                 self._turning(link, turning_s)
         for link in self.links.fallen_silent():
             for lane in self._lanes_of(link):
-                link.outbox.put(Abort(job=lane.job.id))  # should it ever go on
-                self._move(lane, f"{link.name} has not been heard of for {self.links.silent_s(link):.1f} s")
+                link.outbox.put(Abort(job=lane.job.id))  # in case the worker continues
+                self._move(lane, f"{link.name} has sent no heartbeat for {self.links.silent_s(link):.1f} s")
 
     def _tell_gone(self, *gone: Link) -> None:
         for link in gone:
@@ -479,7 +483,7 @@ class Gateway:
                     other.outbox.put(Gone(worker=link.name, epoch=link.epoch))
 
     def lose_all(self, reason: str) -> None:
-        """Every answer raises WorkerLost, and so does `begin`: there will be no other worker."""
+        """Fail every response with WorkerLost, and every later `begin`: no other worker will start."""
         self._resume_s = 0.0
         for link in self.links:
             self.lose(link, reason)
@@ -487,9 +491,9 @@ class Gateway:
             self._fail(lane)
 
     def _move(self, lane: "_Lane", reason: str, *, blamed: bool = True) -> None:
-        """A job's worker cannot go on with it. blamed: the job may be why."""
+        """Requeue a job whose worker cannot continue it. blamed: the job may be the cause."""
         if lane.job.id not in self._lanes:
-            return  # its answer has ended meanwhile
+            return  # its response has ended in the meantime
         self._leave(lane)
         lane.moved_because = reason
         lane.blamed += blamed
@@ -498,36 +502,37 @@ class Gateway:
             return
         self._rename(lane)
         if self._resume_s:
-            log.info("job %s moves after %d tokens: %s", lane.job.id, lane.tokens, reason)
+            log.info("job %s is requeued after %d tokens: %s", lane.job.id, lane.tokens, reason)
             self.metrics.moved()
         self._strand(lane)
 
     def pause(self, lane: "_Lane") -> bool:
-        """Take a job from its worker, whose client takes nothing of its answer: others have its slot and pages until
-        `go_on`. False where it has ended, has no token yet, or could not go on."""
+        """Pause a job whose client does not read: abort it on its worker, which frees its slot and pages until
+        `go_on`. Returns False if the job has ended, has no token yet, or could not be resumed."""
         if lane.link is None or not lane.tokens or not self._resume_s or lane.job.id not in self._lanes:
             return False
         lane.link.outbox.put(Abort(job=lane.job.id))
         self._leave(lane)
-        lane.moved_because = "its client took nothing, and takes again"
+        lane.moved_because = "its client had stopped reading, and reads again"
         self._rename(lane)
-        log.info("job %s pauses after %d tokens: its client takes nothing of them", lane.job.id, lane.tokens)
+        log.info("job %s is paused after %d tokens: its client does not read", lane.job.id, lane.tokens)
         return True
 
     def go_on(self, lane: "_Lane") -> None:
-        """Send a paused job to a worker again, with what has come of its answer, unless the answer has ended."""
+        """Requeue a paused job with the tokens generated so far, unless its response has ended."""
         if lane.job.id in self._lanes:
             self._strand(lane)
 
     def _rename(self, lane: "_Lane") -> None:
-        """A job leaves its worker: what that still says or asks of the job as it was is about nobody's."""
+        """Give a job that leaves its worker a new id: later messages of that worker refer to a job that no longer
+        exists."""
         lane.moves += 1
         del self._lanes[lane.job.id]
         lane.job = msgspec.structs.replace(lane.job, id=JobId(f"{lane.id}.{lane.moves}"))
         self._lanes[lane.job.id] = lane
 
     def _strand(self, lane: "_Lane") -> None:
-        """Nobody has a job: it waits for a worker, if it may."""
+        """Let a job without a worker wait for one, if jobs may be resumed; else fail it."""
         if not self._resume_s:
             self._fail(lane)
             return
@@ -536,14 +541,14 @@ class Gateway:
         self._send_on(lane)
 
     def _send_on(self, lane: "_Lane") -> None:
-        """Sends a stranded job to a worker, with what has come of its answer, once there is one."""
+        """Send a waiting job to a worker, with the tokens generated so far, if a worker can take it."""
         job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
         if (route := self._route(lane, job)) is None:
             return
         self._unstrand(lane)
         try:
             self._send(lane, route, job)
-        except MessageTooLarge:  # with its answer
+        except MessageTooLarge:  # because of the tokens generated so far
             self._fail(lane)
 
     def _route(self, lane: "_Lane", job: Job) -> Route | None:
@@ -559,7 +564,7 @@ class Gateway:
         if not lane.heard:
             lane.came.cached = route.expected.cached_tokens
             if (ttft_s := self._promised(lane.generation.caller.sla).ttft_s) < math.inf:
-                left_s = ttft_s - (lane.sent_at - lane.began)  # it may have waited for a worker
+                left_s = ttft_s - (lane.sent_at - lane.began)  # the job may have waited for a worker
                 job = msgspec.structs.replace(job, ttft_ms=1e3 * left_s)
         self.links.sent(route, job)
         lane.story.goes(route, lane.moved_because)
@@ -576,7 +581,7 @@ class Gateway:
         self._computed(lane)
 
     def _computed(self, lane: "_Lane") -> None:
-        """Nobody has the prompt of a job to compute any more."""
+        """The prompt of a job does not have to be computed any more."""
         if lane.route is not None:
             self.links.computed(lane.route, lane.job.id)
             lane.route = None
@@ -586,25 +591,26 @@ class Gateway:
             timer.cancel()
 
     def _fail(self, lane: "_Lane") -> None:
-        """A job's worker has ended, and nobody goes on with it: nor with the other jobs of its answer."""
+        """Fail a job that no worker can continue, with all other jobs of its request."""
         self._unstrand(lane)
-        lane.generation.fail(WorkerLost("the worker that ran this request has ended"))
+        lane.generation.fail(WorkerLost("the worker that ran this request went down"))
         for other in lane.generation.lanes:
             self.forget(other, "error")
 
     def close(self) -> None:
-        """End every answer with WorkerLost, and the threads once they have done what they are at; idempotent."""
-        self.lose_all("the server is closing")
+        """Fail every response with WorkerLost, and stop the threads once their current work is done; idempotent."""
+        self.lose_all("the server is shutting down")
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def at_end(self, close: Callable[[], object]) -> None:
-        """Have `ended` call this, in a thread, since it may wait for a disk; a coroutine that it returns is awaited."""
+        """Have `ended` call `close` in a thread, since it may wait for a disk; a coroutine that it returns is
+        awaited."""
         self._at_end.append(close)
 
     async def ended(self) -> None:
-        """Wait, behind `close` and once no request is served any more, until no process of its own is left, and close
-        what belongs to the API (`at_end`)."""
+        """Call after `close`, once no request is served any more: waits for the grammar processes to exit, then calls
+        the functions given to `at_end`."""
         await self._grammars.ended()
         while self._at_end:
             left = await asyncio.to_thread(self._at_end.pop())
@@ -614,12 +620,11 @@ class Gateway:
     # -- from a request
 
     async def begin(self, ask: Ask) -> "Generation":
-        """Encode, check, send: the answer as it comes, one job for each choice.
+        """Encode, check and send a request: one job per choice. Returns the response to iterate over.
 
-        Raises RequestError (ContextTooLong, MessageTooLarge, DeadlineExceeded; LimitReached where the caller's account
-        cannot pay for it), Overloaded or WorkerLost; then no job is left running.
-        A caller that is cancelled in here leaves nothing behind either: no further text is encoded, and jobs that were
-        sent are aborted.
+        Raises RequestError (ContextTooLong, MessageTooLarge, DeadlineExceeded; LimitReached if the caller's quota is
+        used up), Overloaded or WorkerLost; then no job is left running. If the caller is cancelled while waiting here,
+        nothing is left running either: no further text is encoded, and jobs that were sent are aborted.
         """
         caller, timeout_s = CALLER.get(), self._timeout_s(ask)
         if timeout_s is None:
@@ -643,7 +648,7 @@ class Gateway:
             caller.account.check_tokens(0)  # before its text is encoded
         self._check_ids(ask.sampling)
         jobs: list[Job] = []
-        tokens_before = 0  # of this request, each prompt as often as it is answered
+        tokens_before = 0  # prompt tokens of this request so far, each prompt counted n times
         try:
             for place, prompt in enumerate(ask.prompts):
                 param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
@@ -661,16 +666,16 @@ class Gateway:
                     sampling = msgspec.structs.replace(sampling, grammar=grammar)
                     if caller.passage is not None and sampling.grammar is not None:
                         caller.passage.did("grammar", at)
-                # What a worker cannot read ends it, and the next one that the job moves to.
+                # A worker that cannot decode a job dies, and so does the next one that the job is requeued to.
                 sampling = _SAMPLING.decode(msgspec.msgpack.encode(sampling))
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
                 job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, salt)
                 jobs += _copies(job, ask, caller, self.replica)
-            # While this one was encoded, the worker may have gone and other requests may have come.
+            # During encoding, the worker may have gone down and other requests may have arrived.
             if self._engine().fingerprint != engine.fingerprint:
-                raise WorkerLost("the worker has changed")
+                raise WorkerLost("the model was replaced while the request was encoded")
             self._admit(ask)
             if caller.account is not None:
                 caller.account.check_tokens(tokens_before)
@@ -691,21 +696,21 @@ class Gateway:
             self._waiting += 1
         try:
             for lane in generation.lanes:
-                if lane.job.id in self._lanes:  # else: it has ended meanwhile
+                if lane.job.id in self._lanes:  # else: it has ended in the meantime
                     if (route := self._route(lane, lane.job)) is None:
                         self._strand(lane)
                     else:
                         self._send(lane, route, lane.job)
                     self.metrics.prompt_tokens.inc(len(lane.job.tokens))
                 if len(lane.job.tokens) > INLINE_CHARS:
-                    await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
-        except BaseException:  # a job that cannot be sent takes those that were with it
+                    await asyncio.sleep(0)  # serialising a job of 262,144 tokens takes milliseconds
+        except BaseException:  # if one job cannot be sent, all jobs of the request end
             generation.close()
             raise
         return generation
 
     async def _grammar(self, ask: Ask, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> Grammar | None:
-        """What the answer to a prompt has to be. tokens: the prompt's. sampling: with the answer's own max_tokens."""
+        """Grammar of the response to a prompt. tokens: of the prompt. sampling: with the final max_tokens."""
         conversation = prompt if isinstance(prompt, Conversation) else None
         thinks = conversation is not None and self._style.thinks(conversation)
         grammar = None
@@ -723,12 +728,12 @@ class Gateway:
         return grammar if thinking is None else msgspec.structs.replace(grammar or Grammar(text=""), thinking=thinking)
 
     async def encode(self, prompt: Prompt, param: str, most: int, salt: str = "") -> tuple[int, ...]:
-        """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
+        """Token ids of a prompt. Encoding stops soon after `most` tokens, so there may be slightly more.
 
-        param: the field that the prompt came from, for errors. salt: the request's. Only requests of one caller and one
-        salt share what was encoded before, and the arguments of calls as the model wrote them. Raises RequestError for
-        ids beyond the vocabulary, ContextTooLong for a list of more than `most` ids and for a text of which the rest is
-        not encoded.
+        param: the request field of the prompt, for errors. salt: of the request. Cached encodings and the recorded
+        arguments of tool calls are shared only between requests of the same caller and salt. Raises RequestError for
+        ids outside the vocabulary, ContextTooLong for a list of more than `most` ids and for a text that was not
+        encoded to its end.
         """
         caller = CALLER.get()
         salt = _salt(caller, salt)
@@ -755,9 +760,10 @@ class Gateway:
             raise
 
     async def in_thread(self, chars: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What `work` returns; it runs in a thread where it costs more than encoding INLINE_CHARS does, else here.
+        """The result of `work`, which runs in a thread if it costs more than encoding INLINE_CHARS characters, else
+        inline.
 
-        chars: its cost, as the number of characters whose encoding costs as much. Raises what `work` raises.
+        chars: its cost, as the number of characters that take as long to encode. Raises what `work` raises.
         """
         if chars <= INLINE_CHARS:
             return work(*arguments, **named)
@@ -765,7 +771,8 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def decoder(self, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
-        """The decoder for a job's deltas: it reads Kimi's chat format for a conversation, and plain text otherwise."""
+        """The decoder for a job's deltas: parses Kimi's chat format for a conversation, else passes plain text
+        through."""
         chat = isinstance(prompt, Conversation)
         return Decoder(
             self.tokenizer,
@@ -781,16 +788,16 @@ class Gateway:
         )
 
     def said(self, salt: str, name: str, arguments: str) -> None:
-        """The model has written a call to its end."""
+        """Record a complete tool call of the model."""
         if len(arguments) <= INLINE_CHARS:
             self._said.note(salt, name, arguments)
         else:
             self._threads.submit(self._said.note, salt, name, arguments)
 
     def forget(self, lane: "_Lane", finish: Finish) -> None:
-        """Stop a job that has not ended: nothing more of it is delivered, and the worker is sent an Abort. Idempotent.
+        """Stop a job that has not ended: no more deltas are delivered, and the worker is sent an Abort. Idempotent.
 
-        finish: what the metrics count it as: "aborted" where its client has left, else what the client sees.
+        finish: the finish reason for metrics: "aborted" if the client disconnected, else the one that the client sees.
         """
         if self._lanes.pop(lane.job.id, None) is not None:
             if not lane.heard:
@@ -804,11 +811,11 @@ class Gateway:
     def _engine(self) -> Ready:
         if (ready := self.links.ready) is None:
             if self._resume_s and self.links.last is not None:
-                return self.links.last  # the job waits for a worker that is started again, as those do that had one
+                return self.links.last  # the job waits for the worker's restart, as requeued jobs do
             if self.links.lost is not None:
-                raise WorkerLost("the worker has ended")
+                raise WorkerLost("the worker went down")
             raise Overloaded("the model is still loading", reason="loading")
-        held_up = self._looked_at is not None and self._clock() - self._looked_at > 2 * LOOK_S  # and has not listened
+        held_up = self._looked_at is not None and self._clock() - self._looked_at > 2 * LOOK_S  # this loop stalled
         if not held_up and (silence := self.links.silence) is not None:
             raise Overloaded(silence, reason="silent")
         return ready
@@ -819,19 +826,19 @@ class Gateway:
             raise Overloaded(f"{waiting} jobs wait already; try again later", self.retry_s, "queue_jobs")
 
     def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
-        """Bound the products: prompts, their copies and their logprobs. Raises RequestError or Overloaded.
+        """Check the limits on prompt tokens times n, and on their logprobs. Raises RequestError or Overloaded.
 
-        tokens: of this prompt. before: tokens of this request's earlier prompts, which are among those that wait.
+        tokens: of this prompt. before: tokens of this request's earlier prompts, which are part of the waiting tokens.
         """
         asked, most = before + ask.n * tokens, self._limits.tokens
-        if asked > most and asked > tokens:  # one prompt is bounded by the context
+        if asked > most and asked > tokens:  # one prompt is limited by the context length
             raise RequestError(
                 f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
                 ask.param,
             )
         waiting = self._waiting_tokens + self.others.waiting_tokens
         if waiting > before and waiting + ask.n * tokens > self._limits.queue_tokens:
-            raise Overloaded(f"{waiting} tokens wait already; try again later", self.retry_s, "queue_tokens")
+            raise Overloaded(f"{waiting} prompt tokens wait already; try again later", self.retry_s, "queue_tokens")
         scored = ask.sampling.prompt_logprobs
         if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
             raise RequestError(
@@ -841,7 +848,8 @@ class Gateway:
             )
 
     def _timeout_s(self, ask: Ask) -> float | None:
-        """From the request's arrival to its last token: the least that field, header and deployment say."""
+        """Seconds from the request's arrival to its last token: the least of the field, the header and the deployment's
+        limit."""
         said = [seconds for seconds in (ask.timeout_s, CALLER.get().timeout_s) if seconds is not None]
         of_all = self._limits.timeout_s
         return min([*said, *([] if of_all is None else [of_all])], default=None)
@@ -861,10 +869,10 @@ class Gateway:
     ) -> tuple[int, ...]:
         def check() -> None:
             if left.is_set():
-                raise asyncio.CancelledError  # nobody waits for this any more
+                raise asyncio.CancelledError  # no request waits for the result any more
 
         began = clock.perf_counter()
-        if isinstance(prompt, str):  # a raw prompt is the client's own template
+        if isinstance(prompt, str):  # a raw prompt was rendered by the client
             tokens = tuple(self.tokenizer.encode_with_specials(prompt, most, check))
         else:
             pieces = render(self._said.restored(salt, prompt), self._style, chars)
@@ -882,20 +890,18 @@ class Gateway:
 
     def _check_range(self, tokens: Sequence[int], param: str) -> None:
         if tokens and max(tokens) >= self.tokenizer.vocab_size:
-            raise RequestError(
-                f"token ids go from 0 to {self.tokenizer.vocab_size - 1}; {max(tokens)} is beyond", param
-            )
+            raise RequestError(f"token ids range from 0 to {self.tokenizer.vocab_size - 1}; got {max(tokens)}", param)
 
     def _settle(self, ask: Ask, prompt: Prompt, prompt_tokens: int, limit: int, param: str) -> Sampling:
-        """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token, or for
-        none where the prompt fills the context."""
+        """The sampling parameters of a prompt's jobs, without the seed. Scoring needs one step, so max_tokens becomes
+        1, or 0 if the prompt fills the context."""
         asked = ask.sampling.max_tokens
         most = self._limits.most_max_tokens
         if asked == WHAT_IS_LEFT:
             allowed = [tokens for tokens in (most, self._limits.default_max_tokens) if tokens is not None]
             allowed = min(allowed, default=WHAT_IS_LEFT)
             if ask.sampling.min_tokens > allowed:
-                raise RequestError(f"min_tokens is more than an answer has here, {allowed} tokens", "min_tokens")
+                raise RequestError(f"min_tokens exceeds the limit of {allowed} tokens for an answer", "min_tokens")
         else:
             allowed = asked if most is None else min(asked, most)
         left = limit - prompt_tokens
@@ -912,7 +918,8 @@ class Gateway:
         if sampling.top_p == 0:
             sampling = msgspec.structs.replace(sampling, top_p=1.0, temperature=0.0)
         if isinstance(prompt, Conversation) and not prompt.tools and any(one.tool_calls for one in prompt.messages):
-            # Its history has calls, so the model is tempted: it is kept from what it may not do.
+            # A history with tool calls tempts the model to make calls, though no tool is declared: suppress the call
+            # tokens.
             marks = self._call_marks
             biases = *(one for one in sampling.logit_bias if one[0] not in marks), *((mark, NEVER) for mark in marks)
             if len(biases) <= MOST_BIASES:
@@ -921,7 +928,7 @@ class Gateway:
 
 
 def _size(conversation: Conversation) -> int:
-    """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
+    """Approximate number of characters to render; counting stops above INLINE_CHARS."""
     size = 0
     values: list[Any] = [tool.parameters for tool in conversation.tools]
     values += [tool.description for tool in conversation.tools]
@@ -948,11 +955,11 @@ def _size(conversation: Conversation) -> int:
 
 
 def _too_late(timeout_s: float) -> str:
-    return f"the deadline has passed: the answer was not complete {timeout_s:g} s after the request came"
+    return f"the deadline has passed: the answer was not complete {timeout_s:g} s after the request arrived"
 
 
 def _salt(caller: Caller, salt: str) -> str:
-    """What keeps the cached pages of one name from another's requests; a name has no line end."""
+    """The cache salt, which separates the cached pages of one key name from others'; a name contains no newline."""
     return salt if caller.account is None else f"{caller.account.name}\n{salt}"
 
 
@@ -961,7 +968,7 @@ def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: st
 
 
 def _copies(job: Job, ask: Ask, caller: Caller, replica: str) -> list[Job]:
-    # The request's id stands in the job's, and so in what the worker says of it.
+    # The job's id begins with the request's id, so that worker messages contain it.
     id = f"{caller.request_id}.{job.id}" if caller.request_id else job.id
     tenant = "" if caller.account is None else caller.account.name
     seed = secrets.randbits(63) if ask.seed is None else ask.seed & SEED_MASK
@@ -986,20 +993,20 @@ def derived_seed(seed: int, k: int) -> int:
 
 
 def _failure(delta: Delta) -> Exception:
-    reason = delta.error or "the engine gave up on this job"
+    reason = delta.error or "the engine failed this job"
     match delta.fault:
         case "refused":
             return RequestError(reason)
         case "overloaded":
             return Overloaded(reason)
         case "lost":
-            return WorkerLost("the worker that ran this request has ended")
+            return WorkerLost("the worker that ran this request went down")
         case "failed" | None:
             return JobFailed(reason)
 
 
 class _Lane:
-    """One job on its way: who runs it, its decoder, and when its tokens came."""
+    """State of one job: its worker, its decoder, and the times of its tokens."""
 
     __slots__ = (
         "answer",
@@ -1036,47 +1043,48 @@ class _Lane:
     ) -> None:
         self.generation = generation
         self.choice = choice
-        self.id = job.id  # as it was first sent
+        self.id = job.id  # id of the first send
         self.job = job
         self.decoder = decoder
         self.began = began
-        self.sent_at = clock.perf_counter()  # to the worker, but for what it costs to write jobs
-        self.queued_s = 0.0  # there
+        self.sent_at = clock.perf_counter()  # time of sending to the worker, without serialising the jobs
+        self.queued_s = 0.0  # seconds queued at the worker
         self.first_at = began
         self.last_at = began
-        self.link: Link | None = None  # None: nobody, for now
-        self.route: Route | None = None  # its way to whoever computes its prompt, until that is done
-        self.moves = 0  # from one worker to the next
-        self.blamed = 0  # of these, those that it may have caused
+        self.link: Link | None = None  # None: no worker at the moment
+        self.route: Route | None = None  # the job's route while its prompt is being computed
+        self.moves = 0  # requeues so far
+        self.blamed = 0  # requeues that the job may have caused
         self.moved_because = ""
         self.story = Story(choice, len(job.tokens), began)
         self.came = came
-        self.answer: list[int] = []  # the tokens that have arrived
-        self.scored = 0  # prompt tokens whose log probabilities have arrived
-        self.cached_tokens = 0  # what the first worker has found
-        self.read = 0  # decoded
-        self.heard = False  # a delta has come
-        self.waits = False  # its worker has taken its pages, and it has had no token since
-        self.opened = False  # a batch has gone out
-        self.ended = False  # its End has gone out
-        self.calls: list[tuple[str, list[str]]] = []  # of the answer: names, and the pieces of their arguments
-        self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for
+        self.answer: list[int] = []  # output tokens received so far
+        self.scored = 0  # prompt tokens whose logprobs were received
+        self.cached_tokens = 0  # prompt tokens cached at the first worker
+        self.read = 0  # output tokens decoded
+        self.heard = False  # a delta was received
+        self.waits = False  # preempted, and no token since
+        self.opened = False  # a first batch was returned
+        self.ended = False  # its End was returned
+        self.calls: list[tuple[str, list[str]]] = []  # tool calls of the output: names, and pieces of their arguments
+        self.untold: list[int] = []  # token ids for the next batch, if requested
 
     @property
     def tokens(self) -> int:
-        """How many have arrived."""
+        """Number of output tokens received."""
         return len(self.answer)
 
 
 class Generation:
-    """The answer to one Ask, as it comes: iterate for batches; leave the `with` block to abort what still runs.
+    """The streamed response to one Ask: iterate for batches; leaving the `with` block aborts jobs that still run.
 
         with await gateway.begin(ask) as generation:
             async for batches in generation: ...
 
-    Iterating raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed. `prompts`
-    holds the token ids of each prompt, `n` the choices for each. `direct` is what `pour` writes to, if there is any.
-    Whoever writes it calls `wrote`, and `break_silence` first where its iteration is to go on while nothing comes.
+    Iterating raises WorkerLost, Overloaded, RequestError or JobFailed if the response cannot be completed. `prompts`
+    holds the token ids of each prompt, `n` is the number of choices for each. `direct` is the connection that `pour`
+    writes to, if there is one. The caller that writes the response calls `wrote` after each write, and `break_silence`
+    first if the iteration must also return while no tokens arrive.
     """
 
     def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float, caller: Caller) -> None:
@@ -1084,7 +1092,7 @@ class Generation:
         self.caller = caller
         self._ending: asyncio.TimerHandle | None = None
         self._silence_due: asyncio.TimerHandle | None = None
-        self._silence = 0  # times that `_silence_due` has run since something was written
+        self._silence = 0  # runs of `_silence_due` since the last write
         self.direct: Direct | None = None
         self._gateway = gateway
         self._pours = gateway.pours
@@ -1092,14 +1100,14 @@ class Generation:
         self._salt = _salt(caller, ask.salt)
         self._reasoning, self._token_ids, self._proposers = ask.reasoning, ask.token_ids, ask.proposers
         self._arrived: list[tuple[_Lane, Delta]] = []
-        self._ahead = 0  # tokens that have arrived
+        self._ahead = 0  # tokens received and not yet taken
         self._paused: list[_Lane] = []
         self._wake: asyncio.Future[None] | None = None
         self._pour: Callable[[list[Batch]], bytes] | None = None
-        self._left = b""  # poured, and not written
+        self._left = b""  # rendered by `pour`'s `write`, but not sent
         self._failure: Exception | None = None
         self._open = self._unended = len(jobs)
-        self._longest = 0  # tokens of a job
+        self._longest = 0  # output tokens of the longest job
         self.lanes = [
             _Lane(
                 *(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began),
@@ -1111,12 +1119,12 @@ class Generation:
 
     @property
     def workers(self) -> list[str]:
-        """Who had its jobs last, each once; none where there is but one worker."""
+        """Names of the workers that ran its jobs last, without duplicates; empty if there is only one worker."""
         names = dict.fromkeys(name for lane in self.lanes if (name := lane.story.worker) is not None)
         return list(names) if self._gateway.links.several else []
 
     def push(self, lane: _Lane, delta: Delta) -> None:
-        """Hand over the next delta of one of its jobs, and wake whoever iterates."""
+        """Add the next delta of one of its jobs, and wake the task that iterates."""
         if self._pour is None or delta.finish is not None:
             self._notify()
         elif not self._arrived:
@@ -1127,7 +1135,8 @@ class Generation:
             self._paused += [each for each in self.lanes if self._gateway.pause(each)]
 
     def _take(self) -> list[tuple[_Lane, Delta]]:
-        """What has arrived; where that is nothing, the client takes what it is sent, and paused jobs go on."""
+        """The deltas received since the last call. If there are none, the client has caught up, and paused jobs
+        continue."""
         arrived, self._arrived, self._ahead = self._arrived, [], 0
         if not arrived and self._paused:
             paused, self._paused = self._paused, []
@@ -1136,10 +1145,11 @@ class Generation:
         return arrived
 
     async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
-        """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
+        """Write the result of `write` for each group of batches directly to `direct`, which costs half as much as
+        waking a task each time.
 
-        Returns, at once or later, whenever whoever iterates has to go on: without `direct`, where its client lags, and
-        for whatever ends a choice or the answer. What it returns has not been written. Raises what `write` raises.
+        Returns whenever the iterating task has to continue: at once without `direct`, later if the client is slow, and
+        at the end of a choice or of the response. The returned bytes were not sent. Raises what `write` raises.
         """
         if self.direct is None or self._arrived or self._open == 0 or self._failure is not None:
             return b""
@@ -1154,9 +1164,9 @@ class Generation:
             self._left = b""
 
     def flush(self) -> None:
-        """Write what has come since the last turn of the event loop (`pour.Poured`)."""
+        """Write everything received in this iteration of the event loop (`pour.Poured`)."""
         if (write := self._pour) is None or (wake := self._wake) is None or wake.done():
-            return  # whoever iterates takes it
+            return  # the iterating task takes it
         assert self.direct is not None
         batches: list[Batch] = []
         try:
@@ -1177,18 +1187,19 @@ class Generation:
             wake.set_result(None)
 
     def job_ended(self, tokens: int) -> int | None:
-        """One of its jobs has ended, with so many tokens: those of the longest, once all of them have."""
+        """Count the end of one of its jobs, with `tokens` output tokens. Returns the longest job's tokens once all have
+        ended."""
         self._unended -= 1
         self._longest = max(self._longest, tokens)
         return None if self._unended else self._longest
 
     def fail(self, error: Exception) -> None:
-        """End the answer with an error: what has arrived still goes out, then the iteration raises it."""
+        """Fail the response: batches received so far are still returned, then the iteration raises `error`."""
         self._failure = error
         self._notify()
 
     def end_at(self, when: float, error: Exception) -> None:
-        """End the answer with an error, and its jobs, unless it is complete by then. when: in the event loop's time."""
+        """Fail the response and abort its jobs unless it is complete by `when`, in event loop time."""
 
         def end() -> None:
             self.close()
@@ -1197,8 +1208,8 @@ class Generation:
         self._ending = asyncio.get_running_loop().call_at(when, end)
 
     def break_silence(self, seconds: float) -> None:
-        """From now on be `silent` when nothing was written for `seconds`, or for two thirds of them at the least: the
-        iteration then gives what there is, at once, which may be an empty list."""
+        """From now on become `silent` after `seconds` without a write, or after two thirds of them at the earliest. The
+        iteration then returns what there is at once, which may be an empty list."""
         loop = asyncio.get_running_loop()
 
         def look(due: float) -> None:
@@ -1213,15 +1224,15 @@ class Generation:
 
     @property
     def silent(self) -> bool:
-        """Whether something has to be written, though nothing has come that is shown."""
+        """Whether something must be written to keep the stream alive, though no visible output has arrived."""
         return self._silence >= LOOKS
 
     def wrote(self) -> None:
-        """The stream of the answer was written to."""
+        """Record that the response stream was written to."""
         self._silence = 0
 
     async def admitted(self, seconds: float) -> bool:
-        """False where it is known within so many seconds that nothing will come; it returns as soon as anything is."""
+        """Wait up to `seconds` for the first delta. Returns False if the response has already failed."""
         if not self._arrived and self._failure is None and self._open:
             self._wake = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._wake}, timeout=seconds)
@@ -1230,7 +1241,7 @@ class Generation:
         return self._failure is None and not ended
 
     def close(self) -> None:
-        """Abort every job of this answer that has not ended; idempotent."""
+        """Abort every job of this response that has not ended; idempotent."""
         for timer in (self._ending, self._silence_due):
             if timer is not None:
                 timer.cancel()
@@ -1287,7 +1298,7 @@ class Generation:
             return None  # its stop string was found in an earlier delta
         if delta.finish is None:
             if not delta.tokens:
-                lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
+                lane.decoder.push(delta)  # prompt logprobs, which are returned with the first batch
                 return None
         elif delta.finish in ("error", "aborted"):
             raise _failure(delta)
@@ -1310,7 +1321,7 @@ class Generation:
         if self._token_ids:
             lane.untold += delta.tokens[: lane.read - before]
         if not events and lane.opened:
-            return None  # the tokens so far end within a character or a tag
+            return None  # the tokens so far end inside a character or a tag
         first, lane.opened = not lane.opened, True
         scored = first and lane.job.sampling.prompt_logprobs is not None
         batch = Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)

@@ -1,7 +1,7 @@
-"""The process in which grammars are tried: what a client's schema costs, it costs this process, which can be killed.
+"""The process that trial-compiles grammars: a client's expensive schema blocks only this process, which can be killed.
 
-Standard input has frames, each a length (4 bytes, the lowest first) and msgpack: first the vocabulary, then requests.
-Each request is answered by a frame on standard output.
+Standard input is a sequence of frames, each a length (4 bytes, little-endian) and msgpack data: first the vocabulary,
+then trials. Each trial is answered by a frame on standard output.
 """
 
 import json
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 LENGTH = struct.Struct("<I")
-WALKS = 2  # texts of a grammar that a trial follows
-WALKED = 48  # tokens of each, at most
+WALKS = 2  # random texts of a grammar that a trial follows
+WALKED = 48  # most tokens of each text
 TOO_LONG = "it takes too long"
-LOOSEN_S = 0.4  # of the processor, in which is found what of a schema cannot be followed
-_INWARD = b'{[":,'  # what leads further into a value of JSON
+LOOSEN_S = 0.4  # seconds of CPU time to find the parts of a schema that cannot be enforced
+_INWARD = b'{[":,'  # bytes that continue or open nested JSON values
 
 
 class Vocabulary(Record, frozen=True):
-    """The first frame: tokens in the order of their ids, names of control tokens, and the memory that may be taken."""
+    """The first frame: tokens by id, names of control tokens, and the memory limit."""
 
     tokens: tuple[bytes, ...]
     names: dict[int, str]
@@ -43,11 +43,11 @@ class Vocabulary(Record, frozen=True):
 
 
 class Trial(Record, frozen=True):
-    """What is to be tried, by kind.
+    """A trial, by kind.
 
-    grammar: one to compile. gbnf: a grammar in GBNF, wanted in Lark's syntax. schemas: a JSON list of pairs, each a
-    client's schema and whether it is `closed`, wanted as llguidance takes them. loosen: one such pair, whose schema
-    cannot be compiled, wanted without what cannot be followed.
+    grammar: compile it. gbnf: convert a GBNF grammar to Lark's syntax. schemas: a JSON list of pairs of a client's
+    schema and whether it is `closed`; convert them to a form that llguidance accepts. loosen: one such pair, whose
+    schema cannot be compiled; remove the parts that cannot be enforced.
     """
 
     text: str
@@ -55,10 +55,11 @@ class Trial(Record, frozen=True):
 
 
 class Verdict(Record, frozen=True):
-    """What came of it. error: why it cannot be used; None: it can. text: the converted grammar, or the looser schema.
+    """The result of a trial. error: why the grammar cannot be used; None: it can. text: the converted grammar, or the
+    looser schema.
 
-    schemas: those that were wanted, JSON. complaints: for each of these what was left out of it, or None. timed: the
-    machine's state decided, so another trial may end otherwise, and it is not kept.
+    schemas: the converted schemas, as JSON. complaints: for each of them the parts that were removed, or None. timed:
+    the result depends on the machine's load, so another trial may end differently, and it is not cached.
     """
 
     error: str | None = None
@@ -75,8 +76,8 @@ def framed(message: Record) -> bytes:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the end of standard input says when
+    """Answer trials until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT reaches the whole group; the end of stdin ends this process
     inlet, outlet = sys.stdin.buffer, sys.stdout.buffer
     data = _frame(inlet)
     if data is None:
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
-    """What comes of a trial. inward: tokens that lead further into a value of JSON."""
+    """Run a trial. inward: tokens that continue or open nested JSON values."""
     try:
         match trial.kind:
             case "grammar":
@@ -106,16 +107,16 @@ def verdict_of(trial: Trial, tokens: "LLTokenizer", inward: Sequence[int]) -> Ve
                 schema, closed = json.loads(trial.text)
                 return _loosened(Written(schema, closed=closed), tokens, inward)
     except (ValueError, RecursionError) as error:
-        return Verdict(error=f"the schema cannot be read: {error}")
+        return Verdict(error=f"the schema cannot be parsed: {error}")
 
 
 def _written(schema: Any, *, closed: bool) -> tuple[str, str | None]:
-    """A schema as it is followed, JSON, and what was left out of it; any object where it cannot be read."""
+    """The enforceable form of a schema, as JSON, and the removed parts; any object if it cannot be parsed."""
     try:
         written = Written(schema, closed=closed)
         return dumped(written.schema), written.complaint
     except (ValueError, RecursionError) as error:
-        return ANY_OBJECT, f"the schema cannot be read: {error}"
+        return ANY_OBJECT, f"the schema cannot be parsed: {error}"
 
 
 def _converted(text: str) -> Verdict:
@@ -123,8 +124,8 @@ def _converted(text: str) -> Verdict:
 
     try:
         return Verdict(text=gbnf_to_lark(text))
-    except Exception as error:  # whatever a grammar out of shape raises there
-        return Verdict(error=f"it cannot be read as GBNF: {error}")
+    except Exception as error:  # any exception of the parser for a malformed grammar
+        return Verdict(error=f"it cannot be parsed as GBNF: {error}")
 
 
 def _loosened(written: Written, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
@@ -151,20 +152,20 @@ def _tried(text: str, tokens: "LLTokenizer", inward: Sequence[int]) -> Verdict:
 
 
 def line_of(error: str) -> str:
-    """An error of llguidance as one line: of a regex, it quotes the regex first."""
+    """An error of llguidance as one line: for a regex, it begins with the regex."""
     lines = error.strip().splitlines() or ["it cannot be compiled"]
     return " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])
 
 
 def _walk(matcher: "LLMatcher", draw: random.Random, rather: Sequence[int]) -> str | None:
-    """Follows the grammar along tokens that it allows, drawn at random, as a worker would: why that cannot be done, or
-    takes too long; None: nothing of that has shown. rather: tokens that come half the time where they are allowed."""
+    """Follow the grammar along randomly drawn allowed tokens, as a worker would. Returns why that fails or takes too
+    long; None: no problem was found. rather: tokens that are drawn half the time if they are allowed."""
     budget, began = Budget(), clock.thread_time()
     for _ in range(WALKED):
         forced = matcher.compute_ff_tokens()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
         if matcher.is_error() or not mask:
-            return _error(matcher) or "it leaves no token to choose"
+            return _error(matcher) or "it allows no token"
         those = [token for token in rather if mask >> token & 1] if draw.random() < 0.5 else []
         token = forced[0] if forced else draw.choice(those) if those else _drawn(mask, draw)
         followed = matcher.consume_token(token)
@@ -183,7 +184,7 @@ def _error(matcher: "LLMatcher") -> str:
 
 
 def _drawn(mask: int, draw: random.Random) -> int:
-    """One of the bits that are set: the next from a random place on, around the end."""
+    """A random set bit: the next one from a random position, cyclically."""
     place = draw.randrange(mask.bit_length())
     above = mask >> place
     return place + (above & -above).bit_length() - 1

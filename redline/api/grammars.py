@@ -1,6 +1,7 @@
-"""Whether a client's grammar can be used: tried in a process of its own before its job is admitted (`api/trials.py`).
+"""Checks client grammars before their jobs are admitted: a separate process compiles them (`api/trials.py`).
 
-What came of a trial is kept, so that a schema that comes with every request costs nothing but the first time.
+Results of these trial compilations are cached, so that a schema that comes with every request is compiled only once
+here.
 """
 
 import sys
@@ -19,21 +20,21 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import Overloaded, RequestError
 from redline.wire.job import Grammar
 
-KEPT = 8192  # verdicts: a request may have 1,024 tools
-MOST_TRIES = 64  # of one request, to find which of its schemas cannot be used
-KEPT_BYTES = 8 << 20  # of what they say, together: an error may quote its whole grammar, twice
-SHOWN_CHARS = 400  # of an error
-NAMED = 4  # fields of an error that may be about any of them
+KEPT = 8192  # cached verdicts: a request may have 1,024 tools
+MOST_TRIES = 64  # trials of one request, to find which of its schemas cannot be used
+KEPT_BYTES = 8 << 20  # of all cached verdicts: an error may quote its whole grammar, twice
+SHOWN_CHARS = 400  # of an error message
+NAMED = 4  # fields named in an error that may be about any of several fields
 
 
 class Grammars:
-    """Makes grammars of what requests ask for, and tries them. Everything runs in one event loop."""
+    """Builds the grammars that requests ask for, and trial-compiles them. Everything runs in one event loop."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
-        self._bytes = 0  # of what they say
+        self._bytes = 0  # size of the cached verdicts
         self.trials = Trials(limits, [GrammarProcess(tokenizer, limits) for _ in range(2)], self._keep)
 
     async def grammar(
@@ -45,14 +46,14 @@ class Grammars:
         thinks: bool,
         tenant: str = "",
     ) -> Grammar | None:
-        """The grammar of an answer; None where any token may come.
+        """The grammar of an answer; None if any token is allowed.
 
-        thinks: the answer begins with reasoning. tenant: the name of the client's key, whose trials take turns with
-        those of others.
+        thinks: the answer begins with reasoning. tenant: the name of the client's key; trials of different keys are
+        scheduled round-robin.
 
-        Raises RequestError, which names the field, the keyword and its place, where it cannot be used, and Overloaded
-        where too many wait to be tried. Of the schema of a tool that is not strict, what cannot be followed is left
-        out; where it takes too long to find what that is, the tool takes any JSON object.
+        Raises RequestError, which names the field, the keyword and its place, if the grammar cannot be used, and
+        Overloaded if too many trials are queued. Of the schema of a tool that is not strict, keywords that cannot be
+        enforced are left out; if finding them takes too long, the tool accepts any JSON object.
         """
         if constraint is not None and constraint.kind == "grammar" and "::=" in constraint.text:
             verdict = await self._verdict(Trial(text=constraint.text, kind="gbnf"), tenant)
@@ -73,13 +74,13 @@ class Grammars:
             if verdict.error is None:
                 return composed.grammar
             looser = await self._loosened(composed.parts, asked, schemas, tenant, tries)
-            if not looser:  # each part can be used, and not all together
+            if not looser:  # each part compiles alone, but not all of them together
                 looser = {name: ANY_OBJECT for name, form in asked.items() if not form.strict}
             if all(schemas[name] == text for name, text in looser.items()):
                 if verdict.timed:
                     raise Overloaded(f"the grammar of this answer cannot be compiled now: {verdict.error}")
                 param = constraint.param if constraint is not None else "tools"
-                raise RequestError(f"the grammar cannot be used: {verdict.error}"[:SHOWN_CHARS], param)
+                raise RequestError(f"the grammar cannot be compiled: {verdict.error}"[:SHOWN_CHARS], param)
             schemas |= looser
 
     def close(self) -> None:
@@ -87,11 +88,11 @@ class Grammars:
         self.trials.close()
 
     async def ended(self) -> None:
-        """Wait until every process that was killed has ended."""
+        """Wait until every killed process has exited."""
         await self.trials.ended()
 
     async def _schemas(self, asked: Sequence[Form], tenant: str, tries: "_Tries") -> dict[str, str]:
-        """What is followed of each schema, by the name of its part. Raises RequestError as `grammar` does."""
+        """The enforceable part of each schema, by the name of its part. Raises RequestError as `grammar` does."""
         if not asked:
             return {}
         text = dumped([(form.schema, form.closed) for form in asked])
@@ -114,8 +115,8 @@ class Grammars:
     async def _loosened(
         self, parts: Sequence[Part], asked: dict[str, Form], schemas: dict[str, str], tenant: str, tries: "_Tries"
     ) -> dict[str, str]:
-        """What is followed instead of the schemas of the parts that cannot be used by themselves, by their names.
-        Raises RequestError where all of one has to be."""
+        """Replacements for the schemas of parts that do not compile by themselves, by part name. Raises RequestError
+        if such a part is strict."""
         own = {part.own: part for part in parts}
         found: dict[str, str] = {}
         for group, verdict in await self._failing(tuple(own.values()), tenant, tries):
@@ -130,7 +131,7 @@ class Grammars:
         return found
 
     def _known_looser(self, schema: str) -> str:
-        """What was followed before instead of a schema that cannot be; that itself where it can, as far as is known."""
+        """The cached replacement of a schema that cannot be used; the schema itself if none is known."""
         key = _key("looser", schema.encode())
         if (known := self._verdicts.get(key)) is None:
             return schema
@@ -140,8 +141,8 @@ class Grammars:
     async def _failing(
         self, parts: Sequence[Part], tenant: str, tries: "_Tries"
     ) -> list[tuple[Sequence[Part], Verdict]]:
-        """The parts that cannot be used by themselves, each with what came of it; where there are too many to try each,
-        groups that hold such a part. parts: each with a grammar of its own."""
+        """The parts that do not compile by themselves, each with its verdict; if there are too many to try one by
+        one, groups that contain such a part. parts: with distinct grammars."""
         verdict = await self._verdict(Trial(text=any_of(parts)), tenant)
         if verdict.error is None:
             return []
@@ -152,7 +153,7 @@ class Grammars:
         return first + await self._failing(parts[half:], tenant, tries)
 
     async def _check_together(self, parts: Sequence[Part], tenant: str) -> None:
-        """Raises RequestError where one of these parts, which nothing can be left out of, cannot be used."""
+        """Raises RequestError if one of these strict parts does not compile."""
         own = {part.own: part for part in parts}
         if own and (error := (await self._verdict(Trial(text=any_of(tuple(own.values()))), tenant)).error) is not None:
             raise _one_of([part.param for part in parts], line_of(error))
@@ -160,9 +161,9 @@ class Grammars:
     async def _looser_than(
         self, part: Part, alone: Verdict, form: Form | None, schemas: dict[str, str], tenant: str, tries: "_Tries"
     ) -> str:
-        """What is followed instead of the schema of a part. Raises RequestError where all of it has to be. alone: what
-        came of the part by itself."""
-        error = f"it cannot be used: {line_of(alone.error or '')}"
+        """The replacement for the schema of a part that does not compile. Raises RequestError if the part is strict.
+        alone: the verdict on the part by itself."""
+        error = f"it cannot be compiled: {line_of(alone.error or '')}"
         if form is None:
             raise RequestError(error[:SHOWN_CHARS], part.param)
         found = Verdict(timed=True)
@@ -171,7 +172,7 @@ class Grammars:
         if form.strict:
             raise RequestError((found.error or error)[:SHOWN_CHARS], form.param)
         text = found.text if found.text and schemas[part.name] not in (found.text, ANY_OBJECT) else ANY_OBJECT
-        if not found.timed:  # else another request may find more that can be followed
+        if not found.timed:  # else a later request may find more keywords that can be enforced
             self._keep(_key("looser", schemas[part.name].encode()), Verdict(text=text))
         return text
 
@@ -186,7 +187,7 @@ class Grammars:
         return await self.trials.verdict(trial, tenant, key, len(text))
 
     def _keep(self, key: bytes, verdict: Verdict) -> None:
-        if (before := self._verdicts.pop(key, None)) is not None:  # two have asked at once
+        if (before := self._verdicts.pop(key, None)) is not None:  # two requests asked for it at the same time
             self._bytes -= _size(before)
         self._verdicts[key] = verdict
         self._bytes += _size(verdict)
@@ -196,13 +197,13 @@ class Grammars:
 
 
 class _Tries:
-    """How often one request may try a part of what it asks for."""
+    """Counts the trials that one request may still use to find the parts that fail."""
 
     def __init__(self) -> None:
         self._left = MOST_TRIES
 
     def left(self) -> bool:
-        """Whether there is one more, which counts."""
+        """Use one more trial; whether one was left."""
         self._left -= 1
         return self._left >= 0
 
@@ -213,14 +214,15 @@ def _is_strict(part: Part, asked: dict[str, Form]) -> bool:
 
 
 def _one_of(params: Sequence[str], error: str) -> RequestError:
-    """An error of one of these fields, which were tried together only."""
+    """An error about one of these fields, which were only tried together."""
     params = tuple(dict.fromkeys(params))
     if len(params) == 1:
-        return RequestError(f"it cannot be used: {error}"[:SHOWN_CHARS], params[0])
+        return RequestError(f"it cannot be compiled: {error}"[:SHOWN_CHARS], params[0])
     more = f" and {len(params) - NAMED} more" if len(params) > NAMED else ""
     of_tools = all(param.startswith("tools") for param in params)
     return RequestError(
-        f"one of {', '.join(params[:NAMED])}{more} cannot be used: {error}"[:SHOWN_CHARS], "tools" if of_tools else None
+        f"one of {', '.join(params[:NAMED])}{more} fails to compile: {error}"[:SHOWN_CHARS],
+        "tools" if of_tools else None,
     )
 
 

@@ -1,7 +1,7 @@
-"""What RFC 9110 and 9112 have a server refuse in a request's head, and httptools lets through.
+"""Checks request heads for malformations that RFC 9110 and 9112 require a server to reject, and that httptools accepts.
 
-Two readers of one connection that disagree about a request can be played off against each other (request smuggling), so
-what the RFCs call malformed is refused, and not guessed at.
+If two parsers of one connection disagree about a request, an attacker can exploit that (request smuggling), so
+malformed requests are rejected rather than interpreted.
 """
 
 import re
@@ -11,45 +11,44 @@ from redline.api.errors import Refusal
 
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")  # uri-host [ ":" port ]
 _ABSOLUTE = re.compile(rb"(https?)://([^/?#]*)([^#]*)", re.IGNORECASE)
-_PORTS = {b"http": b":80", b"https": b":443"}  # that need not be given
+_PORTS = {b"http": b":80", b"https": b":443"}  # default ports, which may be omitted
 
 
 def is_without_version(data: bytes) -> bool:
-    """Whether what a client begins a request with is a whole line without an HTTP version.
+    """Whether the beginning of a request is a complete line without an HTTP version.
 
-    HTTP/0.9's requests are one such line; a parser of HTTP/1.1 would wait for headers.
+    An HTTP/0.9 request is one such line; an HTTP/1.1 parser would wait for headers.
     """
     line, ended, _ = data.lstrip(b"\r\n").partition(b"\n")
     return bool(ended) and b" HTTP/" not in line
 
 
 def check_head(version: str, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
-    """The path and query that a request asks for. headers: names in lower case; they get a Host where the target alone
-    names it.
+    """The path and query of a request. headers: names in lower case; a Host is added if only the target has it.
 
-    Raises Refusal: 505 for a version that is not 1.1 or 1.0; 400 for a Host that is missing (HTTP/1.1), repeated or
-    malformed, for a target that is no path, is a URI of another host, or is `*` without OPTIONS, and for a body whose
-    end is not certain; 501 for a transfer coding other than chunked.
+    Raises Refusal: 505 for a version other than 1.1 or 1.0; 400 for a Host that is missing (HTTP/1.1), repeated or
+    malformed, for a target that is not a path, is a URI of another host, or is `*` without OPTIONS, and for a body
+    of ambiguous length; 501 for a transfer coding other than chunked.
     """
     if version not in ("1.1", "1.0"):
-        raise Refusal(505, f"the request is HTTP/{version}; HTTP/1.1 is served", "http_version")
+        raise Refusal(505, f"HTTP/{version} is not supported; use HTTP/1.1", "http_version")
     hosts = _of(headers, b"host")
     if len(hosts) > 1 or (hosts and not _HOST.fullmatch(hosts[0])):
-        raise Refusal(400, "send one header Host, with a name or address and perhaps a port", "invalid_host")
+        raise Refusal(400, "send one Host header, with a name or address and optionally a port", "invalid_host")
     if not hosts and version == "1.1":
-        raise Refusal(400, "the header Host is missing, which every HTTP/1.1 request has", "invalid_host")
+        raise Refusal(400, "the Host header is missing; HTTP/1.1 requires it", "invalid_host")
     codings = [part.strip().lower() for value in _of(headers, b"transfer-encoding") for part in value.split(b",")]
     if any(coding != b"chunked" for coding in codings):
-        raise Refusal(501, "a body may have the transfer coding chunked, and no other", "transfer_coding")
+        raise Refusal(501, "the only supported transfer coding is chunked", "transfer_coding")
     if len(codings) > 1 or (codings and version == "1.0"):
-        raise Refusal(400, "the transfer coding chunked is applied once, in HTTP/1.1", "transfer_coding")
+        raise Refusal(400, "the transfer coding chunked may be applied once, in HTTP/1.1 only", "transfer_coding")
     if target[:1] == b"/" or (target == b"*" and method == b"OPTIONS"):
         return target
     return _path_of(target, headers, hosts)
 
 
 def _path_of(target: bytes, headers: list[tuple[bytes, bytes]], hosts: list[bytes]) -> bytes:
-    """The path and query of an absolute URI, whose host is the request's. Raises Refusal."""
+    """The path and query of an absolute URI, which must have the Host header's host. Raises Refusal."""
     found = _ABSOLUTE.fullmatch(target)
     if found is None or not found[2] or not _HOST.fullmatch(found[2]):
         raise Refusal(400, "the request target is neither a path nor an http URI", "invalid_target")
@@ -57,7 +56,7 @@ def _path_of(target: bytes, headers: list[tuple[bytes, bytes]], hosts: list[byte
     if not hosts:
         headers.append((b"host", authority))
     elif _normal(hosts[0], scheme) != _normal(authority, scheme):
-        raise Refusal(400, "the request target is a URI of another host than the header Host names", "invalid_host")
+        raise Refusal(400, "the host of the request target differs from the Host header", "invalid_host")
     return rest if rest[:1] == b"/" else b"/" + rest
 
 

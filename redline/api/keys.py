@@ -1,14 +1,15 @@
-"""The file of API keys: who holds each, and what they may use; read again while the server runs.
+"""The API keys file: the name of each key, and its rate limits; reloaded while the server runs.
 
-    # name  key                  limits of this name; what is not said is as in [per_key] of the deployment
+    # name  key                  limits of this name; defaults come from [per_key] of the deployment
     alice   sk-3f...             requests_per_s=5 concurrency=8
     alice   sk-77...             # a second key of the same name, while the first is being replaced
     batch   sk-a0...             tokens_per_minute=200000 tokens_per_day=20000000 sla=batch
     sk-old...                    # a key alone
 
-sla names a class of the deployment, [sla.NAME], whose targets the requests of that name are held to.
+sla names a class of the deployment, [sla.NAME], whose SLO targets apply to requests of that name.
 
-Limits stand beside the key so that one reading takes both: a new client needs no restart, and neither does a new limit.
+Limits are in the same file as the keys, so that one reload applies both: neither a new client nor a new limit needs a
+restart.
 """
 
 import os
@@ -29,15 +30,15 @@ from redline.errors import ConfigError
 
 NAME_CHARS = 64
 MOST_BYTES = 16 << 20  # of the file
-SECRET = secrets.token_bytes(16)  # so that the name of a key alone, which is logged, tells nothing of the key
+SECRET = secrets.token_bytes(16)  # for generated names of keys: they are logged, and must not reveal the key
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """Whose a key is, and what it may use."""
+    """Name, limits and class of a key."""
 
     name: str
     limits: KeyLimits
-    sla: str = DEFAULT_SLA  # the class of its requests
+    sla: str = DEFAULT_SLA  # SLO class of its requests
 
 
 def read_keys(
@@ -46,12 +47,11 @@ def read_keys(
     classes: Collection[str] = (),
     secret: bytes = SECRET,
 ) -> dict[bytes, Entry]:
-    """Entries by the SHA-256 of their keys, so that comparing takes the same time whatever their lengths.
+    """Entries by the SHA-256 of their keys, so that a comparison takes the same time for every key length.
 
-    classes: of requests, that the deployment has targets for. secret: what the names of keys that have none are made
-    with, in all processes of a server.
-    Raises ConfigError, which names the line and never a key, where the file cannot be read, holds no key or says what
-    nobody knows.
+    classes: SLO classes of the deployment. secret: for generated names of keys without one; the same in all processes
+    of a server. Raises ConfigError, which names the line and never a key, if the file cannot be read, contains no key
+    or contains an unknown limit or class.
     """
     entries: dict[bytes, Entry] = {}
     said_of: dict[str, tuple[Entry, str]] = {}
@@ -63,11 +63,11 @@ def read_keys(
         entry, key = _entry(words, default, classes, place, secret)
         digest = sha256(key.encode()).digest()
         if entries.setdefault(digest, entry).name != entry.name:
-            raise ConfigError(f"{place}: this key has another name already: {entries[digest].name}")
+            raise ConfigError(f"{place}: this key already has another name: {entries[digest].name}")
         entries[digest], where = said_of.setdefault(entry.name, (entry, place))
         if len(words) > 2 and entries[digest] != entry:
             raise ConfigError(
-                f"{place}: {entry.name} has other limits in {where}, or another sla; say them there alone"
+                f"{place}: {entry.name} has other limits or another sla in {where}; set them in one place only"
             )
     if not entries:
         raise ConfigError(f"{path}: no API key in the file; expected one per line, as NAME KEY or KEY alone")
@@ -75,7 +75,7 @@ def read_keys(
 
 
 def _text(path: Path) -> str:
-    """What is in the file. Raises ConfigError, for what is not a regular file too: a pipe may never end."""
+    """Contents of the file. Raises ConfigError, also if it is not a regular file: a pipe may never end."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)  # a pipe without a writer is opened at once
         try:
@@ -98,7 +98,7 @@ def _text(path: Path) -> str:
 
 
 def _words(line: str, place: str) -> list[str]:
-    """Of a line, without its comment. Raises ConfigError where the rest is not printable."""
+    """Words of a line without its comment. Raises ConfigError if it contains unprintable characters."""
     line = line.removesuffix("\r").replace("\t", " ").strip(" ")
     comment = 0 if line.startswith("#") else line.find(" #")
     words = line if comment < 0 else line[:comment]
@@ -123,13 +123,13 @@ def _entry(
         if limit == "sla" and equals:
             if number not in classes and number != DEFAULT_SLA:
                 known = ", ".join(classes) or "none"
-                raise ConfigError(f"{place}: {name}: no [sla.NAME] of the deployment is called so; there are {known}")
+                raise ConfigError(f"{place}: {name}: unknown class in sla=; the deployment has {known}")
             sla = number
             continue
         if not equals or limit not in KeyLimits.__struct_fields__:
             known = ", ".join(f"{field}=NUMBER" for field in KeyLimits.__struct_fields__)
             raise ConfigError(
-                f"{place}: a word behind the key of {name} is no limit; expected {known}, sla=CLASS, or # COMMENT"
+                f"{place}: unknown word after the key of {name}; expected {known}, sla=CLASS, or # COMMENT"
             )
         said[limit] = number
     try:
@@ -140,18 +140,18 @@ def _entry(
 
 
 Version = tuple[int, int, int]
-"""Which file it is: its time, size and number."""
+"""Identity of the file's version: mtime, size and inode."""
 
 
 class Reading(NamedTuple):
-    """What came of reading the file once. seen: which file; None: there was none."""
+    """Result of reading the file once. seen: version of the file; None: it did not exist."""
 
     seen: Version | None
     found: dict[bytes, Entry] | ConfigError
 
 
 class Keyring:
-    """The keys that hold now, and an Account for each name, which outlives every reading of the file."""
+    """The current keys, and an Account per name, which survives reloads of the file."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Keyring:
         classes: Collection[str] = (),
         secret: bytes = SECRET,
     ) -> None:
-        """secret, ConfigError: as `read_keys` has them."""
+        """secret, ConfigError: as for `read_keys`."""
         self.path = path
         self._classes = classes
         self._secret = secret
@@ -175,8 +175,8 @@ class Keyring:
         self.take(reading)
 
     def read(self, *, changed: bool = False) -> Reading | None:
-        """What the file holds now; nothing else changes, so it may run in another thread. changed: None where the file
-        is the one that was taken in last, by its time, size and number."""
+        """Read the file without applying it, so it may run in another thread. changed: return None if the file's
+        version is the one applied last."""
         seen = self._look()
         if changed and seen == self._seen:
             return None
@@ -186,8 +186,8 @@ class Keyring:
             return Reading(seen, error)
 
     def take(self, reading: Reading) -> int:
-        """Have these keys hold from now on. Returns how many there are. Raises the ConfigError of a file that could not
-        be read; the keys that held before hold on then."""
+        """Apply a reading. Returns the number of keys. Raises the ConfigError of a reading that failed; the previous
+        keys stay in effect then."""
         self._seen = reading.seen
         if isinstance(reading.found, ConfigError):
             raise reading.found
@@ -205,12 +205,12 @@ class Keyring:
         return len(self._entries)
 
     def account(self, headers: Headers) -> Account:
-        """Whose request it is. Raises Refusal (401) for one without a known key."""
+        """The account of a request. Raises Refusal (401) for a request without a known key."""
         return self.accounts[self._entries[check_key(headers, self._entries)].name]
 
     def _look(self) -> Version | None:
         try:
             found = os.stat(self.path)
         except (OSError, ValueError):
-            return None  # between two versions, perhaps
+            return None  # perhaps it is just being replaced
         return found.st_mtime_ns, found.st_size, found.st_ino

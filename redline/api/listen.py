@@ -1,7 +1,7 @@
-"""Accepts the connections of a listening socket: a few in each turn of the event loop, and none while there is no room.
+"""Accepts connections of a listening socket: a few per event loop iteration, and none while the limit is reached.
 
-An event loop's own server accepts all that wait at once, before any of them is counted, and resets every client where
-that uses up the process's descriptors.
+An event loop's own server accepts all pending connections at once, before any of them is counted, and if that uses up
+the process's descriptors, resets every client.
 """
 
 import asyncio
@@ -9,30 +9,30 @@ import logging
 import socket
 from collections.abc import Callable
 
-AT_ONCE = 16  # connections accepted in one turn of the event loop: one that gives way keeps its descriptor for some
-PAUSE_S = 1.0  # where the system has no descriptor left
+AT_ONCE = 16  # per event loop iteration: a connection that was closed for another keeps its descriptor for a while
+PAUSE_S = 1.0  # seconds without accepting, if no descriptor is left
 
 log = logging.getLogger("redline.api")
 
 
 class Listener:
-    """Accepts at one listening socket, which its caller owns and which does not block, between `open` and `close`."""
+    """Accepts on one non-blocking listening socket, which the caller owns, between `open` and `close`."""
 
     def __init__(self, at: socket.socket, take: Callable[[socket.socket], None]) -> None:
-        """take: is given each connection, which does not block, and owns it from then on."""
+        """take: called with each connection, which is non-blocking; `take` owns it from then on."""
         self._at = at
         self._take = take
         self._later: asyncio.TimerHandle | None = None
         self._opened = False
 
     def open(self) -> None:
-        """Accept from now on; idempotent."""
+        """Start accepting; idempotent."""
         if not self._opened:
             self._opened = True
             asyncio.get_running_loop().add_reader(self._at, self._accept)
 
     def close(self) -> None:
-        """Accept nothing more: clients wait in the socket's queue; idempotent."""
+        """Stop accepting: clients wait in the socket's backlog; idempotent."""
         if not self._opened:
             return
         self._opened = False

@@ -1,8 +1,8 @@
-"""What stands in for content that this server cannot read: pictures, sound and files that are no text.
+"""Substitutes for content that this server cannot read: images, audio and files other than text.
 
-In a tool's result it becomes a short text, since an agent reads a picture by its own tool and sends the result again
-with every turn: to refuse it would end the session. Elsewhere it is refused in words that Claude Code knows: it takes
-the picture out and goes on.
+In a tool result, such content becomes a short text: an agent reads an image by its own tool and resends the result with
+every request, so an error would end its session. Elsewhere it is rejected with a message that Claude Code recognises:
+it removes the image and continues.
 """
 
 from redline.errors import RequestError
@@ -22,13 +22,13 @@ _NAMES = {
 
 
 def in_result(kind: str) -> str | None:
-    """The text for a part of this type in a tool's result; None: such a part holds no medium."""
+    """The text for a part of this type in a tool result; None if the type is not a media type."""
     name = _NAMES.get(kind)
     return None if name is None else f"[{name} left out: this server reads text only]"
 
 
 def refused(kind: str, param: str, otherwise: str) -> RequestError:
-    """The error for a part of this type outside of a tool's result. otherwise: the message if it holds no medium."""
+    """The error for a part of this type outside of a tool result. otherwise: the message if it is not a media type."""
     name = _NAMES.get(kind)
     if name is None:
         return RequestError(otherwise, param)

@@ -1,4 +1,4 @@
-"""Prometheus series under the names that dashboards for vLLM already expect, from the gateway and from worker news."""
+"""Prometheus metrics under the names that vLLM dashboards expect, from the gateway and from worker reports."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -30,9 +30,9 @@ from redline.wire.step import Drafter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-ENGINE = "0"  # dashboards choose by it: the first worker, and what is true of the server as a whole
+ENGINE = "0"  # label value that dashboards select: the first worker, and server-wide metrics
 
-EXPOSED_S = 0.25  # how long a scrape's text is given to others
+EXPOSED_S = 0.25  # seconds for which the text of a scrape is reused
 
 # Upper bounds in seconds, those of vLLM.
 TTFT_BUCKETS = (
@@ -49,7 +49,7 @@ CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 64)
 
 
 class TokenTimes:
-    """What is counted for every token. Plain numbers, made into series when Prometheus asks: a tenth of the cost."""
+    """Metrics updated for every token: plain numbers that become series at scrape time, at a tenth of the cost."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = [model_name, ENGINE]
@@ -58,20 +58,21 @@ class TokenTimes:
         self._tokens = 0
 
     def generated(self, tokens: int, gap_s: float | None) -> None:
-        """Count the tokens of a delta. gap_s: seconds since the same job's last delta with tokens; None: its first."""
+        """Count the tokens of a delta. gap_s: seconds since the job's previous delta with tokens; None: it is the
+        first."""
         self._tokens += tokens
         if gap_s is not None:
             self._counts[bisect_left(TOKEN_BUCKETS, gap_s)] += 1
             self._seconds += gap_s
 
     def collect(self) -> Iterator[Metric]:
-        """The series as Prometheus wants them; its registry calls this."""
+        """The series in Prometheus's form; called by the registry."""
         label = ["model_name", "engine"]
         tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated", labels=label)
         tokens.add_metric(self._labels, self._tokens)
         yield tokens
         gaps = HistogramMetricFamily(
-            "vllm:inter_token_latency_seconds", "Between one delta of a job and the next", labels=label
+            "vllm:inter_token_latency_seconds", "Seconds between consecutive deltas of a job", labels=label
         )
         bounds = [*(str(float(bound)) for bound in TOKEN_BUCKETS), "+Inf"]
         gaps.add_metric(self._labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._seconds)
@@ -79,7 +80,7 @@ class TokenTimes:
 
 
 class StepSizes:
-    """How many positions the engine's steps have, as the workers count them."""
+    """Histogram of the number of positions per engine step, as counted by the workers."""
 
     def __init__(self, model_name: str) -> None:
         self._labels = [model_name, ENGINE]
@@ -87,16 +88,16 @@ class StepSizes:
         self._positions = 0
 
     def add(self, load: Load, last: Load | None) -> None:
-        """Count the steps between two loads of one worker; last: None: since its start."""
+        """Count the steps between two reports of a worker. last: None at the first one since its start."""
         before = last.step_sizes if last else ()
         for place, (now, then) in enumerate(zip_longest(load.step_sizes, before, fillvalue=0)):
             self._counts[place] += now - then
         self._positions += load.step_positions - (last.step_positions if last else 0)
 
     def collect(self) -> Iterator[Metric]:
-        """The series as Prometheus wants them; its registry calls this."""
+        """The series in Prometheus's form; called by the registry."""
         sizes = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens that a step computes", labels=["model_name", "engine"]
+            "vllm:iteration_tokens_total", "Tokens computed by a step", labels=["model_name", "engine"]
         )
         bounds = [*(str(float(bound)) for bound in STEP_SIZES), "+Inf"]
         sizes.add_metric(self._labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._positions)
@@ -104,7 +105,8 @@ class StepSizes:
 
 
 class Metrics:
-    """One registry of its own, so that several servers may live in one process. Times are in seconds."""
+    """The metrics of one server, in their own registry, so that several servers can run in one process. Times are in
+    seconds."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = clock.monotonic) -> None:
         self.registry = CollectorRegistry()
@@ -145,17 +147,17 @@ class Metrics:
         self._request_n = histogram("request_params_n", "Choices that a request asks for", CHOICE_BUCKETS)
         self._request_most = histogram("request_params_max_tokens", "max_tokens of a request", COUNT_BUCKETS)
         self._queue_time = histogram(
-            "request_queue_time_seconds", "From the worker's taking a job to its place in the batch", E2E_BUCKETS
+            "request_queue_time_seconds", "From the worker's receipt of a job to its place in the batch", E2E_BUCKETS
         )
         self._prefill_time = histogram(
-            "request_prefill_time_seconds", "From a job's place in the batch to its first token", E2E_BUCKETS
+            "request_prefill_time_seconds", "From a job's admission to the batch to its first token", E2E_BUCKETS
         )
         self._decode_time = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS)
         self._inference_time = histogram(
-            "request_inference_time_seconds", "From a job's place in the batch to its last token", E2E_BUCKETS
+            "request_inference_time_seconds", "From a job's admission to the batch to its last token", E2E_BUCKETS
         )
         self._cache_config = Gauge(
-            "vllm:cache_config_info", "What the cache of pages is like",
+            "vllm:cache_config_info", "Configuration of the KV cache",
             (*label, "block_size", "num_gpu_blocks", "enable_prefix_caching", "max_model_len"), registry=self.registry,
         )  # fmt: skip
         self._step_sizes = StepSizes(model_name)
@@ -167,7 +169,7 @@ class Metrics:
             "vllm:request_success", "Jobs that ended, by reason", (*label, "finished_reason"), registry=self.registry
         )
         self._running = gauges("num_requests_running", "Jobs in the running batch")
-        self._waiting = gauges("num_requests_waiting", "Jobs that wait for a place in the batch")
+        self._waiting = gauges("num_requests_waiting", "Jobs waiting for admission to the batch")
         self._kv_usage = gauges("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
         self._prefix_queries = counters("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counters("prefix_cache_hits", "Prompt tokens found in the prefix cache")
@@ -175,139 +177,139 @@ class Metrics:
             "redline:requests", "HTTP requests that have ended", (*label, "route", "status"), registry=self.registry
         )
         self._rejections = Counter(
-            "redline:rejections", "Requests turned away, by reason", (*label, "reason"), registry=self.registry
+            "redline:rejections", "Requests rejected, by reason", (*label, "reason"), registry=self.registry
         )
         self._queue_jobs = gauge_of("queue_jobs", "Jobs without a first token")
         self._queue_tokens = gauge_of("queue_tokens", "Prompt tokens of jobs without a first token")
-        self._ready = gauge_of("ready", "1 while new requests are taken, as /health says, and 0 while not")
+        self._ready = gauge_of("ready", "1 while new requests are accepted, as /health reports, else 0")
         self._starts = Counter(
-            "redline:worker_starts", "How often a worker was started, the first time included", label,
+            "redline:worker_starts", "Number of starts of a worker, including the first", label,
             registry=self.registry,
         )  # fmt: skip
         self.loop_lag = Histogram(
-            "redline:event_loop_lag_seconds", "By how much a timer of the API's event loop was late", label,
+            "redline:event_loop_lag_seconds", "Delay of a timer of the API's event loop", label,
             registry=self.registry, buckets=LAG_BUCKETS,
         ).labels(*own)  # fmt: skip
         self._steps = Counter(
-            "redline:steps", "Steps of the engine, replayed from graphs or led by the host", (*label, "by"),
+            "redline:steps", "Engine steps, replayed as a CUDA graph or run eagerly", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
-        self._preemptions = counters("num_preemptions", "Jobs that lost their pages and started again")
-        self._drafts = counters("spec_decode_num_drafts", "Steps of a job that verified drafts")
-        self._draft_tokens = counters("spec_decode_num_draft_tokens", "Drafts that were verified")
-        self._accepted_tokens = counters("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        self._preemptions = counters("num_preemptions", "Jobs that were preempted and recomputed")
+        self._drafts = counters("spec_decode_num_drafts", "Steps of a job that verified draft tokens")
+        self._draft_tokens = counters("spec_decode_num_draft_tokens", "Draft tokens verified")
+        self._accepted_tokens = counters("spec_decode_num_accepted_tokens", "Draft tokens accepted")
         self._accepted_per_pos = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were accepted, by their place among a step's drafts",
+            "Draft tokens accepted, by position among the draft tokens of a step",
             (*label, "position"),
             registry=self.registry,
         )
         self._tokens_by = Counter(
-            "redline:draft_tokens", "Drafts that were verified, by who made them", (*label, "by"),
+            "redline:draft_tokens", "Draft tokens verified, by drafter", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
         self._accepted_by = Counter(
-            "redline:accepted_draft_tokens", "Drafts that were accepted, by who made them", (*label, "by"),
+            "redline:accepted_draft_tokens", "Draft tokens accepted, by drafter", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
         self._handoffs = Counter(
-            "redline:handoffs", "Prompts of a worker's handoffs, by what became of them", (*label, "result"),
+            "redline:handoffs", "Prompts of a worker's KV transfers, by outcome", (*label, "result"),
             registry=self.registry,
         )  # fmt: skip
         self._kv_chunks = Gauge(
-            "redline:kv_chunks", "KV chunks lent to other workers, or on their way to this one", label,
+            "redline:kv_chunks", "KV chunks offered to other workers, or in transfer to this one", label,
             registry=self.registry,
         )  # fmt: skip
         self._role = Gauge(
-            "redline:worker_role", "1 for the role that a worker has, 0 for the others", (*label, "role"),
+            "redline:worker_role", "1 for the current role of a worker, 0 for the others", (*label, "role"),
             registry=self.registry,
         )  # fmt: skip
         self._turned = Counter(
-            "redline:role_changes", "How often a worker was given another role", (*label, "role"),
+            "redline:role_changes", "Number of role switches of a worker", (*label, "role"),
             registry=self.registry,
         )  # fmt: skip
         self._workers_wanted = Gauge(
-            "redline:workers_wanted", "Workers that are to run, to keep what is promised", label,
+            "redline:workers_wanted", "Number of workers that the autoscaler requests to meet the SLO targets", label,
             registry=self.registry,
         )  # fmt: skip
         self._promised = Gauge(
-            "redline:sla_target_seconds", "What requests of a class are promised", (*label, "sla", "of"),
+            "redline:sla_target_seconds", "SLO target of a class of requests", (*label, "sla", "of"),
             registry=self.registry,
         )  # fmt: skip
         self._kept = Counter(
-            "redline:sla_requests", "Requests of a class that have ended, by the targets that they kept",
+            "redline:sla_requests", "Ended requests of a class, by the SLO targets met",
             (*label, "sla", "ttft", "itl"), registry=self.registry,
         )  # fmt: skip
         self._tiers = TierMetrics(self.registry)
         self._step_times = StepMetrics(self.registry)
         self._moved = Counter(
-            "redline:jobs_moved", "Jobs that another worker went on with", label, registry=self.registry
+            "redline:jobs_moved", "Jobs requeued to another worker", label, registry=self.registry
         ).labels(*own)
         self._own = own
-        self._engines: dict[str, str] = {}  # the label of each worker, by its name
+        self._engines: dict[str, str] = {}  # the engine label of each worker, by its name
         for family in (self._running, self._waiting, self._kv_usage, self._prefix_queries, self._prefix_hits,
                        self._preemptions, self._drafts, self._draft_tokens, self._accepted_tokens):  # fmt: skip
-            family.labels(*own)  # a series from the start
+            family.labels(*own)  # creates the series
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
-        self._last: dict[str, tuple[int, Load]] = {}  # by worker: its start, and what the counters hold of that
-        self._ended: dict[str, int] = {}  # by worker: its newest start that has ended
+        self._last: dict[str, tuple[int, Load]] = {}  # by worker: epoch, and the report that the counters include
+        self._ended: dict[str, int] = {}  # by worker: the latest epoch that has ended
 
     def asked(self, n: int, max_tokens: int) -> None:
-        """Count a request that was admitted."""
+        """Count an admitted request."""
         self._request_n.observe(n)
         self._request_most.observe(max_tokens)
 
     def answered_whole(self, longest: int) -> None:
-        """Count a request of which every job has ended. longest: tokens of its longest answer."""
+        """Count a request after its last job has ended. longest: tokens of its longest answer."""
         self._request_longest.observe(longest)
 
     def job_ended(self, prompt: int, generated: int) -> None:
-        """Count a job that has ended, by its tokens."""
+        """Count an ended job, by its tokens."""
         self._request_prompt.observe(prompt)
         self._request_generation.observe(generated)
 
     def job_took(self, queued_s: float, prefill_s: float, decode_s: float) -> None:
-        """Count a job that has ended and had a first token, by its times."""
+        """Count an ended job that had a first token, by its times."""
         self._queue_time.observe(queued_s)
         self._prefill_time.observe(prefill_s)
         self._decode_time.observe(decode_s)
         self._inference_time.observe(prefill_s + decode_s)
 
     def ready(self, ready: Ready, worker: str) -> None:
-        """Tell what a worker's cache and its device are like, once it is there."""
+        """Set the cache and device series of a worker that is ready."""
         own = self._labels(worker)
         self._cache_config.remove_by_labels({"engine": own[1]})
         self._cache_config.labels(*own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
         self._step_times.measured(own, ready)
 
     def moved(self) -> None:
-        """Count a job whose worker has ended, and that another goes on with."""
+        """Count a requeued job of a worker that went down."""
         self._moved.inc()
 
     def joined(self, worker: str) -> None:
-        """Count a worker's start. From its first on its label is how many have come before it."""
+        """Count a worker's start. At its first start the worker gets the next engine label."""
         self._starts.labels(*self._labels(worker)).inc()
 
     def promised(self, sla: str, ttft_ms: float | None, itl_ms: float | None) -> None:
-        """Tell what the requests of a class are promised; None: nothing."""
+        """Set the SLO targets of a class; None: no target."""
         for of, most_ms in (("ttft", ttft_ms), ("itl", itl_ms)):
             if most_ms is not None:
                 self._promised.labels(*self._own, sla, of).set(most_ms / 1000)
         for ttft in ("met", "missed"):
             for itl in ("met", "missed"):
-                self._kept.labels(*self._own, sla, ttft, itl)  # a series from the start
+                self._kept.labels(*self._own, sla, ttft, itl)  # creates the series
 
     def kept(self, sla: str, *, ttft: bool, itl: bool) -> None:
-        """Count a request of a class that has ended, by the targets that it has kept."""
+        """Count an ended request of a class, by the SLO targets met."""
         self._kept.labels(*self._own, sla, "met" if ttft else "missed", "met" if itl else "missed").inc()
 
     def workers_wanted(self, workers: int) -> None:
-        """Tell how many workers are to run. Without it there is no such series."""
+        """Set the number of workers to run. The series does not exist before the first call."""
         self._workers_wanted.labels(*self._own).set(workers)
 
     def lost(self, worker: str, epoch: int = 1) -> None:
-        """A start of a worker has ended: it has no role, and runs nothing, whatever load of it arrives later."""
+        """Reset the gauges of a worker that went down; later reports of that epoch do not set them again."""
         own, self._ended[worker] = self._labels(worker), epoch
         for gauge in (self._running, self._waiting, self._kv_usage, self._kv_chunks):
             gauge.labels(*own).set(0)
@@ -315,46 +317,47 @@ class Metrics:
             self._role.labels(*own, each).set(0)
 
     def role(self, worker: str, role: Role) -> None:
-        """Tell what a worker does from now on."""
+        """Set the current role of a worker."""
         for each in get_args(Role):
             self._role.labels(*self._labels(worker), each).set(each == role)
 
     def turned(self, worker: str, role: Role) -> None:
-        """Count that a worker was given another role while it served."""
+        """Count a role switch of a serving worker."""
         self._turned.labels(*self._labels(worker), role).inc()
 
     def _labels(self, worker: str) -> tuple[str, str]:
         return self._own[0], self._engines.setdefault(worker, str(len(self._engines)))
 
     def finished(self, finish: Finish) -> None:
-        """Count a job that has ended, under vLLM's word for its finish."""
+        """Count an ended job, by vLLM's name of the finish reason."""
         self._success.labels(*self._own, "abort" if finish == "aborted" else finish).inc()
 
     def queue(self, jobs: Callable[[], int], tokens: Callable[[], int]) -> None:
-        """From now on each scrape asks these how much waits for a first token."""
+        """Set the callbacks that return the number of waiting jobs and of their prompt tokens at each scrape."""
         self._queue_jobs.set_function(jobs)
         self._queue_tokens.set_function(tokens)
 
     def health(self, ready: Callable[[], bool]) -> None:
-        """From now on each scrape asks this whether the server is ready."""
+        """Set the callback that returns whether the server is ready at each scrape."""
         self._ready.set_function(lambda: float(ready()))
 
     def answered(self, scope: Scope, status: int) -> None:
-        """Count a request that has ended; status 0: its client left before it had one."""
-        known = scope.get("endpoint") is not None and not scope.get("path_params")  # else clients could make series
+        """Count an ended request; status 0: its client disconnected before a status was sent."""
+        known = scope.get("endpoint") is not None and not scope.get("path_params")  # else clients could create series
         route = scope["path"] if known else "other"
         self._requests.labels(*self._own, route, str(status or "none")).inc()
 
     def rejected(self, error: Exception) -> None:
-        """Count a request that was turned away for what the server holds or the key may use, by the error's word."""
+        """Count a request that was rejected for the server's capacity or the key's rate limit, by the error's
+        reason."""
         if isinstance(error, Refusal) and error.status == 429:
             self._rejections.labels(*self._own, getattr(error, "limit", "rate")).inc()
         elif isinstance(error, Overloaded):
             self._rejections.labels(*self._own, error.reason).inc()
 
     def load(self, load: Load, worker: str, epoch: int = 1) -> None:
-        """Take in a worker's news. epoch: which start of the worker it is of; counters of each begin at 0. News of an
-        earlier start than the newest is left out."""
+        """Apply a worker's report. epoch: the start of the worker that it belongs to; counters begin at 0 in each.
+        Reports of earlier epochs than the newest are ignored."""
         of, before = self._last.get(worker, (epoch, None))
         if epoch < of:
             return
@@ -391,7 +394,7 @@ class Metrics:
     def expose(self) -> bytes:
         """The text format that Prometheus scrapes (CONTENT_TYPE), at most EXPOSED_S seconds old.
 
-        It takes milliseconds to write, in which every stream stands still, and a crowd may scrape at once.
+        Rendering takes milliseconds, which stall all streams, and many scrapers may ask at once.
         """
         now = self._clock()
         if now >= self._exposed_until:
@@ -400,7 +403,7 @@ class Metrics:
 
 
 class OwnMetrics(Metrics):
-    """Of one replica of the API of several: what workers tell is counted by whoever has started them."""
+    """Metrics of one of several API replicas: worker reports are counted by the process that started the workers."""
 
     def ready(self, ready: Ready, worker: str) -> None:
         """Not counted here."""
@@ -419,7 +422,7 @@ class OwnMetrics(Metrics):
 
 
 def _drafts(load: Load | None) -> list[tuple[Drafter, int, int]]:
-    """Who has made drafts, how many were verified, and how many accepted."""
+    """Draft tokens verified and accepted, by drafter."""
     if load is None:
         return [("learned", 0, 0), ("suffix", 0, 0), ("grammar", 0, 0)]
     suffix = load.suffix_draft_tokens, load.suffix_accepted_tokens

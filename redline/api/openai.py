@@ -1,12 +1,12 @@
-"""What clients say, in OpenAI's dialect with vLLM's additions, read into our own words.
+"""Reads requests in OpenAI's format, with vLLM's additions, into `Ask`.
 
-A type annotation is the check: msgspec decodes and bounds every field, and its complaint names the place. Fields that
-we do not know are ignored, as clients send many (user, metadata, store, ...). Fields that we know and cannot honour,
-where ignoring them would change the answer, are refused by name.
+Validation is by type annotation: msgspec decodes and bounds every field, and its error names the place. Unknown fields
+are ignored, as clients send many (user, metadata, store, ...). Known fields that are not supported, and that would
+change the answer if ignored, are rejected by name.
 
-msgspec holds the interpreter's lock while it reads, and every stream stands still. Text costs a millisecond per MiB,
-but 8 MiB of `[],` 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any JSON, or a collection with a bound, are
-`Raw` at first, which makes no objects, and are read once their length is known to be bounded.
+msgspec holds the GIL while it decodes, so all streams stall. Text costs a millisecond per MiB, but 8 MiB of
+`[],` take 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any JSON, or a collection with a bound, are `Raw`
+at first, which creates no objects, and are decoded once their length is known to be bounded.
 """
 
 import codecs
@@ -31,21 +31,21 @@ from redline.wire.job import Sampling
 
 T = TypeVar("T")
 
-# -- What a request may say ----------------------------------------------------------------------------------------
+# -- Fields of a request --------------------------------------------------------------------------------------------
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopTexts = Annotated[list[StopText], Meta(max_length=16)]
-MOST_STOP_CHARS = 2048  # of all stop strings together: what looks for them takes 1 ms to build, in the event loop
+MOST_STOP_CHARS = 2048  # of all stop strings together: building the matcher takes 1 ms in the event loop
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-# It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
+# It divides and multiplies float32 logits: at 1e-40 they overflow, and the argmax is undefined.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 
 
-# Some clients have no integers, and write 6.0: `_Common.__post_init__` leaves integers alone.
+# Some clients have no integer type and send 6.0: `_Common.__post_init__` leaves integers alone.
 if TYPE_CHECKING:
     Choices = int
     MaxTokens = int
@@ -78,10 +78,10 @@ ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class Item(msgspec.Struct, gc=False):
-    """An item of which a body may hold hundreds of thousands: the garbage collector walks none of them."""
+    """Base of items of which a body may hold hundreds of thousands: gc=False keeps them out of garbage collection."""
 
     def __post_init__(self) -> None:
-        """Python code, so that the interpreter's lock can change hands while a long list is read."""
+        """Runs Python code, so that other threads can take the GIL while a long list is decoded."""
 
 
 class _Thought(Item, gc=False):
@@ -158,10 +158,10 @@ class _StreamOptions(msgspec.Struct):
 
 
 class _WholeNumbers(msgspec.Struct):
-    """Fields of a field, of which those that are numbers are whole ones."""
+    """A nested object with integers in its numeric fields."""
 
     def __post_init__(self) -> None:
-        """Make integers of 6.0 and the like. Raises ValueError for other floats: msgspec names the place."""
+        """Convert 6.0 and the like to int. Raises ValueError for other floats: msgspec adds the place."""
         for field in self.__struct_fields__:
             value = getattr(self, field)
             if type(value) is float:
@@ -178,7 +178,7 @@ class _TemplateOptions(_WholeNumbers, forbid_unknown_fields=True):
 
 
 class _Thinking(_WholeNumbers):
-    """Moonshot's field, with what other dialects put into theirs of this name."""
+    """Moonshot's field, with the keys of other APIs' fields of this name."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"] = "enabled"
     keep: Literal["all"] | None = None
@@ -194,12 +194,12 @@ class _Reasoning(_WholeNumbers):
     exclude: bool | None = None
 
 
-# Kimi thinks or does not think: all but none mean that it does.
+# Kimi has thinking on or off: every effort but none turns it on.
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _RefusedInPrompt(msgspec.Struct, kw_only=True):
-    """Fields that would change the prompt and that are not served. Empty values pass."""
+    """Fields that would change the prompt and that are not supported. Empty values pass."""
 
     truncate_prompt_tokens: msgspec.Raw = ABSENT
     chat_template: msgspec.Raw = ABSENT
@@ -208,9 +208,9 @@ class _RefusedInPrompt(msgspec.Struct, kw_only=True):
 
 
 class _Refused(_RefusedInPrompt, kw_only=True):
-    """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass.
+    """Fields that would change the answer and that are not supported. Empty values and those in `_NEUTRAL` pass.
 
-    docs/api_fields.md says of each why.
+    docs/api_fields.md gives the reason for each.
     """
 
     functions: msgspec.Raw = ABSENT
@@ -272,7 +272,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
 }
-_OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
+_OFF_IS_NOT_NEUTRAL = {  # for these, false or zero changes the answer
     "separate_reasoning",
     "stream_reasoning",
 }
@@ -289,7 +289,7 @@ _INSTEAD = {
 
 
 class _Common(_Refused, kw_only=True):
-    """What both routes take. Field names are OpenAI's, then vLLM's."""
+    """Fields of both routes. Names are OpenAI's, then vLLM's."""
 
     model: Name | None = None
     n: Choices | None = None
@@ -320,7 +320,7 @@ class _Common(_Refused, kw_only=True):
     timeout: Timeout | None = None
 
     def __post_init__(self) -> None:
-        """Make integers of 6.0 and the like. Raises RequestError, naming the field, for other floats."""
+        """Convert 6.0 and the like to int. Raises RequestError, naming the field, for other floats."""
         for field in _WHOLE:
             value = getattr(self, field, None)
             if type(value) is float:
@@ -357,14 +357,14 @@ class _Completion(_Common, kw_only=True):
 
 
 class _Field(Generic[T]):
-    """A field that came raw: what its JSON has to be, and how many bytes of it are read at all."""
+    """Decoder of a field that was received as `Raw`, with the largest number of bytes that is decoded."""
 
     def __init__(self, decoder: msgspec.json.Decoder[T], most_bytes: int) -> None:
         self._decoder = decoder
         self._most_bytes = most_bytes
 
     def read(self, raw: msgspec.Raw, place: str) -> T | None:
-        """None where it is absent or null. Raises RequestError, which names `place` and what is below it."""
+        """Decode the field; None if it is absent or null. Raises RequestError, naming `place` and the path in it."""
         if is_absent(raw):
             return None
         data = memoryview(raw)
@@ -374,7 +374,7 @@ class _Field(Generic[T]):
 
 
 def is_absent(raw: msgspec.Raw) -> bool:
-    """Whether the field is not there, or null."""
+    """Whether the field is missing or null."""
     return bytes(memoryview(raw)[:5]) in (b"", b"null")
 
 
@@ -386,11 +386,11 @@ _LOGIT_BIAS: _Field[dict[int, float]] = _Field(
     ),
     16 << 10,
 )
-REFUSED_BYTES = 1 << 10  # of a field that is not served: what passes, since it changes nothing, is a word or two
+REFUSED_BYTES = 1 << 10  # of an unsupported field: the values that pass, since they change nothing, are short
 _SMALL = _Field(msgspec.json.Decoder(Any), REFUSED_BYTES)
-CHOICE_BYTES = 128 << 10  # of a tool_choice: it may list the names of as many tools as a request declares
+CHOICE_BYTES = 128 << 10  # of a tool_choice, which may list the names of all tools that a request may declare
 _CHOICE: "_Field[str | _ToolChoice]" = _Field(msgspec.json.Decoder(str | _ToolChoice), CHOICE_BYTES)
-# float_hook: some numbers that msgspec spends microseconds on cost Python's own reader a fifth of one.
+# float_hook: Python's float parser takes a fifth of a microsecond for numbers that take msgspec microseconds.
 _OBJECT = msgspec.json.Decoder(dict[str, Any], float_hook=float)
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
@@ -398,28 +398,28 @@ _IDS = msgspec.json.Decoder(list[TokenId])
 _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 
 
-# -- What a request says -------------------------------------------------------------------------------------------
+# -- Parsing a request ----------------------------------------------------------------------------------------------
 
 
 class ChatRequest(Asked, frozen=True):
-    """What a body of /v1/chat/completions asks for."""
+    """A parsed body of /v1/chat/completions."""
 
     reasoning_field: str = "reasoning_content"
 
 
 class CompletionRequest(Asked, frozen=True):
-    """What a body of /v1/completions asks for."""
+    """A parsed body of /v1/completions."""
 
 
 def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     """Read the body of POST /v1/chat/completions. Raises RequestError, naming the field.
 
-    defaults: what holds where the request is silent.
+    defaults: values of fields that the request does not set.
     """
     request = read(body, _Chat)
     _refuse(request)
     if request.echo:
-        raise RequestError("echo is not supported in a chat: the last message is the client's own", "echo")
+        raise RequestError("echo is not supported by chat completions: the client has the last message itself", "echo")
     conversation = _conversation(request, request.messages, limits, defaults)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -440,7 +440,7 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
         thinking_budget=_thinking_budget(request),
     )
     if conversation.continues and ask.constraint is not None:
-        raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
+        raise RequestError("a constrained answer cannot continue an assistant message", ask.constraint.param)
     return ChatRequest(
         model=request.model,
         ask=ask,
@@ -453,7 +453,7 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
 def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> CompletionRequest:
     """Read the body of POST /v1/completions. Raises RequestError, naming the field.
 
-    defaults: what holds where the request is silent.
+    defaults: values of fields that the request does not set.
     """
     request = read(body, _Completion)
     _refuse(request)
@@ -478,16 +478,16 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
 
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`")
-_COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
+_COMPLAINT_CHARS = 400  # msgspec repeats an invalid value, however long it is
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """JSON decoded as `shape`. Raises RequestError, whose `param` is the place, as in `messages[2].role`."""
+    """Decode JSON as `shape`. Raises RequestError; its `param` is the place, such as `messages[2].role`."""
     return decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
 
 
 def decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
-    """`data` decoded; place: where it stands in the body, empty where it is all of it. Raises RequestError."""
+    """Decode `data`. place: its path in the body, empty for the whole body. Raises RequestError."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -499,33 +499,33 @@ def decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: s
 
 
 def one_line(raw: msgspec.Raw, place: str) -> bytes:
-    """JSON of a body without the spaces and newlines around its tokens: so it may be sent on in a line of an event
-    stream. Raises RequestError."""
+    """A JSON value of the body without whitespace between its tokens, so that it fits into one line of an event stream.
+    Raises RequestError."""
     try:
         return msgspec.json.format(bytes(raw), indent=-1)
     except RecursionError:
         raise RequestError("The body is nested too deeply", place) from None
 
 
-# What opens half of a surrogate pair whose other half does not follow; a backslash may itself be escaped.
-_CAUSE_BYTES = 256 << 10  # of a body are searched for it, while nothing else runs
+# Matches the escape of a lone surrogate: no matching half next to it. A backslash may itself be escaped.
+_CAUSE_BYTES = 256 << 10  # of a body are searched for it, on the event loop
 _HALF = re.compile(
     rb"(?<!\\)(?:\\\\)*\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u....))"
 )
 
 
 def _cause(data: bytes | memoryview) -> str | None:
-    """What is wrong with a text that is no JSON, where the reader's own words would mislead."""
+    """The reason why a body is not valid JSON, if the decoder's message would be misleading."""
     begin = bytes(data[:4])
     if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
         return "it is UTF-16 or UTF-32; send UTF-8"
     if (half := _HALF.search(data[:_CAUSE_BYTES])) is not None:
-        return f"a string has half of a surrogate pair at byte {half.end() - 6}, which is no character"
+        return f"a string has half of a surrogate pair at byte {half.end() - 6}, which is not a character"
     return None
 
 
 def _complaint(message: str, place: str) -> RequestError:
-    text, _, path = message.rpartition(" - at ")  # the last one: the words before it may be the client's own
+    text, _, path = message.rpartition(" - at ")  # the last one: the text before it may contain the client's values
     if not text:
         text, path = message, ""
     param = place + path.rpartition("`$")[2].removesuffix("`")
@@ -546,7 +546,7 @@ def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -
     for field in refused.__struct_fields__:
         raw: msgspec.Raw = getattr(request, field)
         if not raw:
-            continue  # it is not there: no JSON is empty
+            continue  # the field is missing: no JSON value is empty
         if memoryview(raw).nbytes > REFUSED_BYTES:
             raise RequestError(f"{field} is not supported{_instead(field)}", field)
         value = _SMALL.read(raw, field)
@@ -560,8 +560,8 @@ def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -
 
 def _instead(field: str) -> str:
     if not field.startswith("guided_"):
-        return f": say {_INSTEAD[field]}" if field in _INSTEAD else ""
-    return f": say structured_outputs.{field.removeprefix('guided_')}" if field != "guided_decoding_backend" else ""
+        return f": use {_INSTEAD[field]}" if field in _INSTEAD else ""
+    return f": use structured_outputs.{field.removeprefix('guided_')}" if field != "guided_decoding_backend" else ""
 
 
 def _ask(
@@ -578,12 +578,12 @@ def _ask(
     if constraint is not None or calls.mode == "required":
         field = constraint.param if constraint is not None else "tool_choice"
         if request.min_tokens:
-            raise RequestError(f"min_tokens may keep an answer from its end, which {field} decides", "min_tokens")
+            raise RequestError(f"min_tokens conflicts with {field}, which decides where the answer ends", "min_tokens")
         if request.ignore_eos:
-            raise RequestError(f"ignore_eos keeps an answer from its end, which {field} decides", "ignore_eos")
+            raise RequestError(f"ignore_eos conflicts with {field}, which decides where the answer ends", "ignore_eos")
     choices = len(prompts) * (request.n or 1)
     if choices > limits.choices:
-        raise RequestError(f"the prompts, each n times, are {choices}; at most {limits.choices} in one request", "n")
+        raise RequestError(f"prompts times n is {choices}; at most {limits.choices} in one request", "n")
     stop = _STOP.read(request.stop, "stop") or ()
     stop = check_stops((stop,) if isinstance(stop, str) else tuple(stop), "stop")
     return Ask(
@@ -608,15 +608,15 @@ def _ask(
 
 
 def check_stops(stops: tuple[str, ...], param: str) -> tuple[str, ...]:
-    """The same stop strings. Raises RequestError where they are too long together."""
+    """Returns the stop strings. Raises RequestError if they are too long in total."""
     chars = sum(map(len, stops))
     if chars > MOST_STOP_CHARS:
-        raise RequestError(f"stop strings of {chars:,} characters together; at most {MOST_STOP_CHARS:,}", param)
+        raise RequestError(f"stop strings have {chars:,} characters in total; at most {MOST_STOP_CHARS:,}", param)
     return stops
 
 
 def _constraint(request: _Common, limits: Limits) -> Constraint | None:
-    """What the visible answer has to be. Raises RequestError, naming the field."""
+    """The constraint on the visible answer, if any. Raises RequestError, naming the field."""
     objects = Objects(limits)
     found: list[Constraint] = []
     for field, read_field in (("response_format", of_response_format), ("structured_outputs", of_structured_outputs)):
@@ -701,8 +701,8 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
 
 
 def _strings(data: bytes) -> int:
-    """How many strings a JSON list of strings holds, by their quotes: two million of them take 0.2 s to read."""
-    single = data.replace(rb"\\", b"")  # what is left of backslashes stands before what it escapes
+    """Number of strings in a JSON list of strings, by counting quotes: decoding two million of them takes 0.2 s."""
+    single = data.replace(rb"\\", b"")  # each backslash that is left escapes the next character
     return (single.count(b'"') - single.count(rb"\"")) // 2
 
 
@@ -720,7 +720,7 @@ def _conversation(
     objects = Objects(limits)
     continues = _continues(request, messages)
     if not (continues or isinstance(request, _Tokenize) or request.add_generation_prompt is not False):
-        raise RequestError("false is not supported but with continue_final_message", "add_generation_prompt")
+        raise RequestError("false is supported only together with continue_final_message", "add_generation_prompt")
     return Conversation(
         messages=_messages(messages, limits, objects),
         tools=_tools(request.tools, limits, objects) if _choice(request.tool_choice) != "none" else (),
@@ -732,7 +732,7 @@ def _conversation(
 
 
 def _continues(request: "_Chat | _Tokenize", messages: Sequence[_Message]) -> bool:
-    """Whether the answer goes on with the last message: Moonshot's `partial` there, or vLLM's field for the request."""
+    """Whether the answer continues the last message: Moonshot's `partial` in it, or vLLM's field of the request."""
     *others, last = messages
     for index, message in enumerate(others):
         if message.partial:
@@ -742,17 +742,17 @@ def _continues(request: "_Chat | _Tokenize", messages: Sequence[_Message]) -> bo
     if not last.partial and not request.continue_final_message:
         return False
     if last.role != "assistant":
-        raise RequestError(f"the last message is not the assistant's, but the {last.role}'s", param)
+        raise RequestError(f"only an assistant message can be continued; the last one has role {last.role}", param)
     if last.tool_calls:
-        raise RequestError("a message that makes calls is not gone on with", f"{place}.tool_calls")
+        raise RequestError("a message with tool calls cannot be continued", f"{place}.tool_calls")
     if request.add_generation_prompt:
-        raise RequestError(f"true would open an answer, and {param} goes on with a message", "add_generation_prompt")
+        raise RequestError(f"true cannot be combined with {param}, which continues a message", "add_generation_prompt")
     return True
 
 
 def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, bool]:
-    """The pair (thinking, preserve_thinking). Of several spellings the most explicit one decides: Moonshot's own field,
-    then the template's variables, then OpenAI's reasoning_effort, then OpenRouter's reasoning."""
+    """Returns (thinking, preserve_thinking). If several fields set thinking, the most explicit one wins: Moonshot's own
+    field, then the template's variables, then OpenAI's reasoning_effort, then OpenRouter's reasoning."""
     template, reasoning = request.chat_template_kwargs or _TemplateOptions(), request.reasoning or _Reasoning()
     said = (
         request.thinking.type != "disabled" if request.thinking else None,
@@ -768,7 +768,7 @@ def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, b
 
 
 def _thinking_budget(request: _Chat) -> int | None:
-    """The least of all spellings."""
+    """The least value of all fields that set a thinking budget."""
     said = (
         request.thinking_token_budget,
         request.thinking_budget,
@@ -780,37 +780,37 @@ def _thinking_budget(request: _Chat) -> int | None:
 
 
 def _choice(raw: msgspec.Raw) -> "str | _ToolChoice":
-    """Raises RequestError for a tool_choice that is not one."""
+    """Parse tool_choice. Raises RequestError for an invalid one."""
     choice = _CHOICE.read(raw, "tool_choice")
     if choice is None or isinstance(choice, str):
         return check_word("auto" if choice is None else choice)
     if choice.type not in ("function", "allowed_tools"):
         raise RequestError(
-            f"tool_choice of type {choice.type} is not supported: only functions are called", "tool_choice"
+            f"tool_choice of type {choice.type} is not supported: only function tools can be called", "tool_choice"
         )
     if choice.type == "function" and choice.function is None:
-        raise RequestError("a choice of type function needs its function's name", "tool_choice.function.name")
+        raise RequestError("a tool_choice of type function needs the function's name", "tool_choice.function.name")
     if choice.type == "allowed_tools" and choice.allowed_tools is None:
-        raise RequestError("a choice of type allowed_tools needs its mode and tools", "tool_choice.allowed_tools")
+        raise RequestError("a tool_choice of type allowed_tools needs mode and tools", "tool_choice.allowed_tools")
     return choice
 
 
 def check_word(choice: str) -> str:
-    """The same tool_choice. Raises RequestError for a word that is none."""
+    """Returns the tool_choice. Raises RequestError for an unknown word."""
     if choice not in ("auto", "none", "required"):
         raise RequestError(
-            f"{choice[:64]!r} is no tool_choice: say auto, none or required, or name a function", "tool_choice"
+            f"{choice[:64]!r} is not a valid tool_choice: use auto, none or required, or name a function", "tool_choice"
         )
     return choice
 
 
 def _calls(request: "_Chat", tools: Sequence[Tool]) -> Calls:
-    """Which of the declared tools may be called. Raises RequestError where a call is asked for that cannot be made."""
+    """Which declared tools may be called. Raises RequestError if tool_choice asks for a call that is not possible."""
     choice, parallel = _choice(request.tool_choice), request.parallel_tool_calls is not False
     if isinstance(choice, str):
         return calls_of(choice, None, tools, parallel, "tool_choice")
     if (allowed := choice.allowed_tools) is None or choice.type == "function":
-        assert choice.function is not None, "a choice of another type was refused"
+        assert choice.function is not None, "other types were rejected before"
         return calls_of("required", [choice.function.name], tools, parallel, "tool_choice")
     names: list[str] = []
     for index, tool in enumerate(allowed.tools):
@@ -823,15 +823,15 @@ def _calls(request: "_Chat", tools: Sequence[Tool]) -> Calls:
 
 
 def calls_of(mode: str, names: Sequence[str] | None, tools: Sequence[Tool], parallel: bool, place: str) -> Calls:
-    """Which of the declared tools may be called: mode is auto, none or required, names are those that a choice lists.
-    Raises RequestError, naming `place`, where none is declared, or one that is listed is not."""
+    """Which declared tools may be called. mode: auto, none or required. names: tools that tool_choice lists. Raises
+    RequestError, naming `place`, if no tool is declared, or if a listed one is not."""
     declared = {tool.name for tool in tools}
     if (unknown := next((name for name in names or () if name not in declared), None)) is not None:
         raise RequestError(f"tool_choice names {unknown!r}, which is not among the functions of tools", place)
     if names is not None and not names:
-        raise RequestError("tool_choice lists no function: list one of those that tools declares", place)
+        raise RequestError("tool_choice lists no function: list at least one function of tools", place)
     if mode == "required" and not tools:
-        raise RequestError("tool_choice asks for a call, and tools declares no function", "tool_choice")
+        raise RequestError("tool_choice requires a call, but tools declares no function", "tool_choice")
     return Calls(
         mode="required" if mode == "required" else "auto",
         names=None if names is None else frozenset(names),
@@ -840,25 +840,25 @@ def calls_of(mode: str, names: Sequence[str] | None, tools: Sequence[Tool], para
 
 
 class Objects:
-    """The JSON objects of one request, which are read whole: bounded together."""
+    """Decodes the JSON objects of one request under a shared size limit."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._left = limits.json_bytes
 
     def read(self, raw: msgspec.Raw, place: str) -> dict[str, Any]:
-        """An object. Raises RequestError, naming `place`, for anything else and beyond the bounds."""
+        """Decode an object. Raises RequestError, naming `place`, for other JSON and beyond the limits."""
         data = memoryview(raw)
         self._left -= data.nbytes
         if self._left < 0:
             raise RequestError(
                 "schemas, the parameters of tools and the arguments given as objects are more than "
-                f"{self._limits.json_bytes} bytes together",
+                f"{self._limits.json_bytes} bytes in total",
                 place,
             )
         value = decoded(_OBJECT, data, place)
         if _depth(value) > self._limits.json_depth:
-            raise RequestError(f"nested more than {self._limits.json_depth} deep", place)
+            raise RequestError(f"nested more than {self._limits.json_depth} levels deep", place)
         return value
 
 
@@ -876,7 +876,7 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: Objects) ->
 
 
 def _is_custom(message: _Message, custom: set[str]) -> bool:
-    """Whether a message does nothing but make calls of custom tools, or answer one. custom: the ids of such calls."""
+    """Whether a message only makes calls of custom tools, or is the result of one. custom: ids of such calls."""
     if message.role == "tool":
         return message.tool_call_id in custom
     return not message.content and bool(calls := message.tool_calls) and all(call.type == "custom" for call in calls)
@@ -906,7 +906,7 @@ def _message(message: _Message, place: str, objects: Objects) -> Message:
     )
 
 
-_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # types of parts that gateways make of other dialects'
+_THOUGHTS = ("thinking", "reasoning", "redacted_thinking")  # part types that gateways translate other APIs' into
 
 
 def _content(content: str | list[_Part] | None, place: str, role: str) -> str:
@@ -934,7 +934,7 @@ def _text_of(part: _Part, place: str, role: str) -> str:
 
 
 def _thoughts(content: str | list[_Part] | None) -> str:
-    """The reasoning that stands among the parts of an assistant's content."""
+    """The reasoning in the parts of an assistant message's content."""
     found: list[str] = []
     for part in content if isinstance(content, list) else ():
         if part.type in _THOUGHTS:
@@ -968,9 +968,9 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
         if tool.type != "function":
             if function is not None:
                 raise RequestError(
-                    f"a tool with a function is of type function, not {tool.type}", f"tools[{index}].type"
+                    f"a tool with a function must have type function, not {tool.type}", f"tools[{index}].type"
                 )
-            continue  # left out: see Asked.left_out
+            continue  # ignored: see Asked.left_out
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"
@@ -988,7 +988,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> t
 
 
 def _depth(value: Any) -> int:
-    """Nesting of objects and arrays, found without recursion."""
+    """Nesting depth of objects and arrays, without recursion."""
     depth, level = 0, [value]
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -1025,25 +1025,25 @@ class _Detokenize(msgspec.Struct, kw_only=True):
 
 
 class TokenizeRequest(Record, frozen=True):
-    """What a body of /tokenize asks for."""
+    """A parsed body of /tokenize."""
 
-    model: str | None  # None: the served one
+    model: str | None  # None: the served model
     prompt: Prompt
-    token_strs: bool = False  # the answer has each token's text too
+    token_strs: bool = False  # also return the text of each token
 
 
 class DetokenizeRequest(Record, frozen=True):
-    """What a body of /detokenize asks for; whether the ids are tokens of the model is not checked yet."""
+    """A parsed body of /detokenize. Whether the ids are in the vocabulary is checked later."""
 
-    model: str | None  # None: the served one
+    model: str | None  # None: the served model
     tokens: tuple[int, ...]
 
 
 def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRequest:
     """Read the body of POST /tokenize, which has either `prompt` or `messages`. Raises RequestError, naming the field.
 
-    Messages become the prompt that they would be in a chat request with the same fields.
-    Kimi has no token that opens a text, so add_special_tokens makes no difference.
+    Messages are rendered as in a chat request with the same fields. Kimi has no BOS token, so add_special_tokens makes
+    no difference.
     """
     request = read(body, _Tokenize)
     _refuse_fields(request, _RefusedInPrompt)
@@ -1056,18 +1056,18 @@ def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRe
 
 
 def read_detokenize(body: bytes, most: int) -> DetokenizeRequest:
-    """Read the body of POST /detokenize; more than `most` ids are not read. Raises RequestError, naming the field."""
+    """Read the body of POST /detokenize, with at most `most` ids. Raises RequestError, naming the field."""
     request = read(body, _Detokenize)
     return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", most))
 
 
-# -- What `/openapi.json` is made from -----------------------------------------------------------------------------
+# -- For `/openapi.json` --------------------------------------------------------------------------------------------
 
 ChatBody, CompletionBody, TokenizeBody, DetokenizeBody = _Chat, _Completion, _Tokenize, _Detokenize
 
 
 def _passing(refused: type[_RefusedInPrompt]) -> dict[str, list[Any]]:
-    """For each field that is not served, the values that pass, since they change nothing."""
+    """For each unsupported field the values that pass, since they change nothing."""
     empty: list[Any] = ["", [], {}, False, 0]
     return {
         field: [None, *([] if field in _OFF_IS_NOT_NEUTRAL else empty), *_NEUTRAL.get(field, ())]
@@ -1076,7 +1076,7 @@ def _passing(refused: type[_RefusedInPrompt]) -> dict[str, list[Any]]:
 
 
 def whole(body: type[_Common]) -> dict[str, Any]:
-    """The fields that are integers, as types without the floats that pass too: in JSON Schema 6.0 is an integer."""
+    """Types of the integer fields without the floats that pass too: in JSON Schema 6.0 is an integer."""
     hints = get_type_hints(body, include_extras=True)
     return {
         field: Union[tuple(kind for kind in get_args(hints[field]) if getattr(kind, "__origin__", None) is not float)]  # noqa: UP007

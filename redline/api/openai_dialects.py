@@ -11,7 +11,7 @@ from redline.api.sse import ChatStream, CompletionStream
 
 
 def openai_error(error: Exception, request_id: str) -> Answer:
-    """The answer that tells of an exception; OpenAI's bodies do not carry the request's id."""
+    """The response for an exception; OpenAI's error bodies do not contain the request's id."""
     return answer_to(error)
 
 
@@ -65,7 +65,7 @@ def _completion_answer(reply: Reply[CompletionRequest], choices: Sequence[Choice
 
 
 def _hidden(reply: Reply[CompletionRequest]) -> frozenset[int]:
-    """Ids that have no text in the answer."""
+    """Token ids that are decoded to no text in the response."""
     return reply.tokenizer.skipped if reply.asked.ask.skip_special_tokens else frozenset[int]()
 
 

@@ -1,6 +1,7 @@
-"""What the routes of OpenAI's chat and completions and of vLLM's tokens say of themselves for `/openapi.json`.
+"""OpenAPI descriptions of OpenAI's chat and completions routes and of vLLM's token routes.
 
-Bodies are the structs that `openai.py` decodes; here stand the fields that it reads raw, and what answers look like.
+Bodies are the structs that `openai.py` decodes; this file has the fields that are decoded from `Raw`, and the
+responses.
 """
 
 from typing import Any
@@ -98,7 +99,7 @@ def _envelope(kind: str, choice: Schema, usage: Schema, *optional: str) -> Schem
 
 
 def _choice(scored: Schema, streamed: bool, **said: Schema) -> Schema:
-    """A choice that says `said`; while it streams, only its last piece has stop_reason."""
+    """A choice with the fields `said`; in a stream, only its last chunk has stop_reason."""
     sometimes = ("prompt_logprobs", "prompt_token_ids", "token_ids")
     return shape(
         optional=("stop_reason", *sometimes) if streamed else sometimes,
@@ -191,30 +192,30 @@ _STRUCTURED: Schema = {
             "minItems": 1,
             "maxItems": constraints.MOST_CHOICES,
         },
-        "grammar": {"type": "string", "minLength": 1, "description": "In the syntax of Lark."},
+        "grammar": {"type": "string", "minLength": 1, "description": "In Lark syntax."},
         **dict.fromkeys(constraints.OPTIONS, YES),
         "whitespace_pattern": {"type": "null"},
     },
-    "description": "One of its members, and options: with disable_any_whitespace JSON has no white space.",
+    "description": "One constraint, and options: with disable_any_whitespace JSON has no white space.",
 }
 _CALLS: dict[str, Any] = {
     "_Function.arguments": _ARGUMENTS,
     "_Declared.parameters": _PARAMETERS,
     "tool_choice": _CHOICE_OF_TOOL,
 }
-_FRAMING = "each a line `data: JSON`, at last `data: [DONE]`; after 9 s of silence a comment, `: keepalive`"
+_FRAMING = "each a line `data: JSON`, the last one `data: [DONE]`; after 9 s without data a comment, `: keepalive`"
 _NOTES = (
     "stream_options needs stream to be true.",
     "min_tokens is at most max_tokens.",
     "best_of may only equal n.",
-    f"All stop strings have at most {openai.MOST_STOP_CHARS} characters together.",
+    f"All stop strings have at most {openai.MOST_STOP_CHARS} characters in total.",
     "Either response_format or structured_outputs; with one of them, neither min_tokens nor ignore_eos.",
 )
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
 def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
-    """A record for each route, with the bounds and defaults that this server is configured with."""
+    """A record for each route, with the configured limits and defaults of this server."""
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 1 << 31}}
     prompts = {"minItems": 1, "maxItems": limits.prompts}
     common: dict[str, Any] = {
@@ -247,7 +248,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             notes=(
                 *_NOTES,
                 "top_logprobs needs logprobs to be true.",
-                "max_completion_tokens is what max_tokens was called before; where both are given, it holds.",
+                "max_completion_tokens is the newer name of max_tokens; if both are given, it takes precedence.",
                 "add_generation_prompt is false only together with continue_final_message.",
             ),
             body=openai.ChatBody,

@@ -1,7 +1,7 @@
-"""The OpenAPI 3.1 document of the routes, made from what their readers decode.
+"""Builds the OpenAPI 3.1 document of the routes from the structs that their parsers decode.
 
-Types, bounds and required fields come from the structs by which msgspec checks bodies, so that the document cannot say
-other than the server does. What a struct cannot say (fields that are read raw, answers) stands in each `Operation`.
+Types, limits and required fields come from the structs by which msgspec validates bodies, so that the document always
+matches the server. What a struct cannot express (fields decoded from `Raw`, responses) is in each `Operation`.
 """
 
 import re
@@ -15,34 +15,34 @@ from redline.api.operation import OPENAI_ERROR, Operation, Schema
 
 _REF = "#/components/schemas/"
 _BODY_ERRORS = {
-    "404": "The model is not served, or what the body refers to is not there",
+    "404": "The model is not served, or an object that the body refers to does not exist",
     "408": "The body did not arrive in time",
     "413": "The body is too large",
-    "504": "The answer was not complete when its time was over",
+    "504": "The answer was not complete before the deadline",
 }
 _POST_ERRORS = {
-    "415": "The body is not declared as application/json, or it is packed in another way than gzip",
-    "503": "The server loads, is overloaded, drains or has lost its worker; Retry-After says when to come again",
+    "415": "The body is not declared as application/json, or its compression is not gzip",
+    "503": "The server is loading, overloaded, draining or its worker is down; see Retry-After",
 }
 _ERRORS = {
-    "400": "The request is wrong; where a field of its body is, the error names it",
-    "403": "A web page of somebody else may have sent the request",
+    "400": "The request is invalid; the error names the field of the body that is wrong, if any",
+    "403": "The request may come from a foreign web page",
     "408": "The headers did not arrive in time",
     "431": "The headers are too large",
-    "500": "The server met an error with this request",
+    "500": "Internal server error while processing this request",
 }
-_KEY_ERRORS = {"401": "No key, or one that is not known"}
-_QUOTA_ERRORS = {"429": "The key has used what it may; Retry-After says when to come again"}
+_KEY_ERRORS = {"401": "No API key, or an unknown one"}
+_QUOTA_ERRORS = {"429": "The key has reached a rate limit; see Retry-After"}
 _TIMEOUT: Schema = {
     "name": "X-Request-Timeout",
     "in": "header",
-    "description": "Seconds in which the answer has to be complete; beyond them: 504.",
+    "description": "Deadline in seconds for the complete answer; after it: 504.",
     "schema": {"type": "number", "minimum": 0.001, "maximum": 86400},
 }
 
 
 def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -> Schema:
-    """The document. open_paths: those that need no key. keys: whether the others need one."""
+    """The document. open_paths: paths without a key. keys: whether the other paths need one."""
     schemas: dict[str, Schema] = {}
     for module in dict.fromkeys(operation.body.__module__ for operation in operations if operation.body is not None):
         schemas |= _bodies(module, operations)
@@ -73,7 +73,7 @@ def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -
 
 
 def _bodies(module: str, operations: Sequence[Operation]) -> dict[str, Schema]:
-    """The schemas of the bodies of one module, and of what they hold: `openai.Chat` for `_Chat` of openai.py."""
+    """The schemas of the bodies of one module, and of nested structs: `openai.Chat` for `_Chat` of openai.py."""
     mine = [operation for operation in operations if operation.body and operation.body.__module__ == module]
     template = f"{_REF}{_dialect(module)}.{{name}}"
     shapes: list[Any] = [operation.body for operation in mine]
@@ -82,7 +82,7 @@ def _bodies(module: str, operations: Sequence[Operation]) -> dict[str, Schema]:
     for operation in mine:
         _complete(schemas, operation, template)
     for schema in schemas.values():
-        schema.pop("description", None)  # a struct's docstring is for who reads the code
+        schema.pop("description", None)  # a struct's docstring is for developers
         del schema["title"]
     private, public = template.format(name="_").encode(), template.format(name="").encode()
     named = {f"{_dialect(module)}.{name.removeprefix('_')}": schema for name, schema in schemas.items()}
@@ -90,11 +90,11 @@ def _bodies(module: str, operations: Sequence[Operation]) -> dict[str, Schema]:
 
 
 def _complete(schemas: dict[str, Schema], operation: Operation, template: str) -> None:
-    """Say of the body's fields what its struct leaves open."""
+    """Complete the schemas of body fields that the struct leaves open."""
     assert operation.body is not None
     body = operation.body.__name__
     for field, passing in operation.refused.items():
-        told = "Not served: only what changes nothing passes."
+        told = "Not supported: only values without effect are accepted."
         schemas[body]["properties"][field] = {"description": told, "enum": passing}
     for place, kind in operation.raw.items():
         struct, _, field = place.rpartition(".")
@@ -113,9 +113,9 @@ def _operation(operation: Operation, keys: bool) -> Schema:
     errors = operation.errors or OPENAI_ERROR
     error: Schema = {"$ref": _REF + errors.name}
     if operation.event is not None:
-        said = f"The answer; with `stream` true, server-sent events, {operation.framing}"
+        said = f"The response; with `stream` true, server-sent events, {operation.framing}"
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Events; the schema of each one's JSON is x-event"},
+            "schema": {"type": "string", "description": "Events; x-event is the schema of an event's JSON"},
             "x-event": {"anyOf": [operation.event, error]},
         }
     responses: Schema = {"200": {"description": said, "content": content}}
@@ -149,7 +149,7 @@ def _operation(operation: Operation, keys: bool) -> Schema:
 
 
 def _statuses(operation: Operation, keys: bool) -> dict[str, str]:
-    """Status -> what it means, of all that are no 200."""
+    """Descriptions of all statuses other than 200."""
     found = _ERRORS | (_KEY_ERRORS if keys else {})
     if operation.method == "POST":
         found |= _POST_ERRORS | (_QUOTA_ERRORS if keys else {})
@@ -158,7 +158,7 @@ def _statuses(operation: Operation, keys: bool) -> dict[str, str]:
     if operation.missing is not None:
         found["404"] = operation.missing
     if operation.unready is not None:
-        found["503"] = "The model loads, stalls or drains, or its worker is lost"
+        found["503"] = "The model is loading or stalled, the server drains, or its worker is down"
     return found
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document as one page of HTML, which loads nothing and runs nothing."""
+"""Renders the OpenAPI document as one HTML page without scripts or external resources."""
 
 import json
 from collections.abc import Iterator
@@ -34,12 +34,12 @@ th{color:var(--soft);font-weight:normal}td:first-child{white-space:nowrap;width:
 
 
 def page(document: Schema) -> str:
-    """The document as a page for people."""
+    """The document as an HTML page."""
     pieces = [
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
         f"<title>Redline API</title><style>{_STYLE}</style><nav>{''.join(_links(document))}</nav><main>",
         f"<h1>Redline {escape(document['info']['version'])}</h1>",
-        '<p>What this server takes and answers, with its own bounds and defaults. For programs: <a href="openapi.json">'
+        '<p>Requests and responses of this server, with its limits and defaults. For programs: <a href="openapi.json">'
         "openapi.json</a>, an OpenAPI 3.1 document.</p>",
     ]
     for group in _groups(document):
@@ -98,20 +98,20 @@ def _section(document: Schema, path: str, method: str, told: Schema) -> Iterator
                 yield f"<h4>{escape(name)}</h4>{_fields(event)}"
             yield "</details>"
         elif "properties" in answer["schema"]:
-            yield f"<details><summary>Answer, {escape(kind)}</summary>{_fields(answer['schema'])}</details>"
+            yield f"<details><summary>Response, {escape(kind)}</summary>{_fields(answer['schema'])}</details>"
         else:
-            yield f"<p>Answer: {escape(kind)}</p>"
+            yield f"<p>Response: {escape(kind)}</p>"
     rows = [
         (f"<code>{status}</code>", escape(answer["description"]))
         for status, answer in told["responses"].items()
         if status != "200"
     ]
     yield f"<details><summary>Errors</summary>{_table(('Status', 'Meaning'), rows)}"
-    yield f"<p>As {_kind(told['responses']['500']['content']['application/json']['schema'])}.</p></details>"
+    yield f"<p>Format: {_kind(told['responses']['500']['content']['application/json']['schema'])}.</p></details>"
 
 
 def _call(path: str, method: str, told: Schema) -> str:
-    """The route on a command line."""
+    """The request as a curl command."""
     for parameter in told.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter.get("example")))
     words = ["curl"] if method == "GET" else ["curl", "-X", method]
@@ -123,7 +123,7 @@ def _call(path: str, method: str, told: Schema) -> str:
 
 
 def _fields(schema: Schema) -> str:
-    """A table of an object's members; those that are not served stand below it."""
+    """A table of an object's fields; fields that are not supported are listed below it."""
     required = schema.get("required", ())
     refused = {
         field for field, told in schema["properties"].items() if told.get("description", "").startswith("Not se")
@@ -138,7 +138,7 @@ def _fields(schema: Schema) -> str:
         said += '<p class="soft">* required</p>'
     if refused:
         names = ", ".join(f"<code>{escape(field)}</code>" for field in schema["properties"] if field in refused)
-        said += f"<details><summary>{len(refused)} fields that are refused by name</summary><p>{names}</p></details>"
+        said += f"<details><summary>{len(refused)} fields that are rejected by name</summary><p>{names}</p></details>"
     return said
 
 
@@ -152,7 +152,7 @@ def _cell(told: Schema) -> str:
 
 
 def _kind(told: Schema) -> str:
-    """A schema in words; empty for null."""
+    """A description of a schema; empty for null."""
     if "$ref" in told:
         return f'<a href="#{escape(_name(told))}">{escape(_name(told))}</a>'
     if "const" in told:

@@ -1,4 +1,4 @@
-"""What a route says of itself for the OpenAPI document: one `Operation`, written beside the reader of its body."""
+"""The description of a route for the OpenAPI document: an `Operation`, defined next to the parser of its body."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -9,7 +9,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class ErrorShape(NamedTuple):
-    """How a dialect tells errors. name: of the schema in the document. busy: the status that others call 503."""
+    """The error format of an API. name: of the schema in the document. busy: its status where others use 503."""
 
     name: str
     schema: Schema
@@ -17,19 +17,19 @@ class ErrorShape(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One route, as `/openapi.json` tells of it.
+    """One route, as described by `/openapi.json`.
 
-    - `group`: the heading under which the page has it. `notes`: rules between fields, which no schema says.
-    - `body`: the msgspec struct that its reader decodes, None where it takes no body. `example`: a body that is
-      answered, or the parameter of a path that has one.
-    - `raw`: for each field of the body that is told otherwise than its struct has it, as the reader takes it as
-      `msgspec.Raw` first, the type or JSON schema that it is read as later; `Struct.field` names a nested one.
-    - `bounds`: keywords that narrow a field further. `refused`: fields that are known and not served, each with the
-      values that pass.
-    - `answer`: the schema of a 200. `text`: its media type, if not JSON. `event`: the schema of the data of a
-      streamed answer's events, None where it never streams. `framing`: what an event looks like.
-    - `errors`: their shape. `unready`: what a 503 has instead, where it does. `missing`: what a 404 says, where a route
-      without a body has one. `query`: the parameters behind the path, none of which has to be there.
+    - `group`: its heading on the page. `notes`: rules between fields that the schema cannot express.
+    - `body`: the msgspec struct that its parser decodes, None without a body. `example`: a valid body, or a value of
+      the path's parameter.
+    - `raw`: for each field that is decoded as `msgspec.Raw` first, the type or JSON schema as which it is decoded
+      later; `Struct.field` names a nested field.
+    - `bounds`: keywords that narrow a field further. `refused`: known but unsupported fields, each with the values that
+      pass.
+    - `answer`: the schema of a 200 response. `text`: its media type, if not JSON. `event`: the schema of the data of a
+      stream's events, None if it never streams. `framing`: the format of an event.
+    - `errors`: their format. `unready`: a different body of a 503. `missing`: the description of a 404 of a route
+      without a body. `query`: query parameters, all optional.
     """
 
     method: str
@@ -53,7 +53,7 @@ class Operation(NamedTuple):
 
 
 def shape(*, optional: tuple[str, ...] = (), **members: Schema) -> Schema:
-    """The schema of an object with exactly these members, of which the `optional` ones may be absent."""
+    """The schema of an object with exactly these members; `optional` ones may be absent."""
     return {
         "type": "object",
         "properties": members,
@@ -68,12 +68,12 @@ def listed(items: Schema) -> Schema:
 
 
 def nullable(schema: Schema) -> Schema:
-    """The schema of what fits `schema` or is null."""
+    """The schema of a value that matches `schema` or is null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def always(value: Any) -> Schema:
-    """The schema of what is this value and no other."""
+    """The schema of a constant."""
     return {"const": value}
 
 

@@ -1,4 +1,4 @@
-"""All that `/openapi.json` tells of: the routes of each dialect, and those that say how the server is."""
+"""All routes in `/openapi.json`: those of each API, and those about the server."""
 
 from redline.api import anthropic_operations, openai_operations, responses_operations
 from redline.api.config import ApiConfig
@@ -30,7 +30,7 @@ _TOKENIZER: Schema = {
 
 
 def operations(config: ApiConfig) -> tuple[Operation, ...]:
-    """A record for each route of a server that is configured so."""
+    """A record for each route of a server with this configuration."""
     limits, defaults = config.limits, config.defaults
     name = config.served_model_names[0]
     chat, completions, *tokens = openai_operations.operations(limits, defaults)
@@ -43,10 +43,10 @@ def operations(config: ApiConfig) -> tuple[Operation, ...]:
         count,
         *kept,
         Operation("GET", "/v1/models", "Models", "The served names", _CARDS),
-        Operation("GET", "/v1/models/{id}", "Models", "One of them", _CARD, example=name, missing="It is not served"),
+        Operation("GET", "/v1/models/{id}", "Models", "One model", _CARD, example=name, missing="It is not served"),
         Operation("GET", "/", "Server", "A page to talk to the model and to watch the engine", TEXT, text="text/html")
         if config.page
-        else Operation("GET", "/", "Server", "What this is, and its routes", _ROOT),
+        else Operation("GET", "/", "Server", "Name, version and routes of this server", _ROOT),
         *_SERVER,
     )
 
@@ -56,17 +56,17 @@ _SERVER = (
         "GET",
         "/engine",
         "Server",
-        "What the page shows of the engine, an event a second",
+        "Engine state for the web page, one event per second",
         TEXT,
         text="text/event-stream",
     ),
-    Operation("GET", "/health", "Server", "Whether the model answers", _READY, unready=_UNREADY),
-    Operation("GET", "/ping", "Server", "The same, as SageMaker asks it", _READY, unready=_UNREADY),
-    Operation("POST", "/ping", "Server", "The same, as SageMaker asks it", _READY, unready=_UNREADY),
-    Operation("GET", "/live", "Server", "Whether this process answers", shape(status=always("live"))),
-    Operation("GET", "/load", "Server", "Requests that are answered or wait", shape(server_load=COUNT)),
+    Operation("GET", "/health", "Server", "Whether the model is ready to serve", _READY, unready=_UNREADY),
+    Operation("GET", "/ping", "Server", "The same as /health, for SageMaker", _READY, unready=_UNREADY),
+    Operation("POST", "/ping", "Server", "The same as /health, for SageMaker", _READY, unready=_UNREADY),
+    Operation("GET", "/live", "Server", "Whether this process is alive", shape(status=always("live"))),
+    Operation("GET", "/load", "Server", "Number of running and waiting requests", shape(server_load=COUNT)),
     Operation("GET", "/metrics", "Server", "Metrics in Prometheus's text format", TEXT, text="text/plain"),
-    Operation("GET", "/version", "Server", "What this is, and its routes", _ROOT),
+    Operation("GET", "/version", "Server", "Name, version and routes of this server", _ROOT),
     Operation("GET", "/openapi.json", "Server", "This document", {"type": "object"}),
     Operation("GET", "/docs", "Server", "This document as a page", TEXT, text="text/html"),
 )

@@ -1,4 +1,4 @@
-"""What the other replicas of the API have under way, as each has said last. It counts in bounds and choices."""
+"""Load of the other API replicas, from each one's latest report. It counts for limits and routing."""
 
 from collections.abc import Collection, Iterator
 
@@ -7,7 +7,7 @@ from redline.wire.replicas import Use
 
 
 class Others:
-    """The newest word of each; none where the API is one process."""
+    """The latest report of each replica; empty if there is one API process."""
 
     def __init__(self) -> None:
         self._uses: dict[str, Use] = {}
@@ -16,11 +16,11 @@ class Others:
         return iter(self._uses.values())
 
     def heard(self, use: Use) -> None:
-        """Take in what one of them says."""
+        """Store a replica's report."""
         self._uses[use.replica] = use
 
     def keep(self, names: Collection[str]) -> list[str]:
-        """Forget those that are none of these, which have ended: -> their names."""
+        """Drop replicas that are not in `names`, since they have ended. Returns the names of the dropped ones."""
         gone = [name for name in self._uses if name not in names]
         for name in gone:
             del self._uses[name]
@@ -33,20 +33,20 @@ class Others:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of those, and of the jobs that are being made."""
+        """Prompt tokens of the waiting jobs, and of jobs that are being prepared."""
         return sum(use.waiting_tokens for use in self)
 
     @property
     def running(self) -> int:
-        """Jobs that have had a first token and have not ended."""
+        """Jobs that have a first token and have not ended."""
         return sum(use.running for use in self)
 
     @property
     def load(self) -> int:
-        """Requests that are being answered or wait."""
+        """Requests that are running or waiting."""
         return sum(use.load for use in self)
 
     def tell(self, link: Link) -> None:
-        """Tell a link how much of theirs its worker has."""
+        """Set the load that other replicas have on a link's worker."""
         at = [each for use in self for each in use.workers if (each.worker, each.epoch) == (link.name, link.epoch)]
         link.jobs_of_others, link.tokens_of_others = sum(each.jobs for each in at), sum(each.tokens for each in at)

@@ -1,4 +1,4 @@
-"""How much of a list a client asks for."""
+"""The page size of a list."""
 
 import re
 
@@ -6,7 +6,7 @@ from redline.errors import RequestError
 
 
 def page_limit(said: str | None, most: int, default: int) -> int:
-    """The entries of a page, as the query's `limit` has them. Raises RequestError for anything but 1 to `most`."""
+    """The number of entries per page, from the query's `limit`. Raises RequestError for anything but 1 to `most`."""
     if said is None:
         return default
     if not (re.fullmatch("[0-9]{1,6}", said) and 1 <= int(said) <= most):

@@ -1,7 +1,7 @@
-"""One request's passage through this process: when it came, what was done with it until it was sent, how it ended.
+"""Timing record of one request in this process: arrival, the work until it was sent, and how it ended.
 
-Marks are set where a request passes, a few for each and none for a token, so they are always set. Who wants to know
-(a profile, spans for a collector) is told once, when the request has ended. No text of a prompt or an answer is held.
+A few timestamps per request and none per token, so they are always taken. Watchers (a profile, spans for a collector)
+are called once, when the request has ended. No text of a prompt or an answer is stored.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from redline.wire.job import Sampling
 
 
 class Part(NamedTuple):
-    """Something that was done for a request. Times are seconds, as time.perf_counter tells."""
+    """A piece of work for a request. Times are seconds of time.perf_counter."""
 
     name: str
     began: float
@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
 
 class Passage:
-    """One request. `jobs`, `model` and `sampling` are those of what it asks to be generated, once that has begun, and
-    `ended` is None until it has ended. Times are seconds, as time.perf_counter tells."""
+    """One request. `jobs`, `model` and `sampling` are set once generation has begun, and `ended` is None until the
+    request has ended. Times are seconds of time.perf_counter."""
 
     __slots__ = ("began", "ended", "id", "jobs", "method", "model", "parts", "path", "sampling", "status", "trace")
 
@@ -37,35 +37,35 @@ class Passage:
         self.jobs: Sequence[Story] = ()
         self.model = ""
         self.sampling: Sampling | None = None
-        self.status = 0  # 0: none was sent
+        self.status = 0  # 0: no status was sent
         self.ended: float | None = None
 
     def did(self, name: str, began: float) -> None:
-        """A part of it ends now. Any thread may say so."""
+        """Record a piece of work that began at `began` and ends now; thread-safe."""
         self.parts.append(Part(name, began, clock.perf_counter()))
 
 
 class Watcher(Protocol):
-    """Who wants to know of requests."""
+    """Is notified of ended requests."""
 
     def ended(self, passage: Passage) -> None:
-        """One has ended. It must neither block nor raise: the client's connection waits."""
+        """A request has ended. Must neither block nor raise: the client's connection waits."""
         ...
 
 
 class Passages:
-    """The requests that this process is at, and who is told when one ends. Everything runs in one event loop."""
+    """Requests in progress in this process, and the watchers of their ends. Everything runs in one event loop."""
 
     def __init__(self) -> None:
         self.open: set[Passage] = set()
         self.watchers: list[Watcher] = []
 
     def begin(self, passage: Passage) -> None:
-        """A request has come."""
+        """A request has arrived."""
         self.open.add(passage)
 
     def end(self, passage: Passage, status: int) -> None:
-        """It has ended. status: 0 where none was sent."""
+        """A request has ended. status: 0 if no status was sent."""
         passage.status, passage.ended = status, clock.perf_counter()
         self.open.discard(passage)
         for watcher in self.watchers:

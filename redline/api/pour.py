@@ -1,7 +1,8 @@
-"""Streams that are written in the turn of the event loop in which their tokens come, without waking a task for each.
+"""Writes streams in the event loop iteration in which their tokens arrive, without waking a task for each.
 
-A task that wakes, walks through the layers between it and the socket, and sleeps again costs as much as all that is
-done with a token. So while an answer only goes on, one callback a turn writes for every stream that has something new.
+A task that wakes, passes through the layers between it and the socket, and sleeps again costs the same as all other
+work on a token. So while an answer only continues, one callback per iteration writes all streams that have new
+tokens.
 """
 
 import asyncio
@@ -9,26 +10,26 @@ from typing import Protocol
 
 
 class Poured(Protocol):
-    """A stream that has something to write."""
+    """A stream with data to write."""
 
     def flush(self) -> None:
-        """Write all that has come."""
+        """Write everything received so far."""
         ...
 
 
 class Pours:
-    """The streams that have something new. Everything runs in one event loop."""
+    """The streams that have new data. Everything runs in one event loop."""
 
     def __init__(self) -> None:
         self._full: list[Poured] = []
-        self._told = False  # the loop, of the next turn
+        self._told = False  # a flush is scheduled
 
     def add(self, stream: Poured) -> None:
-        """Have the stream flushed, once however much comes for it until then."""
+        """Have the stream flushed once, however much more arrives for it before that."""
         self._full.append(stream)
 
     def soon(self) -> None:
-        """Flush in the next turn of the event loop: more may come in this one."""
+        """Flush in the next event loop iteration: more data may arrive in this one."""
         if self._full and not self._told:
             self._told = True
             asyncio.get_running_loop().call_soon(self._flush_told)
@@ -45,17 +46,17 @@ class Pours:
 
 
 class Direct(Protocol):
-    """A connection on which a streamed answer has begun: `scope["extensions"][DIRECT]`."""
+    """A connection with a streamed response under way: `scope["extensions"][DIRECT]`."""
 
     @property
     def lags(self) -> bool:
-        """Whether the client has not taken what was written before."""
+        """Whether the client has not yet read earlier data."""
         ...
 
     def write_part(self, body: bytes) -> bool:
-        """Write a part of the body, which is not empty, as `http.response.body` with more to come does.
+        """Write a non-empty part of the body, like `http.response.body` with more_body set.
 
-        False, and nothing is written, where the client has left or has not taken what was written before.
+        Returns False, and writes nothing, if the client has disconnected or has not yet read earlier data.
         """
         ...
 

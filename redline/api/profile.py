@@ -1,7 +1,7 @@
-"""A trace of the next seconds, as a file that Perfetto opens: requests and event loop here, steps and kernels there.
+"""Records a trace for Perfetto: requests and event loop of the API, steps and kernels of the workers.
 
-Both sides tell time by the host's one monotonic clock, so their lanes need no bringing together. What is written down
-is bounded, and what was left out is told in the file (`otherData`).
+API and workers use the host's one monotonic clock, so their lanes are aligned. The amount of data is bounded, and the
+file reports what was dropped (`otherData`).
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.profile import Profile, Profiled, Span, spans_of
 
-MOST_S = 60.0  # of a window
-MOST_SPANS = 200_000  # of each worker: some 20 MB of memory, and 30 MB of JSON before it is packed
-MOST_REQUESTS = 20_000  # that end within the window
-MOST_TURNS = 50_000  # takings-in of workers' messages
-LAST_S = 60.0  # for workers to tell the rest: a GPU's kernels are read when the window is over
-LATE_S = 0.005  # between two looks whether the event loop is late
+MOST_S = 60.0  # seconds of a recording
+MOST_SPANS = 200_000  # per worker: some 20 MB of memory, and 30 MB of JSON before compression
+MOST_REQUESTS = 20_000  # requests that end during the recording
+MOST_TURNS = 50_000  # batches of worker messages
+LAST_S = 60.0  # seconds to wait for workers' data: a GPU's kernel times are read after the recording
+LATE_S = 0.005  # seconds between two measurements of the event loop's lag
 
-_FIRST_LANE = 10  # of requests: lanes before it are the event loop's
+_FIRST_LANE = 10  # first lane for requests; lanes before it belong to the event loop
 
 
 class Turn(NamedTuple):
-    """Messages of a worker, taken in and written to streams. Seconds, as time.perf_counter tells."""
+    """A batch of worker messages, processed and written to streams. Times are seconds of time.perf_counter."""
 
     worker: str
     messages: int
@@ -42,7 +42,7 @@ class Turn(NamedTuple):
 
 
 class Recording:
-    """What one window has seen. Everything runs in one event loop."""
+    """Data of one recording. Everything runs in one event loop."""
 
     def __init__(self, number: int, waits_for: Iterable[Link]) -> None:
         self.number = number
@@ -50,21 +50,21 @@ class Recording:
         self.until = 0.0
         self.passages: list[Passage] = []
         self.turns: list[Turn] = []
-        self.late: list[tuple[float, float]] = []  # when it was measured, and by how much
+        self.late: list[tuple[float, float]] = []  # time of measurement, and lag
         self.left_out: dict[str, int] = {}
         self.notes: list[str] = []
         self.pieces: dict[str, list[bytes]] = {}  # by worker
         self.waits_for = {link: asyncio.Event() for link in waits_for}
 
     def ended(self, passage: Passage) -> None:
-        """A request has ended."""
+        """Record an ended request."""
         if len(self.passages) < MOST_REQUESTS:
             self.passages.append(passage)
         else:
             self._leave_out("requests")
 
     def took(self, link: Link, messages: Sequence[Wire], began: float) -> None:
-        """Messages of a worker were taken in."""
+        """Record a processed batch of worker messages."""
         if self.until or not began:
             return
         if len(self.turns) < MOST_TURNS:
@@ -74,7 +74,7 @@ class Recording:
             self._leave_out("turns")
 
     def told(self, link: Link, message: Profiled) -> None:
-        """A worker says what it did."""
+        """Store a worker's spans."""
         if message.number != self.number or link not in self.waits_for:
             return
         self.pieces.setdefault(link.name, []).append(message.data)
@@ -89,22 +89,22 @@ class Recording:
 
 
 class Profiler:
-    """Takes one trace at a time."""
+    """Records one trace at a time."""
 
     def __init__(self, gateway: Gateway, passages: Passages) -> None:
         self._gateway, self._passages = gateway, passages
         self._number = 0
 
     async def take(self, seconds: float) -> bytes:
-        """A trace of so many seconds from now, as gzipped JSON.
+        """Record a trace of the next `seconds`, as gzipped JSON.
 
-        Raises Refusal: 400 where `seconds` is none from 0.01 to MOST_S, 409 while another is taken.
+        Raises Refusal: 400 if `seconds` is not from 0.01 to MOST_S, 409 while another trace is being recorded.
         """
-        if not 0.01 <= seconds <= MOST_S:  # so is what is no number at all
+        if not 0.01 <= seconds <= MOST_S:  # also rejects NaN
             raise Refusal(400, f"seconds is not a number from 0.01 to {MOST_S:g}", "invalid_seconds")
         gateway = self._gateway
         if gateway.profiling is not None:
-            raise Refusal(409, "another trace is being taken; ask again when it is done", "busy")
+            raise Refusal(409, "another trace is being recorded; retry when it is done", "busy")
         self._number += 1
         links = [link for link in gateway.links if link.ready is not None]
         seen = Recording(self._number, links)
@@ -119,12 +119,12 @@ class Profiler:
             late.cancel()
             still = [passage for passage in self._passages.open if passage.began < seen.until]
             self._passages.watchers.remove(seen)
-            now = [stages_of(passage) for passage in (*seen.passages, *still)]  # before they go on
+            now = [stages_of(passage) for passage in (*seen.passages, *still)]  # before the requests continue
             until = clock.monotonic() + LAST_S
             for link, told in seen.waits_for.items():
                 await _told_or_lost(link, told, until)
                 if not told.is_set():
-                    seen.notes.append(f"{link.name} has not told all of it")
+                    seen.notes.append(f"{link.name} has not sent all of its spans")
             return await asyncio.to_thread(_written, seen, now)
         finally:
             late.cancel()
@@ -150,7 +150,7 @@ async def _measure_lateness(seen: Recording) -> None:
 
 
 class _Events:
-    """Chrome's trace events, in microseconds since `zero` (seconds): a process for the API and one for each worker."""
+    """Chrome trace events, in microseconds since `zero` (seconds): one process for the API and one per worker."""
 
     def __init__(self, zero: float) -> None:
         self._zero = zero
@@ -168,7 +168,7 @@ class _Events:
         self.events.append({"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args})
 
     def slice(self, pid: int, tid: int, stage: Stage, category: str) -> None:
-        """What began before the window is drawn from where it began."""
+        """A slice that began before the recording is drawn from its actual start."""
         began = round((stage.began - self._zero) * 1e6, 3)
         ended = round((stage.ended - self._zero) * 1e6, 3)
         dur = round(max(0.0, ended - began), 3)
@@ -181,7 +181,7 @@ class _Events:
 
 
 def _written(seen: Recording, requests: Sequence[Stages]) -> bytes:
-    # What the window found under way began before it, and readers want no time below zero.
+    # Requests under way at the start began before it, and trace viewers do not accept negative times.
     zero = min([seen.began, *(request.whole.began for request in requests)])
     events = _Events(zero)
     events.name(1, "API", 1)
@@ -211,8 +211,8 @@ def _written(seen: Recording, requests: Sequence[Stages]) -> bytes:
 
 
 def _draw_requests(events: _Events, requests: Sequence[Stages]) -> None:
-    """Each in the first lane that is free where it begins, so that no two overlap."""
-    free: list[float] = []  # when each lane is
+    """Draw each request in the first lane that is free at its start, so that requests do not overlap."""
+    free: list[float] = []  # the time from which each lane is free
     for request in sorted(requests, key=lambda one: one.whole.began):
         rows = [[request.whole, *one_behind_another(request.stages, request.whole)]]
         rows += [one_behind_another(job, request.whole) for job in request.jobs]
@@ -226,7 +226,7 @@ def _draw_requests(events: _Events, requests: Sequence[Stages]) -> None:
                 events.slice(1, _FIRST_LANE + lane, stage, "request")
 
 
-LANES = ("steps", "planner", "loop", "runner", "kernels")  # of a worker, from above; a GPU's streams come behind
+LANES = ("steps", "planner", "loop", "runner", "kernels")  # of a worker, in drawing order; a GPU's streams follow
 
 
 def _draw_worker(events: _Events, pid: int, spans: Sequence[Span]) -> None:

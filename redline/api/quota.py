@@ -1,7 +1,8 @@
-"""What one name may use: requests in a second, requests at once, tokens in a minute and in a day.
+"""Rate limits of one key name: requests per second, concurrent requests, tokens per minute and per day.
 
-Tokens are paid for afterwards. A prompt is charged when it is admitted and each generated token when it comes, so an
-account may go into debt by what its running requests still generate; it is refused while it cannot pay for the prompt.
+Tokens are charged after the fact: a prompt when it is admitted, each generated token when it arrives. So an account may
+go into debt by the tokens that its running requests still generate; new requests are rejected while the account cannot
+pay for the prompt.
 """
 
 import math
@@ -17,20 +18,20 @@ from redline.api.errors import Refusal
 from redline.api.passage import Passage
 from redline.wire.replicas import OfKey
 
-BUSY_RETRY_S = 1.0  # where a place is free once another request ends, which nobody can foresee
+BUSY_RETRY_S = 1.0  # seconds, at the concurrency limit: it is unknown when a running request will end
 
 
 class LimitReached(Refusal):
-    """A request that is refused (429) because its key has used up one of its limits; `retry_s` says when it has not."""
+    """A request rejected with 429 because its key has reached a limit; retry after `retry_s` seconds."""
 
     def __init__(self, name: str, limit: str, most: float, retry_s: float) -> None:
-        super().__init__(429, f"the key {name} has reached its limit: {limit} is {most:g}", "rate_limit_exceeded")
+        super().__init__(429, f"the key {name} has reached its rate limit: {limit} is {most:g}", "rate_limit_exceeded")
         self.limit = limit
         self.retry_s = retry_s
 
 
 class Bucket:
-    """So many units in so many seconds: it is full at first, fills evenly by `per_s`, and may be in debt."""
+    """Token bucket of `most` units per `seconds`: starts full, refills at `per_s`, and may be in debt."""
 
     def __init__(self, most: float, seconds: float, now: float) -> None:
         self.most = max(most, 1.0)
@@ -39,36 +40,36 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """Units that can be taken now; negative where more has been taken than there was."""
+        """Units available now; negative if more were taken than available."""
         self._level = min(self.most, self._level + (now - self._at) * self.per_s)
         self._at = now
         return self._level
 
     def wait_s(self, units: float, now: float) -> float:
-        """Seconds until `units` can be taken, 0 where they can be now; until it is full, for more than it holds."""
+        """Seconds until `units` are available, 0 if they are now. For more than the bucket holds: until it is full."""
         return max(0.0, (min(units, self.most) - self.level(now)) / self.per_s)
 
     def take(self, units: float) -> None:
-        """Take units, whether they are there or not."""
+        """Take units, even if fewer are available."""
         self._level -= units
 
 
 class Account:
-    """What requests under one name use. `tokens` and `requests` count since the server started."""
+    """Usage of one key name. `tokens` and `requests` count since the server started."""
 
     def __init__(self, name: str, limits: KeyLimits, clock: Callable[[], float] = clock.monotonic) -> None:
         self.name = name
-        self.sla = DEFAULT_SLA  # the class of its requests
+        self.sla = DEFAULT_SLA  # SLO class of its requests
         self.running = 0  # requests
         self.requests = 0
-        self.tokens = 0  # of prompts and answers
+        self.tokens = 0  # tokens of prompts and answers
         self._clock = clock
         self._buckets: dict[str, Bucket] = {}
-        self._elsewhere: dict[str, OfKey] = {}  # what other replicas of the API have said last
+        self._elsewhere: dict[str, OfKey] = {}  # the last report of each other API replica
         self.limit(limits)
 
     def limit(self, limits: KeyLimits) -> None:
-        """From now on these limits hold. A quota whose number has not changed goes on from where it is."""
+        """Replace the limits. A bucket keeps its level if its limit has not changed."""
         before = self._buckets
         self.limits = limits
         self._buckets = {}
@@ -82,7 +83,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Generator[None]:
-        """While inside, a request runs. Raises LimitReached, before it costs anything."""
+        """Context of a running request. Raises LimitReached before the request costs anything."""
         most = self.limits.concurrency
         if most is not None and self.running + sum(other.running for other in self._elsewhere.values()) >= most:
             raise LimitReached(self.name, "concurrency", most, BUSY_RETRY_S)
@@ -97,12 +98,12 @@ class Account:
             self.running -= 1
 
     def check_tokens(self, tokens: int) -> None:
-        """Raises LimitReached where a prompt of so many tokens (0: of any length) cannot be paid for now."""
+        """Raises LimitReached if a prompt of `tokens` tokens (0: of any length) cannot be paid for now."""
         for name in ("tokens_per_minute", "tokens_per_day"):
             self._check(name, max(tokens, 1))
 
     def charge(self, tokens: int) -> None:
-        """Pay for tokens that were admitted or generated."""
+        """Charge tokens that were admitted or generated."""
         self.tokens += tokens
         for name in ("tokens_per_minute", "tokens_per_day"):
             if (bucket := self._buckets.get(name)) is not None:
@@ -110,8 +111,8 @@ class Account:
                 bucket.take(tokens)
 
     def heard(self, replica: str, use: OfKey) -> None:
-        """Take in what another replica of the API says of the same name. What was used there is missing here too; where
-        one is heard of for the first time, whoever has less left is right."""
+        """Apply another API replica's report for this name: tokens and requests used there are taken from the buckets
+        here too. At the first report of a replica, each bucket takes the lower of the two levels."""
         before = self._elsewhere.get(replica)
         self._elsewhere[replica] = use
         now = self._clock()
@@ -124,11 +125,11 @@ class Account:
                 bucket.take(use.tokens - before.tokens)
 
     def forget(self, replica: str) -> None:
-        """Another replica of the API has ended, with all that ran there."""
+        """Drop the usage of an API replica that has ended, with its running requests."""
         self._elsewhere.pop(replica, None)
 
     def left(self) -> dict[str, float]:
-        """What can be taken now of each limit that fills with time, by its name."""
+        """Units available now of each limit that refills, by its name."""
         now = self._clock()
         return {name: round(bucket.level(now), 3) for name, bucket in self._buckets.items()}
 
@@ -139,29 +140,29 @@ class Account:
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who a request comes from, and until when its answer is of use."""
+    """The caller of a request, and the request's deadline."""
 
     request_id: str = ""
-    account: Account | None = None  # None: no keys are asked for
-    began: float = 0.0  # as time.monotonic tells
-    timeout_s: float | None = None  # from there to the last token
-    passage: Passage | None = None  # where it is noted what was done for it
+    account: Account | None = None  # None: the server has no keys
+    began: float = 0.0  # by time.monotonic
+    timeout_s: float | None = None  # from `began` to the last token
+    passage: Passage | None = None  # collects the request's timings, if set
 
     @property
     def sla(self) -> str:
-        """The class of its request."""
+        """SLO class of the request."""
         return DEFAULT_SLA if self.account is None else self.account.sla
 
 
 CALLER: ContextVar[Caller] = ContextVar("CALLER", default=Caller())  # noqa: B039  (it is frozen)
-"""Of the request that the current task serves: routes and dialects need not hand it through."""
+"""The caller of the request that the current task serves, so that routes need not pass it along."""
 
 
 class ServedRate:
-    """Prompt tokens that got their first token, by the second, while any waited; the last minute or so counts."""
+    """Rate of prompt tokens whose jobs got a first token, measured while any job waited, over the last minute or so."""
 
     LASTING_S = 60.0
-    LEAST_S, MOST_S = 1.0, 600.0  # what a client may be told
+    LEAST_S, MOST_S = 1.0, 600.0  # bounds of the Retry-After that a client gets
 
     def __init__(self, clock: Callable[[], float] = clock.monotonic) -> None:
         self._clock = clock
@@ -170,11 +171,11 @@ class ServedRate:
         self._seconds = 0.0
 
     def begins(self) -> None:
-        """Something waits, and before nothing did."""
+        """The first job starts to wait."""
         self._since = self._clock()
 
     def served(self, tokens: int) -> None:
-        """So many tokens wait no more."""
+        """Count prompt tokens of jobs that got their first token."""
         now = self._clock()
         passed, self._since = now - self._since, now
         kept = math.exp(-passed / self.LASTING_S)
@@ -183,10 +184,10 @@ class ServedRate:
 
     @property
     def per_s(self) -> float:
-        """Tokens; 0 where nothing has been measured."""
+        """Tokens per second; 0 if nothing has been measured."""
         return self._tokens / self._seconds if self._seconds > 0 else 0.0
 
     def retry_s(self, tokens: int) -> float:
-        """Seconds until so many tokens have been served, within LEAST_S and MOST_S."""
+        """Seconds until `tokens` prompt tokens are served, within LEAST_S and MOST_S."""
         rate = self.per_s
         return min(self.MOST_S, max(self.LEAST_S, tokens / rate)) if rate > 0 else self.LEAST_S

@@ -1,7 +1,7 @@
-"""`POST /page/render`: Markdown of finished blocks as HTML that cannot act (`api/render_child.py` makes it).
+"""`POST /page/render`: renders Markdown blocks to inert HTML (`api/render_child.py`).
 
-It is made in a process of its own, which is started with the first block and killed where one takes too long: a regex
-of a highlighter holds the interpreter's lock, and here tokens wait for it.
+A separate process renders, started at the first block and killed if a block takes too long: a regular expression of a
+highlighter holds the GIL, and in this process it would stall token streaming.
 """
 
 import asyncio
@@ -17,23 +17,23 @@ from redline.api.openai import read
 from redline.errors import Overloaded
 
 PATH = "/page/render"
-BLOCKS_BYTES = 256 << 10  # of one request's texts
-START_S = 60.0  # for the process to import what it needs, on a machine that is busy loading a model
-RENDER_S = 2.0  # for one request
-WAITING = 16  # requests, before new ones are refused
-LINE_BYTES = 16 << 20  # of an answer: coloured code takes some 20 times its text
+BLOCKS_BYTES = 256 << 10  # of the texts of one request
+START_S = 60.0  # seconds for the process to import its modules, on a machine that is busy loading a model
+RENDER_S = 2.0  # seconds for one request
+WAITING = 16  # queued requests, beyond which new ones are rejected
+LINE_BYTES = 16 << 20  # of a reply: highlighted code takes some 20 times its text
 
 log = logging.getLogger("redline.api")
 
 
 class RenderRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Texts in Markdown."""
+    """Markdown texts."""
 
     blocks: Annotated[list[str], Meta(min_length=1, max_length=256)]
 
 
 class Renderer:
-    """The process, one request at a time. Everything runs in one event loop."""
+    """The rendering process, which serves one request at a time. Everything runs in one event loop."""
 
     def __init__(self, render_s: float = RENDER_S) -> None:
         self.render_s = render_s
@@ -43,7 +43,7 @@ class Renderer:
         self._waiting = 0
 
     async def answer(self, body: bytes) -> bytes:
-        """The JSON that answers a body. Raises RequestError, Refusal (413, 400) and Overloaded."""
+        """The JSON response to a body. Raises RequestError, Refusal (413, 400) and Overloaded."""
         if len(body) > 2 * BLOCKS_BYTES:
             raise Refusal(413, f"the body is {len(body)} bytes; at most {2 * BLOCKS_BYTES} are read", "body_too_large")
         blocks = read(body, RenderRequest).blocks
@@ -51,7 +51,7 @@ class Renderer:
         if size > BLOCKS_BYTES:
             raise Refusal(413, f"blocks are {size} characters; at most {BLOCKS_BYTES} are rendered", "blocks_too_large")
         if self._waiting >= WAITING:
-            raise Overloaded(f"{self._waiting} requests wait to be rendered; try again later")
+            raise Overloaded(f"{self._waiting} requests are queued for rendering; try again later")
         self._waiting += 1
         try:
             async with self._turn:
@@ -60,7 +60,7 @@ class Renderer:
             self._waiting -= 1
 
     async def ended(self) -> None:
-        """Kill the process, and wait until it and every one before it has ended."""
+        """Kill the process, and wait until it and all earlier ones have exited."""
         self._kill()
         while self._killed:
             await self._killed.pop().wait()
@@ -83,19 +83,19 @@ class Renderer:
                 return await _asked(process, line)
         except TimeoutError:
             self._kill()
-            raise Refusal(400, f"blocks take more than {self.render_s:g} s to render", "blocks_too_slow") from None
+            raise Refusal(400, f"rendering the blocks takes more than {self.render_s:g} s", "blocks_too_slow") from None
         except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             self._kill()
-            raise Refusal(400, "blocks take more memory to render than there is for it", "blocks_too_large") from None
-        except BaseException:  # the client has left: what the process still says would answer the next request
+            raise Refusal(400, "rendering the blocks takes more memory than allowed", "blocks_too_large") from None
+        except BaseException:  # the client has left: the pending reply would go to the next request
             self._kill()
             raise
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """The process, once it has answered. Raises OSError (TimeoutError too) and IncompleteReadError."""
+        """The process, once it has replied. Raises OSError (TimeoutError too) and IncompleteReadError."""
         if self._process is not None and self._process.returncode is None:
             return self._process
-        await self.ended()  # the one before, which has ended or was killed
+        await self.ended()  # the previous one, which has exited or was killed
         pipe = asyncio.subprocess.PIPE
         command = sys.executable, "-m", "redline.api.render_child"
         process = self._process = await asyncio.create_subprocess_exec(
@@ -111,7 +111,7 @@ class Renderer:
 
 
 async def _asked(process: asyncio.subprocess.Process, line: bytes) -> bytes:
-    """What the process answers to a line. Raises IncompleteReadError where it has ended."""
+    """Send a line and return the reply. Raises IncompleteReadError if the process has exited."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(line)

@@ -1,8 +1,8 @@
-"""The process that renders the page's Markdown: a block that takes too long costs this process, which can be killed.
+"""The process that renders the page's Markdown: a slow block blocks only this process, which can be killed.
 
-Standard input has one JSON list of texts a line; each line is answered by one with the list of their HTML, null for one
-that fails. Markdown is read by markdown-it-py, code is coloured by Pygments, TeX becomes MathML by latex2mathml,
-and nh3 lets through nothing but the elements that these make. HTML in a text stays text.
+Each line of standard input is a JSON list of texts; each is answered by a line with the list of their HTML, null for a
+text that fails. markdown-it-py parses Markdown, Pygments highlights code, latex2mathml converts TeX to MathML, and nh3
+removes all elements other than those that these libraries produce. HTML in a text is shown as text.
 """
 
 import resource
@@ -26,11 +26,11 @@ from pygments.lexers import find_lexer_class_by_name
 from pygments.token import STANDARD_TYPES
 from pygments.util import ClassNotFound
 
-MEMORY_BYTES = 1 << 30  # of addresses
-COLOURED_CHARS = 50_000  # of a block of code; longer ones are plain
-MATH_CHARS = 4_000  # of a formula; longer ones stay TeX
-CLASS = "c-"  # begins the classes of coloured code
-HEADING = 2  # levels below the page's own headings
+MEMORY_BYTES = 1 << 30  # address space
+COLOURED_CHARS = 50_000  # of a code block; longer ones are not highlighted
+MATH_CHARS = 4_000  # of a formula; longer ones are shown as TeX
+CLASS = "c-"  # class prefix of highlighted code
+HEADING = 2  # levels added to headings, below the page's own
 
 MATH = {
     *("math", "mrow", "mi", "mn", "mo", "ms", "mtext", "mspace", "msup", "msub", "msubsup", "mfrac", "msqrt", "mroot"),
@@ -61,8 +61,8 @@ _formatter = HtmlFormatter[str](nowrap=True, classprefix=CLASS)
 
 
 def main() -> None:
-    """Answer until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the end of standard input says when
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # SIGINT reaches the whole group; the end of stdin ends this process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     for line in sys.stdin.buffer:
         texts = msgspec.json.decode(line, type=list[str])
@@ -71,20 +71,20 @@ def main() -> None:
 
 
 def attempted(text: str) -> str | None:
-    """The HTML of a text's Markdown; None where that fails."""
+    """Render Markdown to HTML; None if that fails."""
     try:
         return rendered(text)
-    except Exception:  # whatever a text out of shape raises in one of the libraries
+    except Exception:  # any exception of a library for malformed input
         return None
 
 
 def rendered(text: str) -> str:
-    """The HTML of a text's Markdown."""
+    """Render Markdown to HTML."""
     return _cleaner.clean(_markdown.render(text))
 
 
 def coloured(code: str, language: str) -> str:
-    """The HTML of a block of code: each token of a language that Pygments knows has its class."""
+    """The HTML of a code block: tokens have classes if Pygments knows the language."""
     if len(code) <= COLOURED_CHARS:
         try:
             return highlight(code, find_lexer_class_by_name(language)(stripnl=False, ensurenl=False), _formatter)
@@ -94,11 +94,11 @@ def coloured(code: str, language: str) -> str:
 
 
 def formula(tex: str, *, block: bool) -> str:
-    """The MathML of a formula; its TeX as code where it cannot be read."""
+    """The MathML of a formula; its TeX as code if it cannot be parsed."""
     if len(tex) <= MATH_CHARS:
         try:
             return convert(tex, display="block" if block else "inline")
-        except Exception:  # whatever TeX out of shape raises there
+        except Exception:  # any exception for malformed TeX
             pass
     return f"<code>{escapeHtml(tex)}</code>"
 
@@ -109,9 +109,9 @@ _PAIRS = (("$$", "$$", True), ("\\[", "\\]", True), ("\\(", "\\)", False), ("$",
 
 
 def _inline_math(state: StateInline, silent: bool) -> bool:
-    r"""$a$, $$a$$, \(a\) and \[a\]. A single dollar is one where no space is within it and no digit behind it, so that
-    prices are text."""
-    absent: dict[tuple[str, str, int], int] = state.env.setdefault("absent", {})  # where no closing follows any more
+    r"""$a$, $$a$$, \(a\) and \[a\]. A single dollar counts only without a space inside it and without a digit after
+    it, so that prices stay text."""
+    absent: dict[tuple[str, str, int], int] = state.env.setdefault("absent", {})  # no closing mark follows any more
     for opening, closing, block in _PAIRS:
         if not state.src.startswith(opening, state.pos):
             continue
@@ -135,7 +135,7 @@ def _inline_math(state: StateInline, silent: bool) -> bool:
 
 
 def _block_math(state: StateBlock, first: int, last: int, silent: bool) -> bool:
-    r"""$$ or \[ at a line's begin, until the line that ends with its counterpart."""
+    r"""$$ or \[ at the beginning of a line, up to the line that ends with the closing mark."""
     if state.is_code_block(first):
         return False
     begin = state.bMarks[first] + state.tShift[first]
@@ -174,7 +174,7 @@ def _fence(_: RendererHTML, tokens: Sequence[Token], place: int, *rest: Any) -> 
 
 
 def _image(_: RendererHTML, tokens: Sequence[Token], place: int, *rest: Any) -> str:
-    """A link to it: to show one would ask another server, which then knows who reads."""
+    """A link to the image: displaying it would send a request to another server, which would learn about the reader."""
     token = tokens[place]
     return f'<a href="{escapeHtml(str(token.attrGet("src") or ""))}">{escapeHtml(token.content or "image")}</a>'
 
@@ -183,7 +183,7 @@ def _open(renderer: RendererHTML, tokens: Sequence[Token], place: int, options: 
     token = tokens[place]
     if token.type.startswith("heading"):
         token.tag = f"h{min(6, int(token.tag[1]) + HEADING)}"
-    elif style := token.attrGet("style"):  # of a table's cell; the page's policy takes no style
+    elif style := token.attrGet("style"):  # of a table cell; the page's security policy forbids style attributes
         token.attrs = {"data-align": str(style).removeprefix("text-align:")}
     return renderer.renderToken(tokens, place, options, env)
 

@@ -1,7 +1,7 @@
-"""Responses that are kept for their clients, in a file of SQLite: bounded in number, bytes and age.
+"""Stores responses for their clients in a SQLite file: limited in number, bytes and age.
 
-A response is written before its client reads the end of its answer, so whoever asks for it finds it, in other processes
-that have the same file too. All of it happens in one thread.
+A response is written before its client reads the end of it, so that a later request for it succeeds, also in other
+processes that use the same file. All access is in one thread.
 """
 
 import asyncio
@@ -30,8 +30,8 @@ T = TypeVar("T")
 log = logging.getLogger("redline.api")
 
 _COLUMNS = ["number", "id", "owner", "created", "size", "body", "messages"]
-# How many rows there are and their bytes, so that nobody has to read them all. The file keeps it, since several
-# processes may write to it; one that was made before it had these is counted once.
+# Row count and bytes, so that they need not be computed from all rows. They are in the file, since several processes
+# may write to it; for a file from an older version they are computed once.
 _TABLES = """
     BEGIN IMMEDIATE;
     CREATE TABLE IF NOT EXISTS responses (
@@ -54,17 +54,17 @@ _MESSAGES = msgspec.json.Decoder(tuple[Message, ...])
 
 
 class StoreLimits(Record, frozen=True):
-    """What is kept at most; what is older goes first."""
+    """Limits of the store; the oldest responses are deleted first."""
 
     rows: int = 10_000
     bytes: int = 1024 * MIB  # of all responses with their conversations
-    row_bytes: int = 16 * MIB  # of one; a larger one is not kept
+    row_bytes: int = 16 * MIB  # of one response; larger ones are not stored
     age_s: float = 30 * 86_400.0
-    wait_s: float = 10.0  # for a response to be written, before its client is told that it is not kept
+    wait_s: float = 10.0  # seconds for writing a response, after which it is reported as not stored
 
 
 class ResponseStore:
-    """Keeps responses, each for the name of the key that asked for it."""
+    """Stores responses, each under the name of the key that requested it."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class ResponseStore:
         limits: StoreLimits = StoreLimits(),  # noqa: B008
         clock: Callable[[], float] = clock.now,
     ) -> None:
-        """Raises ConfigError where the file cannot be opened, or holds anything but responses."""
+        """Raises ConfigError if the file cannot be opened, or is another program's database."""
         self._path = path
         self._limits = limits
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses")
-        self._removed = False  # somebody removed the file, and it could not be made again
+        self._removed = False  # the file was removed, and could not be created again
         try:
             self._file, self._identity = self._thread.submit(_opened, path).result()
         except ConfigError:
@@ -87,59 +87,60 @@ class ResponseStore:
     async def keep(
         self, id: str, owner: str, body: bytes, messages: Sequence[Message], items: Mapping[str, bytes] = NO_ITEMS
     ) -> bool:
-        """Keep a response: its body as JSON, the conversation with it, and the items of its output, as JSON too, by
-        their ids. Whether it is kept; why it is not is logged."""
+        """Store a response: its JSON body, the conversation that ends with it, and the JSON items of its output by
+        id. Returns whether it was stored; if not, the reason is logged."""
         try:
             written = asyncio.wrap_future(self.put(id, owner, body, messages, items))
             return await asyncio.wait_for(written, self._limits.wait_s)
         except TimeoutError:
-            log.warning("a response is not kept: %s took no write for %g s", self._path, self._limits.wait_s)
+            log.warning("a response was not stored: writing to %s took more than %g s", self._path, self._limits.wait_s)
             return False
 
     def put(
         self, id: str, owner: str, body: bytes, messages: Sequence[Message], items: Mapping[str, bytes] = NO_ITEMS
     ) -> Future[bool]:
-        """As `keep`, without waiting."""
+        """Like `keep`, without waiting."""
         return self._thread.submit(self._put, id, owner, body, messages, items)
 
     async def body(self, id: str, owner: str) -> bytes:
-        """The response as it was answered. Raises Refusal (404) where the owner has none of that id."""
+        """The body of a response. Raises Refusal (404) if the owner has no response of that id."""
         return (await self._found(lambda: self._row(id, owner)))[0]
 
     async def messages(self, id: str, owner: str) -> tuple[Message, ...]:
-        """The conversation that ends with the response. Raises Refusal (404) where the owner has none of that id."""
+        """The conversation that ends with the response. Raises Refusal (404) if the owner has no response of that
+        id."""
         return await self._found(lambda: _MESSAGES.decode(self._row(id, owner)[1]))
 
     async def items(self, ids: Iterable[str], owner: str, most_bytes: int) -> dict[str, bytes]:
-        """The items of the owner's responses that have these ids, as JSON; those that are not kept are missing, and so
-        are all behind the first with which they are more than `most_bytes` together."""
+        """Items with these ids from the owner's responses, as JSON. Unknown ids are missing from the result, as are
+        all after the item that brings the total above `most_bytes`."""
         return await self._found(lambda: self._items(ids, owner, most_bytes))
 
     async def delete(self, id: str, owner: str) -> None:
-        """Forget a response. Raises Refusal (404) where the owner has none of that id."""
+        """Delete a response. Raises Refusal (404) if the owner has no response of that id."""
         await self._found(lambda: self._delete(id, owner))
 
     def close(self) -> None:
-        """Write what waits, and close the file."""
+        """Finish pending writes, and close the file."""
         self._thread.submit(lambda: self._file.close())
         self._thread.shutdown()
 
     async def _found(self, work: Callable[[], T]) -> T:
-        """What `work` gives, in the thread of the file. Raises Refusal, 503 where the file cannot be read."""
+        """Run `work` in the file's thread. Raises its Refusal, or a Refusal with 503 if the file cannot be read."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
         except (sqlite3.Error, OSError, ConfigError) as error:
             log.error("%s: %s", self._path, error)
-            raise Refusal(503, "the server cannot read the responses that it keeps", "responses_unreadable") from None
+            raise Refusal(503, "the server cannot read its stored responses", "responses_unreadable") from None
 
     # ---------------------------------------------------------------------------------------- in the thread of the file
 
     def _open(self) -> sqlite3.Connection:
-        """The file, which is made again where somebody has removed it. Raises as `_opened`."""
+        """The open file, created again if it was removed. Raises what `_opened` raises."""
         if _identity_of(self._path) != self._identity:
             if not self._removed:
                 self._removed = True
-                log.error("%s was removed or replaced while in use: the responses in it are lost", self._path)
+                log.error("%s was removed or replaced while in use: its responses are lost", self._path)
             self._file.close()
             self._file, self._identity = _opened(self._path)
             self._removed = False
@@ -149,7 +150,7 @@ class ResponseStore:
         said = msgspec.json.encode(messages)
         size = len(body) + len(said) + sum(map(len, items.values()))
         if size > self._limits.row_bytes:
-            log.warning("a response of %d bytes is not kept; at most %d are", size, self._limits.row_bytes)
+            log.warning("a response was not stored: it is %d bytes, and the limit is %d", size, self._limits.row_bytes)
             return False
         row = (id, owner, self._clock(), size, body, said)
         try:
@@ -160,7 +161,7 @@ class ResponseStore:
                 file.executemany("INSERT INTO items VALUES (?, ?, ?)", [(one, number, items[one]) for one in items])
                 self._make_room(file)
         except (sqlite3.Error, OSError, ConfigError) as error:
-            log.error("a response is not kept: %s", error)
+            log.error("a response was not stored: %s", error)
             return False
         return True
 
@@ -209,11 +210,11 @@ class ResponseStore:
 
 
 def _opened(path: Path) -> tuple[sqlite3.Connection, tuple[int, int] | None]:
-    """The file, made where it is missing, and its identity. Raises ConfigError where it cannot be opened, or holds
+    """Open or create the file; returns it with its identity. Raises ConfigError if it cannot be opened, or contains
     other tables."""
     file: sqlite3.Connection | None = None
     try:
-        with contextlib.suppress(FileExistsError):  # SQLite would make it, and files beside it, readable by others
+        with contextlib.suppress(FileExistsError):  # SQLite would create it, and its -wal and -shm, world-readable
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         file = sqlite3.connect(path)
         _check(path, file)
@@ -231,11 +232,11 @@ def _opened(path: Path) -> tuple[sqlite3.Connection, tuple[int, int] | None]:
         if isinstance(error, ConfigError):
             raise
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"responses_file: {path}: responses cannot be kept there: {why}") from None
+        raise ConfigError(f"responses_file: {path}: responses cannot be stored there: {why}") from None
 
 
 def _check(path: Path, file: sqlite3.Connection) -> None:
-    """Raises ConfigError unless all tables of a file are those of responses, or there is none."""
+    """Raises ConfigError unless the file has only this store's tables, or none."""
     named = file.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite!_%' ESCAPE '!'")
     tables = {name for (name,) in named}
     columns = [column[1] for column in file.execute("PRAGMA table_info(responses)")]
@@ -247,7 +248,7 @@ def _check(path: Path, file: sqlite3.Connection) -> None:
 
 
 def _identity_of(path: Path) -> tuple[int, int] | None:
-    """Device and inode; None: there is no file."""
+    """Device and inode; None: the file does not exist."""
     try:
         status = path.stat()
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""What clients say in OpenAI's Responses dialect, read into our own words.
+"""Reads requests of OpenAI's Responses API into `Ask`.
 
-As in `openai`, a type annotation is the check, fields that we do not know are ignored, and those that we know and
-cannot honour are refused by name. The items of an input that the assistant said one after another (reasoning, a text,
-calls) become one message, as the model had said them.
+As in `openai`, validation is by type annotation, unknown fields are ignored, and known fields that are not supported
+are rejected by name. Consecutive assistant items of the input (reasoning, a text, calls) become one message, as the
+model had generated them.
 """
 
 import itertools
@@ -40,10 +40,10 @@ from redline.wire.job import Sampling
 _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 _FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-MOST_REFERENCES = 1024  # to items that the server keeps, in one request
-REASONING = "rs"  # begins the ids of items of reasoning
+MOST_REFERENCES = 1024  # references to stored items, in one request
+REASONING = "rs"  # prefix of the ids of reasoning items
 
-# Items about tools that only OpenAI runs, and members that are words of the conversation in items of other types.
+# Items of tools that run only at OpenAI, with fields that hold conversation text in items of other types.
 _HOSTED = frozenset({
     "additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "computer_call",
     "computer_call_output", "custom_tool_call", "custom_tool_call_output", "file_search_call", "image_generation_call",
@@ -63,7 +63,7 @@ class _Part(Item, gc=False):
 class _Input(Item, gc=False):
     type: Name | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: msgspec.Raw = ABSENT  # of a message or reasoning: _CONTENT; of items that are skipped: anything
+    content: msgspec.Raw = ABSENT  # of a message or reasoning: _CONTENT; of ignored items: anything
     summary: msgspec.Raw = ABSENT  # of reasoning: _PARTS
     encrypted_content: str | None = None
     id: str | None = None
@@ -102,13 +102,13 @@ class _Text(msgspec.Struct):
 
 
 class _Prompt(msgspec.Struct, kw_only=True):
-    """What decides the prompt: all of a body of /v1/responses/input_tokens."""
+    """Fields that determine the prompt: the whole body of /v1/responses/input_tokens."""
 
     input: str | list[_Input] | None = None
     model: Name | None = None
     instructions: str | None = None
     previous_response_id: Name | None = None
-    tools: msgspec.Raw = ABSENT  # list[_Tool], which answers repeat
+    tools: msgspec.Raw = ABSENT  # list[_Tool], which responses repeat
     tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
@@ -135,38 +135,38 @@ class _Responses(_Prompt, kw_only=True):
 
 
 class ResponsesRequest(Asked, frozen=True):
-    """What a body of /v1/responses asks for, and what its answer repeats of it."""
+    """A parsed body of /v1/responses, with the fields that the response repeats."""
 
-    said: tuple[Message, ...] = ()  # the conversation but for the instructions, which hold for one answer
-    previous: str | None = None  # the response that it goes on with
-    references: tuple[str, ...] = ()  # ids of items that the server keeps
-    given: list[_Input] = msgspec.field(default_factory=list[_Input])  # where it has references
+    said: tuple[Message, ...] = ()  # the conversation without the instructions, which apply to one response only
+    previous: str | None = None  # id of the response that is continued
+    references: tuple[str, ...] = ()  # ids of stored items
+    given: list[_Input] = msgspec.field(default_factory=list[_Input])  # set if there are references
     namespaces: dict[str, tuple[str, str]] = msgspec.field(
         default_factory=dict[str, tuple[str, str]]
-    )  # what the model calls a function of a namespace -> the namespace's name and the function's
-    stores: bool = False  # the client would have the response kept
-    sealed: bool = False  # reasoning comes in encrypted_content too
-    owner: str = ""  # whose response it is: the name of the key
+    )  # the model's name of a namespace's function -> the names of namespace and function
+    stores: bool = False  # the client wants the response stored
+    sealed: bool = False  # also return reasoning as encrypted_content
+    owner: str = ""  # name of the key, which owns the response
     instructions: str | None = None
-    tools: bytes = b"[]"  # JSON in one line, as are the next two: they go into lines of event streams
+    tools: bytes = b"[]"  # JSON on one line, like the next two: they are sent in lines of event streams
     tool_choice: bytes = b'"auto"'
     format: bytes = b'{"type":"text"}'
     parallel: bool = True
     effort: str | None = None
-    summary: str | None = None  # as the client said it
+    summary: str | None = None  # as the client sent it
     metadata: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     max_output_tokens: int | None = None
 
     @property
     def summarised(self) -> bool:
-        """Whether reasoning is told as its summary."""
+        """Whether reasoning is returned as its summary."""
         return self.summary not in (None, "none")
 
 
 def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> ResponsesRequest:
     """Read the body of POST /v1/responses. Raises RequestError, naming the field.
 
-    defaults: what holds where the request is silent.
+    defaults: values of fields that the request does not set.
     """
     request = read(body, _Responses)
     _refuse(request)
@@ -206,11 +206,11 @@ def read_responses(body: bytes, limits: Limits, defaults: Defaults) -> Responses
 
 
 def read_input_tokens(body: bytes, limits: Limits, defaults: Defaults) -> ResponsesRequest:
-    """Read the body of POST /v1/responses/input_tokens: its prompt is what /v1/responses would answer. Raises
+    """Read the body of POST /v1/responses/input_tokens: the prompt is the same as for /v1/responses. Raises
     RequestError, naming the field."""
     request = read(body, _Prompt)
     if request.input is None and request.instructions is None and request.previous_response_id is None:
-        raise RequestError("there is nothing to count: give input, instructions or previous_response_id", "input")
+        raise RequestError("nothing to count: send input, instructions or previous_response_id", "input")
     _refuse_in_prompt(request)
     return _prompted(request, limits, defaults, Objects(limits))[0]
 
@@ -218,7 +218,7 @@ def read_input_tokens(body: bytes, limits: Limits, defaults: Defaults) -> Respon
 def _prompted(
     request: _Prompt, limits: Limits, defaults: Defaults, objects: Objects
 ) -> "tuple[ResponsesRequest, str | _Choice, _Declared]":
-    """What decides the prompt, in a request that asks for one token."""
+    """The parts of a request that determine the prompt, as a request for one token."""
     declared = _tools(request.tools, limits, objects)
     choice = _choice(request.tool_choice)
     given = request.input or []
@@ -244,18 +244,18 @@ def _prompted(
 
 
 def resolved(asked: ResponsesRequest, kept: Mapping[str, bytes], limits: Limits) -> ResponsesRequest:
-    """The same request, with items in the place of references. kept: those that were found, as JSON, by their id.
-    Raises RequestError where one was not found that is no reasoning, and beyond the bounds."""
-    if sum(len(kept.get(id, b"")) for id in asked.references) > limits.body_bytes:  # as often as it is referred to
-        raise RequestError(f"the items that it refers to are more than {limits.body_bytes} bytes together", "input")
+    """The request with references replaced by items. kept: stored items as JSON, by id. Raises RequestError for a
+    reference to a missing item other than reasoning, and beyond the limits."""
+    if sum(len(kept.get(id, b"")) for id in asked.references) > limits.body_bytes:  # an item counts once per reference
+        raise RequestError(f"the referenced items are more than {limits.body_bytes} bytes in total", "input")
     flat = {of: flat for flat, of in asked.namespaces.items()}
     found = {id: read(item, _Input) for id, item in kept.items()}
     whole = _saying(asked, _Items(asked.given, limits, flat, found).messages)
-    return msgspec.structs.replace(whole, references=(), given=[])  # what is given holds the whole body
+    return msgspec.structs.replace(whole, references=(), given=[])  # `given` holds the whole body
 
 
 def behind(asked: ResponsesRequest, history: tuple[Message, ...], limits: Limits) -> ResponsesRequest:
-    """The same request, behind a conversation that went before. Raises RequestError beyond the bounds."""
+    """The request, preceded by an earlier conversation. Raises RequestError beyond the limits."""
     said = (*history, *asked.said)
     _check_bounds(said, limits)
     return _saying(asked, said)
@@ -275,24 +275,24 @@ def _instructions(text: str | None) -> tuple[Message, ...]:
 
 def _refuse(request: _Responses) -> None:
     if request.background:
-        raise RequestError("background is not supported: responses are answered while their client waits", "background")
+        raise RequestError("background is not supported: responses are generated while the client waits", "background")
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
-        raise RequestError("log probabilities are not supported here: ask /v1/chat/completions", "top_logprobs")
+        raise RequestError("logprobs are not supported here: use /v1/chat/completions", "top_logprobs")
     _refuse_in_prompt(request)
 
 
 def _refuse_in_prompt(request: _Prompt) -> None:
     if request.truncation not in (None, "disabled"):
-        raise RequestError("truncation is not supported: disabled only", "truncation")
+        raise RequestError("only disabled is supported", "truncation")
     if request.text is not None and request.text.verbosity not in (None, "medium"):
-        raise RequestError("verbosity is not supported: medium only", "text.verbosity")
+        raise RequestError("only medium is supported", "text.verbosity")
     for field in ("conversation", "prompt"):
         if not is_absent(getattr(request, field)):
             raise RequestError(f"{field} is not supported", field)
 
 
 class _Items:
-    """The messages that an input's items make."""
+    """Converts input items to messages."""
 
     def __init__(
         self,
@@ -301,13 +301,13 @@ class _Items:
         flat: Mapping[tuple[str, str], str],
         kept: Mapping[str, _Input] | None = None,
     ) -> None:
-        """flat: see `_Declared`. kept: items by id, for references to them; None: references are collected only.
-        Raises RequestError, naming the item."""
+        """flat: see `_Declared`. kept: stored items by id; None: references are only collected. Raises RequestError,
+        naming the item."""
         self._flat = flat
         self._kept = kept
         self._turn = _Turn()
         self.references: list[str] = []
-        self.left_out: dict[str, None] = {}  # types of items that are about tools of others
+        self.left_out: dict[str, None] = {}  # types of ignored items
         found: list[Message] = []
         if isinstance(given, str):
             found.append(Message(role="user", content=given))
@@ -331,7 +331,7 @@ class _Items:
                 turn.say(_content(item.content, f"{place}.content"), found)
             case None | "message":
                 if item.role is None or is_absent(item.content):
-                    raise RequestError("a message needs its role and content", place)
+                    raise RequestError("a message needs role and content", place)
                 turn.end(found)
                 role = "system" if item.role == "developer" else item.role
                 found.append(Message(role=role, content=_content(item.content, f"{place}.content")))
@@ -339,7 +339,7 @@ class _Items:
                 turn.think(_reasoning(item, place), found)
             case "function_call":
                 if not item.call_id or not item.name:
-                    raise RequestError("a call needs its call_id and name", place)
+                    raise RequestError("a function_call needs call_id and name", place)
                 arguments = None
                 if not is_absent(item.arguments):
                     arguments = decoded(_ARGUMENTS, item.arguments, f"{place}.arguments")
@@ -347,7 +347,7 @@ class _Items:
                 turn.calls.append(ToolCall(id=item.call_id, name=name, arguments=arguments or ""))
             case "function_call_output":
                 if not item.call_id:
-                    raise RequestError("an output needs the call_id of its call", f"{place}.call_id")
+                    raise RequestError("a function_call_output needs the call_id of its call", f"{place}.call_id")
                 turn.end(found)
                 content = _content(item.output, f"{place}.output", of_result=True)
                 found.append(Message(role="tool", content=content, tool_call_id=item.call_id))
@@ -358,7 +358,7 @@ class _Items:
 
     def _refer(self, item: _Input, place: str, found: list[Message]) -> None:
         if not item.id:
-            raise RequestError("a reference needs the id of its item", f"{place}.id")
+            raise RequestError("an item_reference needs the id of its item", f"{place}.id")
         if len(self.references) == MOST_REFERENCES:
             raise RequestError(f"at most {MOST_REFERENCES} references to items in one request", place)
         self.references.append(item.id)
@@ -368,7 +368,7 @@ class _Items:
             self._add(kept, place, found)
         elif not item.id.startswith(f"{REASONING}_"):
             raise RequestError(
-                f"no item {item.id[:64]!r} is kept here for this key: send the item itself, not a reference to it",
+                f"no item {item.id[:64]!r} is stored for this key: send the item itself instead of a reference",
                 f"{place}.id",
             )
 
@@ -381,7 +381,7 @@ def _check_bounds(messages: Sequence[Message], limits: Limits) -> None:
 
 
 class _Turn:
-    """What the assistant said, item by item, until somebody else speaks."""
+    """Assistant items, collected until an item of another role."""
 
     def __init__(self) -> None:
         self.thoughts: list[str] = []
@@ -389,19 +389,19 @@ class _Turn:
         self.calls: list[ToolCall] = []
 
     def think(self, text: str, found: list[Message]) -> None:
-        """Reasoning opens a turn."""
+        """Add reasoning, which starts a turn."""
         if self.texts or self.calls:
             self.end(found)
         self.thoughts.append(text)
 
     def say(self, text: str, found: list[Message]) -> None:
-        """A text comes before calls."""
+        """Add text, which precedes calls."""
         if self.calls:
             self.end(found)
         self.texts.append(text)
 
     def end(self, found: list[Message]) -> None:
-        """Somebody else speaks: add the message, if there is one."""
+        """An item of another role follows: add the message, if there is one."""
         if self.thoughts or self.texts or self.calls:
             found.append(
                 Message(
@@ -415,21 +415,21 @@ class _Turn:
 
 
 def _reasoning(item: _Input, place: str) -> str:
-    """As the model had it: the text, or what we sealed, or else the summary."""
+    """Reasoning in the model's form: the text, else our encrypted_content, else the summary."""
     if _says(item.content):
         return _content(item.content, f"{place}.content")
     return unseal(item.encrypted_content or "") or _content(item.summary, f"{place}.summary", _PARTS)
 
 
 def _says(member: str | msgspec.Raw | None) -> bool:
-    """Whether a member of an item is there, and holds something."""
+    """Whether an item's field is present and not empty."""
     return bool(member) if not isinstance(member, msgspec.Raw) else bytes(member) not in (b"", b"null", b'""', b"[]")
 
 
 def _content(
     raw: msgspec.Raw, place: str, kind: msgspec.json.Decoder[Any] = _CONTENT, *, of_result: bool = False
 ) -> str:
-    """of_result: it is a tool's result, in which a text takes the place of a picture. Raises RequestError."""
+    """of_result: the content is a tool result, where text replaces an image. Raises RequestError."""
     content: str | list[_Part] | None = None if is_absent(raw) else decoded(kind, raw, place)
     if content is None or isinstance(content, str):
         return content or ""
@@ -448,11 +448,11 @@ def _content(
 
 
 class _Declared(NamedTuple):
-    """What a list of tools holds."""
+    """A parsed list of tools."""
 
     tools: tuple[Tool, ...] = ()
-    flat: Mapping[tuple[str, str], str] = {}  # a namespace's name and a function's of it -> the name in the prompt
-    left_out: tuple[str, ...] = ()  # types of those that are no functions
+    flat: Mapping[tuple[str, str], str] = {}  # names of namespace and function -> the function's name in the prompt
+    left_out: tuple[str, ...] = ()  # types of tools other than functions
 
 
 def _tools(raw: msgspec.Raw, limits: Limits, objects: Objects) -> _Declared:
@@ -471,12 +471,12 @@ def _tools(raw: msgspec.Raw, limits: Limits, objects: Objects) -> _Declared:
             _declare(tool, f"tools[{index}]", objects, found, left_out)
             continue
         if not (namespace := tool.name):
-            raise RequestError("a namespace needs its name", f"tools[{index}].name")
+            raise RequestError("a namespace needs a name", f"tools[{index}].name")
         members: list[Tool] = []
         for within, member in enumerate(tool.tools or ()):
             _declare(member, f"tools[{index}].tools[{within}]", objects, members, left_out)
         for place, member in enumerate(members):
-            # There is no place for the words about a namespace but before its first function's.
+            # A namespace's description can only be placed before its first function's.
             about = [tool.description, member.description] if place == 0 else [member.description]
             description = "\n".join(text for text in about if text)
             name = flat[namespace, member.name]
@@ -485,13 +485,13 @@ def _tools(raw: msgspec.Raw, limits: Limits, objects: Objects) -> _Declared:
 
 
 def namespaces_of(tools: bytes) -> dict[str, tuple[str, str]]:
-    """What the model calls the functions of namespaces, in a list of tools that was read before -> the names of the
-    namespace and of the function."""
+    """For a list of tools that was parsed before: the model's names of namespace functions -> the names of namespace
+    and function."""
     return {flat: of for of, flat in _flattened(msgspec.json.decode(tools, type=list[_Tool])).items()}
 
 
 def _flattened(tools: Sequence[_Tool]) -> dict[tuple[str, str], str]:
-    """For the names of a namespace and of a function in it, the one by which the model calls that: no other has it."""
+    """For the names of a namespace and its function, the unique name by which the model calls the function."""
     taken = {tool.name for tool in tools if tool.type == "function"}
     flat: dict[tuple[str, str], str] = {}
     for tool in tools:
@@ -506,11 +506,11 @@ def _flattened(tools: Sequence[_Tool]) -> dict[tuple[str, str], str]:
 def _declare(tool: _Function, place: str, objects: Objects, found: list[Tool], left_out: dict[str, None]) -> None:
     if tool.type != "function":
         if tool.name and not is_absent(tool.parameters):
-            raise RequestError(f"a tool with parameters is of type function, not {tool.type}", f"{place}.type")
+            raise RequestError(f"a tool with parameters must have type function, not {tool.type}", f"{place}.type")
         left_out[tool.type] = None
         return
     if not tool.name:
-        raise RequestError("a function needs its name", f"{place}.name")
+        raise RequestError("a function needs a name", f"{place}.name")
     param = f"{place}.parameters"
     parameters = None if is_absent(tool.parameters) else objects.read(tool.parameters, param)
     description, strict = tool.description or "", bool(tool.strict)
@@ -518,14 +518,14 @@ def _declare(tool: _Function, place: str, objects: Objects, found: list[Tool], l
 
 
 def _spellings(namespace: str, name: str) -> Iterator[str]:
-    """Names for a function of a namespace, the usual one first."""
+    """Candidate names for a namespace's function, the preferred one first."""
     first = f"{namespace.rstrip('_')}__{name}"
     yield first
     yield from (f"{first}_{number}" for number in itertools.count(2))
 
 
 def _flat_name(namespace: str | None, name: str, flat: Mapping[tuple[str, str], str]) -> str:
-    """What the model calls a function; of a namespace that is not declared any more, what it usually would."""
+    """The model's name of a function; for a namespace that is not declared any more, its preferred name."""
     return name if not namespace else flat.get((namespace, name)) or next(_spellings(namespace, name))
 
 
@@ -560,13 +560,13 @@ def _choice(raw: msgspec.Raw) -> str | _Choice:
         return check_word(choice)
     if choice.type == "allowed_tools":
         if choice.mode is None or choice.tools is None:
-            raise RequestError("a choice of type allowed_tools needs its mode and tools", "tool_choice")
+            raise RequestError("a tool_choice of type allowed_tools needs mode and tools", "tool_choice")
     elif choice.type not in ("function", "namespace"):
         raise RequestError(
-            f"tool_choice of type {choice.type} is not supported: only functions are called", "tool_choice"
+            f"tool_choice of type {choice.type} is not supported: only function tools can be called", "tool_choice"
         )
     elif not choice.name:
-        raise RequestError(f"a choice of type {choice.type} needs its name", "tool_choice.name")
+        raise RequestError(f"a tool_choice of type {choice.type} needs a name", "tool_choice.name")
     return choice
 
 
@@ -580,10 +580,10 @@ def _calls(choice: str | _Choice, declared: _Declared, parallel: bool) -> Calls:
 
 
 def _names(listed: Sequence[_Named], declared: _Declared) -> list[str]:
-    """What the model calls the functions that a choice lists; where it lists one that is not declared, its own word."""
+    """The model's names of the functions in a tool_choice; undeclared ones keep the client's name."""
     plain = {tool.name for tool in declared.tools}
     alike: dict[str, list[str]] = {}  # functions of namespaces by their own name
-    grouped: dict[str, list[str]] = {}  # and by their namespace's
+    grouped: dict[str, list[str]] = {}  # functions of namespaces by namespace
     for (namespace, name), flat in declared.flat.items():
         alike.setdefault(name, []).append(flat)
         grouped.setdefault(namespace, []).append(flat)
@@ -610,6 +610,6 @@ def _constraint(format: dict[str, Any]) -> Constraint | None:
             raise RequestError("Expected the type text, json_object, or json_schema with a schema", "text.format")
 
 
-# -- What `/openapi.json` is made from -----------------------------------------------------------------------------
+# -- For `/openapi.json` --------------------------------------------------------------------------------------------
 
 ResponsesBody, InputTokensBody, ToolList = _Responses, _Prompt, list[_Tool]

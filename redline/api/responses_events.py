@@ -1,7 +1,7 @@
-"""Answers in OpenAI's Responses shape: whole, or as a stream of numbered events; and the dialect that they make.
+"""Responses of OpenAI's Responses API: whole, or as a stream of numbered events; and their dialect.
 
-A response is a list of items: reasoning, a message, calls. In a stream each item is added, grows and is done before
-the next one is added. A call's `call_id` is the model's own, so that it finds it again in its history.
+A response is a list of items: reasoning, a message, calls. In a stream each item is added, extended and completed
+before the next one is added. A call's `call_id` is the model's own, so that the model recognises it in its history.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ _json = msgspec.json.Encoder().encode
 
 
 class _Body:
-    """The response object of one answer."""
+    """Builds the response object of one answer."""
 
     def __init__(self, reply: Reply[ResponsesRequest], store: bool) -> None:
-        """store: whether it says that the response is kept."""
+        """store: the value of the response's `store` field."""
         self.id = _id("resp")
         asked, sampling = reply.asked, reply.asked.ask.sampling
         self._same: Json = {
@@ -87,8 +87,8 @@ _item_of = msgspec.json.Decoder(_KeptItem).decode
 
 
 async def _keep(store: ResponseStore | None, asked: ResponsesRequest, body: bytes, turn: Message) -> bytes:
-    """Keeps the response object of an answer that has ended, where that was asked for. turn: what the assistant said.
-    -> the object to send, which says `store: false` where it could not be kept."""
+    """Store the response object of an ended answer, if the client asked for that. turn: the assistant's message.
+    Returns the object to send, with `store: false` if it could not be stored."""
     if store is None or not asked.stores:
         return body
     kept = msgspec.json.decode(body, type=_Kept)
@@ -109,7 +109,7 @@ def _usage(end: End) -> Json:
 
 
 def _reasoning(id: str, text: str, status: str, sealed: bool, summarised: bool) -> Json:
-    """summarised: the text is told as the summary, where clients look that show no content."""
+    """summarised: the text is returned as the summary, for clients that do not display the content."""
     kind, place = ("summary_text", "summary") if summarised else ("reasoning_text", "content")
     item: Json = {"id": id, "type": "reasoning", "summary": [], "status": status, "content": []}
     if text:
@@ -132,7 +132,8 @@ def _called(id: str, call: CallBegin, arguments: str, status: str, namespaces: N
 
 
 def _named(name: str, namespaces: Namespaces) -> Json:
-    """The members that name a function: a namespace's is declared under another name (`responses.Declared`)."""
+    """The fields that name a function: a function of a namespace is declared under another name
+    (`responses._Declared`)."""
     if (of := namespaces.get(name)) is None:
         return {"name": name}
     return {"name": of[1], "namespace": of[0]}
@@ -151,20 +152,20 @@ class ResponseStream:
         self._end: End | None = None
         self._sealed, self._summarised = reply.asked.sealed, reply.asked.summarised
         self._number = 0  # of the next event
-        self._output: list[Json] = []  # items that are done
+        self._output: list[Json] = []  # completed items
         self._choice = Choice()
-        self._kind = ""  # of the item that is open; empty: none is
-        self._id = ""  # of that item
-        self._call: CallBegin | None = None  # that item, where it is a call
-        self._pieces: list[str] = []  # of its text or its arguments
-        self._head = b""  # of the events that its pieces come in
+        self._kind = ""  # of the open item; empty: none is open
+        self._id = ""  # of the open item
+        self._call: CallBegin | None = None  # the open item, if it is a call
+        self._pieces: list[str] = []  # of the open item's text or arguments
+        self._head = b""  # encoded prefix of the open item's delta events
 
     def open(self) -> bytes:
         """response.created and response.in_progress."""
         return b"".join(self._response(kind, "in_progress") for kind in ("created", "in_progress"))
 
     def write(self, batches: Sequence[Batch]) -> bytes:
-        """The events of these batches, but for the last one, which `close` gives."""
+        """The events of these batches, without the final one, which `close` returns."""
         out: list[bytes] = []
         for batch in batches:
             self._choice.add(batch)
@@ -183,25 +184,25 @@ class ResponseStream:
                     case CallArguments(text=text):
                         out.append(self._piece(text))
                     case Logprobs():
-                        pass  # they are refused
+                        pass  # logprobs are rejected in requests
                     case End():
                         self._done(out, "incomplete" if event.finish == "length" else "completed")
                         self._end = event
         return b"".join(out)
 
     def keepalive(self) -> bytes:
-        """An event of that name, which OpenAI sends too."""
+        """A `keepalive` event, which OpenAI sends too."""
         return self._event("keepalive", {})
 
     async def close(self) -> bytes:
-        """The last event, response.completed or response.incomplete, once the response is kept."""
+        """The final event, response.completed or response.incomplete, once the response is stored."""
         assert self._end is not None
         body = self._body.ended(self._end, self._output)
         told = await _keep(self._store, self._asked, _json(body), _turn(self._choice))
         return self._event(f"response.{body['status']}", {"response": msgspec.Raw(told)})
 
     def fail(self, error: Exception) -> bytes:
-        """response.failed, as the last event."""
+        """response.failed as the final event."""
         told = tell(error)
         failure = {"code": told.code or "server_error", "message": told.message}
         return self._event("response.failed", {"response": self._body.now("failed", self._output, error=failure)})
@@ -220,13 +221,13 @@ class ResponseStream:
         return self._event(name, {"output_index": len(self._output), "item_id": self._id, **fields})
 
     def _piece(self, text: str) -> bytes:
-        """A delta; all of it but its number and the text was encoded when the item was added."""
+        """A delta event; all of it but its number and the text was encoded when the item was added."""
         self._pieces.append(text)
         number, self._number = self._number, self._number + 1
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (self._head, number, _json(text))
 
     def _open(self, kind: str, prefix: str, item: Json, delta: str, fields: Json, out: list[bytes]) -> None:
-        """Close the item that is open, and add another, whose pieces come as `delta` events with these fields."""
+        """Complete the open item, and add another one, whose pieces are sent as `delta` events with these fields."""
         self._done(out, "completed")
         self._kind, self._id = kind, _id(prefix)
         added = {"output_index": len(self._output), "item": {**item, "id": self._id}}
@@ -256,7 +257,7 @@ class ResponseStream:
         self._call = call
 
     def _done(self, out: list[bytes], status: str) -> None:
-        """Close the item that is open, if there is one."""
+        """Complete the open item, if there is one."""
         text = "".join(self._pieces)
         self._pieces.clear()
         match self._kind:
@@ -290,7 +291,7 @@ class ResponseStream:
 
 
 def _turn(choice: Choice) -> Message:
-    """What the assistant said, for the next request."""
+    """The assistant's message, for the next request."""
     calls = [ToolCall(id=call.id, name=call.name, arguments="".join(pieces)) for call, pieces in choice.calls]
     return Message(
         role="assistant", content="".join(choice.text), reasoning="".join(choice.thought), tool_calls=tuple(calls)
@@ -298,8 +299,8 @@ def _turn(choice: Choice) -> Message:
 
 
 def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], stores: bool) -> bytes:
-    """The body of a whole response. Of a cut answer the last item is incomplete. stores: whether responses are kept
-    whose requests ask for it."""
+    """The body of a whole response. If it was cut off, its last item is incomplete. stores: whether responses are
+    stored if requested."""
     [choice] = choices
     output: list[Json] = []
     if thought := "".join(choice.thought):
@@ -316,7 +317,7 @@ def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], s
 
 
 def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesRequest]:
-    """The dialect. store: where responses are kept; None: nowhere, so answers say `store: false`."""
+    """The Responses dialect. store: where responses are stored; None: nowhere, so responses have `store: false`."""
 
     async def recall(asked: ResponsesRequest) -> ResponsesRequest:
         asked = msgspec.structs.replace(asked, owner=owner())
@@ -330,7 +331,7 @@ def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesR
         if asked.previous is None:
             return asked
         if store is None:
-            raise RequestError("this server keeps no responses: send the whole conversation", "previous_response_id")
+            raise RequestError("this server stores no responses: send the whole conversation", "previous_response_id")
         return behind(asked, await store.messages(asked.previous, asked.owner), limits)
 
     return Dialect(
@@ -344,28 +345,28 @@ def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesR
 
 
 class KeptResponses:
-    """The routes of responses that are kept."""
+    """The routes of stored responses."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
     async def read(self, request: Request) -> Response:
-        """GET: the response as it was answered."""
+        """GET: the response as it was sent."""
         body = await self._store.body(request.path_params["id"], owner())
         return Response(body, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
-        """GET: the items that the response answers, a page of them."""
+        """GET: the input items of the response, one page of them."""
         id, query = request.path_params["id"], request.query_params
         limit, order, after = page_limit(query.get("limit"), 100, 20), query.get("order", "desc"), query.get("after")
         if order not in ("asc", "desc"):
-            raise RequestError(f"order is {order[:64]!r}: asc or desc is asked for", "order")
+            raise RequestError(f"order is {order[:64]!r}; expected asc or desc", "order")
         body, messages = await self._store.body(id, owner()), await self._store.messages(id, owner())
         page = await asyncio.to_thread(_page, id, body, messages[:-1], limit, order == "desc", after)
         return Response(page, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
-        """DELETE: the response is forgotten."""
+        """DELETE: delete the response."""
         id = request.path_params["id"]
         await self._store.delete(id, owner())
         return Response(_json({"id": id, "object": "response", "deleted": True}), media_type="application/json")
@@ -378,7 +379,7 @@ class _Said(msgspec.Struct):
 def _page(
     id: str, body: bytes, messages: Sequence[Message], limit: int, newest_first: bool, after: str | None
 ) -> bytes:
-    """The items of these messages, behind the one whose id is `after`. Raises RequestError where there is none such."""
+    """The items of these messages, after the one with id `after`. Raises RequestError if there is no such item."""
     items: list[Json] = []
     namespaces = namespaces_of(msgspec.json.decode(body, type=_Said).tools)
 
@@ -403,7 +404,7 @@ def _page(
     if after is not None:
         place = next((place for place, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise RequestError(f"after is {after[:64]!r}, which is no item of this response's input", "after")
+            raise RequestError(f"after is {after[:64]!r}, which is not an input item of this response", "after")
         items = items[place + 1 :]
     shown = items[:limit]
     first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
@@ -412,11 +413,11 @@ def _page(
 
 
 def count_input(tokens: int) -> bytes:
-    """The body of an answer to /v1/responses/input_tokens."""
+    """The body of a response to /v1/responses/input_tokens."""
     return _json({"object": "response.input_tokens", "input_tokens": tokens})
 
 
 def owner() -> str:
-    """Whose responses the current request may see: the name of its key; empty where no keys are asked for."""
+    """The owner of the responses that the current request may access: the name of its key; empty without keys."""
     account = CALLER.get().account
     return "" if account is None else account.name

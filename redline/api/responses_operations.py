@@ -1,6 +1,7 @@
-"""What the routes of OpenAI's Responses dialect say of themselves for `/openapi.json`.
+"""OpenAPI descriptions of the routes of OpenAI's Responses API.
 
-The body is the struct that `responses.py` decodes; here stand the fields that it reads raw, and what answers look like.
+The body is the struct that `responses.py` decodes; this file has the fields that are decoded from `Raw`, and the
+responses.
 """
 
 from typing import Any
@@ -154,11 +155,11 @@ _ALLOWED: Schema = {
     },
     "required": ["type", "mode", "tools"],
 }
-_UNKNOWN = "No response of that id is kept for this key"
+_UNKNOWN = "No response of that id is stored for this key"
 
 
 def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operation, ...]:
-    """A record for each route. stored: whether the server keeps responses."""
+    """A record for each route. stored: whether the server stores responses."""
     parameters: Schema = {"type": ["object", "null"], "description": "A JSON schema."}
     parts = "a list of parts, each with its `type` and `text`"
     raw: dict[str, Any] = {
@@ -166,14 +167,14 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED, _ALLOWED], "default": "auto"},
         "_Tool.parameters": parameters,
         "_Function.parameters": parameters,
-        "_Input.content": {"description": f"Of a message or reasoning: a text, or {parts}."},
-        "_Input.summary": {"description": f"Of reasoning: {parts}."},
-        "_Input.arguments": {"description": "Of a function_call: JSON, as text."},
-        "_Input.output": {"description": f"Of a function_call_output: a text, or {parts}."},
+        "_Input.content": {"description": f"In a message or reasoning: a string, or {parts}."},
+        "_Input.summary": {"description": f"In reasoning: {parts}."},
+        "_Input.arguments": {"description": "In a function_call: JSON as a string."},
+        "_Input.output": {"description": f"In a function_call_output: a string, or {parts}."},
         "_Text.format": _FORMAT,
     }
-    kept = "store is true unless it is said to be false: responses are kept, and previous_response_id goes on with one."
-    forgotten = "This server keeps no responses: answers say `store: false`, and previous_response_id is refused."
+    kept = "store defaults to true: responses are stored, and previous_response_id continues one."
+    forgotten = "This server does not store responses: they have `store: false`, and previous_response_id is rejected."
     prompt: dict[str, Schema] = {
         "tools": {"maxItems": limits.tools},
         "truncation": {"enum": [None, "disabled"]},
@@ -206,9 +207,9 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
         "POST",
         "/v1/responses/input_tokens",
         "Tokens",
-        "OpenAI's: how many tokens a response's input has",
+        "OpenAI's count of the tokens of a response's input",
         shape(object=always("response.input_tokens"), input_tokens=COUNT),
-        notes=("One of input, instructions and previous_response_id has to be there.",),
+        notes=("One of input, instructions and previous_response_id is required.",),
         body=responses.InputTokensBody,
         example={"input": "Hello!"},
         raw=raw,
@@ -229,17 +230,17 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
     query: dict[str, Schema] = {
         "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
         "order": {"enum": ["asc", "desc"], "default": "desc"},
-        "after": {"type": "string", "description": "The id of the item that comes before the page."},
+        "after": {"type": "string", "description": "The id of the item before the page."},
     }
     return (
         respond,
         count,
         Operation(
-            *("GET", f"{path}/input_items", group, "The items that a response answers", page),
+            *("GET", f"{path}/input_items", group, "The input items of a response", page),
             example="resp_0",
             missing=_UNKNOWN,
             query=query,
         ),
-        Operation("GET", path, group, "A response as it was answered", _RESPONSE, example="resp_0", missing=_UNKNOWN),
-        Operation("DELETE", path, group, "Forget a response", gone, example="resp_0", missing=_UNKNOWN),
+        Operation("GET", path, group, "A stored response", _RESPONSE, example="resp_0", missing=_UNKNOWN),
+        Operation("DELETE", path, group, "Delete a response", gone, example="resp_0", missing=_UNKNOWN),
     )

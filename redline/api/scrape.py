@@ -1,4 +1,4 @@
-"""/metrics on a port of its own, where no key is asked for: a scraper has none, and the network says who reaches it."""
+"""/metrics on its own port, without keys: scrapers have none, and the network controls who reaches the port."""
 
 from collections.abc import Awaitable, Callable
 
@@ -16,9 +16,9 @@ from redline.api.metrics import CONTENT_TYPE, Metrics
 def create_metrics_app(
     metrics: Metrics, config: ApiConfig, scrape: Callable[[], Awaitable[bytes]] | None = None
 ) -> ASGIApp:
-    """GET /metrics and nothing else. config: of this port, without a keys_file. metrics: where its requests count.
+    """GET /metrics and nothing else. config: of this port, without a keys_file. metrics: counts this port's requests.
 
-    scrape: gives the text; None: `metrics` does.
+    scrape: returns the text; None: `metrics` does.
     """
 
     async def text(request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""Reasoning that travels through a client which need not show it, and comes back with the next request.
+"""Reasoning as an opaque string that a client returns with its next request, without having to display it.
 
-Two dialects have an opaque string for it: the `signature` of a thinking block and `encrypted_content`. Ours is no
-secret, since who gets it may read the reasoning anyway, and no proof: a client may send whatever reasoning it likes.
+Two APIs have a field for it: the `signature` of a thinking block and `encrypted_content`. Ours is not encrypted, since
+its receiver may read the reasoning anyway, and not authenticated: a client may send any reasoning it likes.
 """
 
 import base64
@@ -12,12 +12,12 @@ _SEALED = "redline1."
 
 
 def seal(text: str) -> str:
-    """An opaque string that holds the text."""
+    """Encode the text as an opaque string."""
     return _SEALED + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def unseal(sealed: str) -> str:
-    """The text that `seal` was given; empty for a string that somebody else made."""
+    """The text given to `seal`; empty for a string that another server produced."""
     if not sealed.startswith(_SEALED):
         return ""
     try:
@@ -27,5 +27,5 @@ def unseal(sealed: str) -> str:
 
 
 def sign(text: str) -> str:
-    """An opaque string for a text that travels beside it."""
+    """An opaque string for a text that is sent along with it."""
     return blake2b(text.encode(errors="replace"), digest_size=32).hexdigest()

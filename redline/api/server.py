@@ -1,24 +1,24 @@
-"""uvicorn as we run it: uvloop and httptools, and what only the connection itself can bound.
+"""uvicorn with uvloop and httptools, and the limits that only the connection itself can enforce.
 
-- A request's head never reaches the app before it is complete, and its trailers never do, but httptools stores both as
-  they come. So the connection counts what it has read since the parser last told of anything.
-- A client owes a whole head `header_seconds` after it has connected or begun to send its next one: it may do that until
-  `idle_seconds` after its last answer, so a pool that keeps connections for shorter never meets a closed one. A TLS
-  handshake has `header_seconds` of its own. And while a client has not taken what was written, it must take some of it
+- A request's head is passed to the app only when complete, and its trailers never are, but httptools buffers both as
+  they arrive. So the connection counts the bytes read since the parser's last callback.
+- A client must send a whole head within `header_seconds` of connecting or of beginning the next request, which it may
+  begin until `idle_seconds` after the last response; so a client pool with a shorter timeout never uses a closed
+  connection. A TLS handshake has its own `header_seconds`. While a client has unread data, it must read some of it
   every `write_seconds`.
-- One request at a time: who sends the next before the answer to the last gets that answer, and then the end of the
-  connection, as RFC 9112 (9.3.2) has it. uvicorn's queue of such requests has no bound, and a client that leaves is
-  not noticed behind one.
-- At the most connections that there may be, the one that has owed something for longest without progress makes room
-  for a new one (`redline.api.budget`).
-- A client that has sent its whole request may end its side of the connection, and still gets its answer. Whether it
-  has left is found out by sending it something (`redline.api.departures`).
-- What has arrived is read in shares, a turn of the event loop each (`redline.api.turns`), and the app is told of a body
-  when it is whole or has grown by much, not of each piece.
-- A client that asks with HTTP/1.0 knows no transfer codings (RFC 9112, 6.1) and no interim answers (RFC 9110, 15.2): a
-  body of unknown length goes to it as it is, and ends with the connection.
-- A token must leave when it is written. Event loops turn Nagle's delay off, but not on every way that a listening
-  socket can be made; with it, a token may wait 40 ms for the client's acknowledgement of the one before.
+- Requests are not pipelined: if a client sends a second request before the response to the first, it gets that
+  response, and then the connection is closed, as RFC 9112 (9.3.2) specifies. uvicorn's queue of such requests is
+  unbounded, and a disconnect is not noticed while requests are queued.
+- At the connection limit, the connection that has been owing data for longest without progress is closed for a new one
+  (`redline.api.budget`).
+- A client that has sent its whole request may half-close the connection, and still gets its response. Whether it has
+  disconnected is detected by sending it something (`redline.api.departures`).
+- Received data is read in bounded shares per event loop iteration (`redline.api.turns`), and the app is notified of a
+  body when it is complete or has grown by much, not at every piece.
+- An HTTP/1.0 client supports neither transfer codings (RFC 9112, 6.1) nor interim responses (RFC 9110, 15.2): a body of
+  unknown length is sent unframed, and ends with the connection.
+- A token must be sent when it is written. Event loops disable Nagle's algorithm, but not for every kind of listening
+  socket; with it, a token may wait 40 ms for the client's acknowledgement of the previous one.
 """
 
 import asyncio
@@ -46,19 +46,19 @@ from redline.api.pour import DIRECT
 from redline.api.tls import Tls, server_context
 from redline.errors import Overloaded, RedlineError
 
-UNSENT_BYTES = 32 << 10  # that the kernel takes of a connection before its client has room for them
-LINGER_S = 1.0  # for a client that was refused, to read that it was
-PROBE_S = 5.0  # between two looks whether a client that sends nothing more has left
-ALIVE_S = 15  # likewise, between two probes of its system, which need no answer to be under way
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client passes over any number of them (RFC 9110, 15.2)
-COMMENT = b":\n\n"  # of an event stream
-UNKNOWN: Any = math.inf  # bytes of a body that ends with its connection, until its last part has come
+UNSENT_BYTES = 32 << 10  # TCP_NOTSENT_LOWAT: bytes that the kernel buffers unsent per connection
+LINGER_S = 1.0  # seconds for a rejected client to read the response
+PROBE_S = 5.0  # seconds between two checks whether a half-closed client has disconnected
+ALIVE_S = 15  # seconds between two TCP keepalive probes, which also work while no response is being sent
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # clients ignore any number of them (RFC 9110, 15.2)
+COMMENT = b":\n\n"  # a comment of an event stream
+UNKNOWN: Any = math.inf  # length of a body that ends with its connection, until its last part is sent
 
 log = logging.getLogger("redline.api")
 
 
 class Connection(HttpToolsProtocol):
-    """One client's connection, within the bounds at the top of this file."""
+    """One client's connection, within the limits described at the top of this file."""
 
     transport: asyncio.Transport
 
@@ -67,25 +67,25 @@ class Connection(HttpToolsProtocol):
         self._all = all
         self._limits = limits
         self._accepted = False
-        self._beyond = False  # it is one more than there may be, and none made room
-        self._untold_bytes = 0  # read since the parser last told of anything but a header
-        self._refusal: Refusal | None = None  # why a callback of the parser gave up
-        self._last = False  # no request is read after the one that is answered now
-        self._refused = False  # nothing is read any more
-        self._idle = False  # between requests, nothing of the next has come
-        self._at_start = True  # of a request: its line has not begun
+        self._beyond = False  # the connection limit is exceeded, and no other connection could be closed
+        self._untold_bytes = 0  # read since the parser's last callback other than for a header
+        self._refusal: Refusal | None = None  # the reason why a parser callback failed
+        self._last = False  # no request is read after the current one
+        self._refused = False  # nothing more is read
+        self._idle = False  # between requests; no byte of the next has arrived
+        self._at_start = True  # before the request line
         self._owed_due: asyncio.TimerHandle | None = None
-        self._watched: int | None = None  # the descriptor, where the client sends nothing more
+        self._watched: int | None = None  # the file descriptor, if the client is half-closed
         self._probe_due: asyncio.TimerHandle | None = None
         self._taken_due: asyncio.TimerHandle | None = None
-        self._unsent_bytes = 0  # when `_taken_due` was set
+        self._unsent_bytes = 0  # at the time when `_taken_due` was set
 
     # -- reading
 
     def accepted(self, transport: asyncio.Transport) -> None:
-        """Count a connection; where there are too many, one that owes something makes room.
+        """Count a connection; at the limit, one that owes data is closed for it.
 
-        Under TLS the handshake is still to come, and has to be done in `header_seconds`.
+        With TLS the handshake follows, and must be complete within `header_seconds`.
         """
         self._accepted = True
         self.transport = transport
@@ -98,12 +98,12 @@ class Connection(HttpToolsProtocol):
         self._expect(self._limits.header_seconds, transport.abort)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a request; where there are too many connections, and none made room, the client gets 503."""
+        """Expect a request. If there are too many connections, and none could be closed, the client gets 503."""
         if not self._accepted:
             self.accepted(transport)
         super().connection_made(transport)
         if self._beyond and self._all.too_many:
-            self._refuse(Overloaded("the server has as many connections as it can hold; try again later"))
+            self._refuse(Overloaded("the server has reached its connection limit; try again later"))
         else:
             self._expect_head()
 
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read `data` in a turn of the event loop that has room for it."""
+        """Read `data` in this event loop iteration or a later one."""
         self._all.turns.read(self, data)
 
     def wait(self) -> None:
@@ -121,12 +121,13 @@ class Connection(HttpToolsProtocol):
         self.transport.pause_reading()
 
     def go_on(self) -> None:
-        """Read from the socket again, unless the app holds it back or the connection ends (`turns.Reader`)."""
+        """Read from the socket again, unless the app has paused reading or the connection is closing
+        (`turns.Reader`)."""
         if not (self.flow.read_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def feed(self, data: bytes) -> None:
-        """Parse what has arrived (`turns.Reader`); refuse, with 400 or 431, what is no HTTP or beyond the bounds."""
+        """Parse received data (`turns.Reader`); reject invalid HTTP (400), and too large heads or trailers (431)."""
         if self.parser is None or self._refused or self.transport.is_closing():
             return
         if self._idle and not data.strip(b"\r\n"):  # empty lines before a request are ignored (RFC 9112, 2.2)
@@ -143,7 +144,7 @@ class Connection(HttpToolsProtocol):
             try:
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade:
-                pass  # without a body it is a request as any other; nothing is upgraded
+                pass  # without a body it is served as a normal request; nothing is upgraded
             except httptools.HttpParserError:
                 if not self._last:
                     self._refuse(self._refusal or Refusal(400, "this is not a valid HTTP request", "invalid_request"))
@@ -152,25 +153,25 @@ class Connection(HttpToolsProtocol):
             self._refuse(Refusal(431, f"the headers or trailers are more than {most} bytes", "headers_too_large"))
 
     def on_message_begin(self) -> None:
-        """A request begins. Raises ValueError, which stops the parser for good, while another is being answered."""
+        """A request begins. Raises ValueError, which stops the parser for good, if another one is being answered."""
         self._at_start = False
         if self._is_answering():
             self.cycle.keep_alive, self._last = False, True
-            raise ValueError("a second request before the answer to the first")  # the parser stops here
+            raise ValueError("a second request before the response to the first")  # the parser stops here
         super().on_message_begin()
         self.scope["extensions"] = cast("dict[str, dict[object, object]]", {DIRECT: self})
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header line. Raises Refusal (431), which stops the parser, beyond `limits.headers` lines."""
+        """Add a header. Raises Refusal (431), which stops the parser, beyond `limits.headers` lines."""
         if len(self.headers) >= self._limits.headers:
             self._refusal = Refusal(431, f"there are more than {self._limits.headers} headers", "headers_too_large")
             raise self._refusal
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole: its time is over.
+        """The head is complete: stop its timer.
 
-        Raises Refusal as `check_head` does, and (400) for a body that comes with an Upgrade header.
+        Raises Refusal as `check_head` does, and (400) for a body combined with an Upgrade header.
         """
         self._untold_bytes = 0
         assert self.parser is not None
@@ -182,24 +183,25 @@ class Connection(HttpToolsProtocol):
             raise
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
-            # The parser skips the body, and would read it as the next request.
+            # The parser skips the body, and would parse it as the next request.
             self._refusal = Refusal(
-                400, "nothing is upgraded: send a body as HTTP/1.1, without an Upgrade header", "no_upgrade"
+                400, "Upgrade is not supported: send a body as HTTP/1.1, without an Upgrade header", "no_upgrade"
             )
             raise self._refusal
         if version == "1.0":
             self.expect_100_continue = False  # RFC 9110, 10.1.1
         super().on_headers_complete()
-        self.headers = []  # trailers go there: they are counted, and are no headers of the request
+        self.headers = []  # trailers are added here: they are counted, but are not headers of the request
         self._owed_in_time()
-        self._all.owes(self)  # its body, in the app's time; `on_message_complete` follows at once where it has none
+        self._all.owes(self)  # its body, which the app times; without a body `on_message_complete` follows at once
 
     def on_chunk_header(self) -> None:
-        """A chunk of the body begins: bytes of headers and trailers are counted from nothing again."""
+        """A chunk of the body begins: restart the count of header and trailer bytes."""
         self._untold_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        """Keep a part of the body; past 64 KiB untaken, wake the app and read no more until it has taken them."""
+        """Add a part of the body; beyond 64 KiB unread by the app, wake the app and pause reading until it has read
+        them."""
         self._untold_bytes = 0
         if not self.cycle.response_complete:
             self._all.owes(self)
@@ -209,13 +211,13 @@ class Connection(HttpToolsProtocol):
                 self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
-        """The request is whole: what it asks for is begun in this turn, and counted."""
+        """The request is complete; it starts in this event loop iteration, and is counted for it."""
         self._at_start = True
         self._untold_bytes = 0
         self._all.turns.whole()
         if not self.cycle.response_complete:
             self._all.owes_nothing(self)
-        elif not self.transport.is_closing():  # it was answered before its body had come
+        elif not self.transport.is_closing():  # it was answered before its body had arrived
             self._idle = True
             self._expect(self._limits.idle_seconds, self._head_is_late)
         super().on_message_complete()
@@ -235,15 +237,15 @@ class Connection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self.transport.get_write_buffer_size():
-            self._expect_head()  # it is still taking the last answer, which has a time of its own
+            self._expect_head()  # the client is still reading the last response, which has its own timer
         elif self._untold_bytes:
             self._refuse(Refusal(408, f"the headers took more than {self._limits.header_seconds:g} s", "timeout"))
         else:
             self.transport.close()
 
     def _refuse(self, error: RedlineError) -> None:
-        """Answer without the app, and close. Close at once where the client would read it as part of another answer."""
-        log.info("refused a connection: %s", error)
+        """Respond without the app, and close; close at once if the client would read it as part of another response."""
+        log.info("rejected a request on a connection: %s", error)
         if self._is_answering() and self.cycle.response_started:
             self.transport.abort()
             return
@@ -252,13 +254,14 @@ class Connection(HttpToolsProtocol):
         headers = {"content-type": "application/json", "content-length": len(answer.body), "connection": "close"}
         lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **answer.headers}.items()]
         self.transport.write(b"".join([STATUS_LINE[answer.status], *lines, b"\r\n", answer.body]))
-        # Closing with data unread is a reset, and a client that is reset may lose the answer.
+        # Closing with unread data sends a reset, and the client may then lose the response.
         self._refused = True
         self.transport.write_eof()
         self._expect(LINGER_S, self.transport.abort)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends nothing more. True, which keeps the connection: it is owed the answer to a whole request."""
+        """The client has half-closed. Returns True, which keeps the connection, if a response to a whole request is
+        due."""
         if not self._is_answering() or self.cycle.more_body or self._refused:
             return False
         self.cycle.keep_alive, self._last = False, True
@@ -278,7 +281,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _probe(self) -> None:
-        """Send what a client that waits for its answer passes over; the system of one that has left resets it then."""
+        """Send something that a waiting client ignores; if the client is gone, its system answers with a reset."""
         self._probe_due = None
         if not self._is_answering():
             return
@@ -299,21 +302,21 @@ class Connection(HttpToolsProtocol):
             self._probe_due = None
 
     def silence(self) -> None:
-        """Tell the app, where it is answering, that its client has left; what it still sends is not written."""
+        """Notify a responding app that its client has disconnected; the app's later output is dropped."""
         if self._is_answering():
             self.cycle.disconnected = True
-            self.cycle.waiting_for_100_continue = False  # the app would have it written after the end
+            self.cycle.waiting_for_100_continue = False  # else the app would have 100 Continue written after the end
             self.cycle.message_event.set()
 
     # -- writing
 
     @property
     def lags(self) -> bool:
-        """Whether the client has not taken what was written before (`pour.Direct`)."""
+        """Whether the client has not yet read earlier data (`pour.Direct`)."""
         return self.flow.write_paused
 
     def write_part(self, body: bytes) -> bool:
-        """Write a part of a streamed body, in the chunk that uvicorn would make of it (`pour.Direct`)."""
+        """Write a part of a streamed body, chunked as uvicorn does it (`pour.Direct`)."""
         if self.flow.write_paused or self.cycle.disconnected or self.cycle.response_complete:
             return False
         self._write_part(body)
@@ -323,29 +326,29 @@ class Connection(HttpToolsProtocol):
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self.cycle.chunked_encoding else body)
 
     def pause_writing(self) -> None:
-        """The client lags: it must take something every `limits.write_seconds`."""
+        """The client reads too slowly: from now on it must read something every `limits.write_seconds`."""
         super().pause_writing()
         self._expect_taken()
 
     def resume_writing(self) -> None:
-        """The client has caught up: unless the answer is complete, nothing has to be taken within a time any more."""
+        """The client has caught up: stop its timer, unless the response is complete."""
         super().resume_writing()
         if not self._nothing_follows():
             self._forget_taken()
 
     def on_response_complete(self) -> None:
-        """The answer is written: from now on the client has to take it, and to send the head of its next request."""
+        """The response is written: the client has to read it, and to send the head of its next request in time."""
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # uvicorn's time ends with the first byte of a head, ours with the last
+        self._unset_keepalive_if_required()  # uvicorn's timer stops at the first byte of a head, ours at the last
         self._expect_taken()
         if self.transport.is_closing():
-            self._all.owes(self)  # that it takes the answer
+            self._all.owes(self)  # the client has to read the response
         else:
             self._idle = True
             self._expect(self._limits.idle_seconds, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended: cancel its timers, and tell the app."""
+        """The connection has ended: cancel its timers, and notify the app."""
         self._owed_in_time()
         self._forget_taken()
         self._forget_departure()
@@ -360,7 +363,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.cycle) and not self.cycle.response_complete
 
     def _nothing_follows(self) -> bool:
-        """Whether unsent bytes can only become fewer: the app waits, or has sent its whole answer."""
+        """Whether the amount of unsent data can only shrink: the app waits, or has sent its whole response."""
         return self.flow.write_paused or not self._is_answering()
 
     def _expect_taken(self) -> None:
@@ -381,13 +384,13 @@ class Connection(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < self._unsent_bytes:
             self._expect_taken()
             return
-        log.info("closed a connection: its client took nothing for %g s", self._limits.write_seconds)
+        log.info("closed a connection: its client read nothing for %g s", self._limits.write_seconds)
         self.transport.abort()
 
 
 def _until_close(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
-    """`app` for a client without transfer codings: a body without content-length is sent unframed, and uvicorn closes
-    the connection after it."""
+    """Wraps `app` for clients without transfer codings: a body without content-length is sent unframed, and uvicorn
+    closes the connection after it."""
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_on(message: Message) -> None:
@@ -404,7 +407,8 @@ def _until_close(cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but signals are its caller's, who has a worker to stop as well, and it accepts by `Listener`."""
+    """uvicorn's server without signal handlers, which its caller installs, and with `Listener` for accepting
+    connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -413,11 +417,11 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Install no signal handlers, where uvicorn installs its own."""
+        """Install no signal handlers, unlike uvicorn."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at `sockets`."""
+        """Listen on `sockets`."""
         await super().startup(sockets=None if sockets is None else [])
         for at in sockets or ():
             at.listen(self.config.backlog)
@@ -426,7 +430,7 @@ class Server(uvicorn.Server):
             self._listeners[-1].open()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, close `sockets`, and return once every connection has ended."""
+        """Stop accepting, close `sockets`, and return once every connection has ended."""
         for listener in self._listeners:
             listener.close()
         await super().shutdown(sockets)
@@ -437,24 +441,24 @@ class Server(uvicorn.Server):
         task.add_done_callback(self._taking.discard)
 
     async def take(self, connection: socket.socket) -> None:
-        """Serve a connection that was accepted; `serve` is running."""
+        """Serve an accepted connection; `serve` must be running."""
         config, protocol, loop = self.config, self.config.http_protocol_class, asyncio.get_running_loop()
         try:
             await loop.connect_accepted_socket(
                 lambda: protocol(config=config, server_state=self.server_state, app_state=self.lifespan.state),  # type: ignore[call-arg]
                 connection,
             )
-        except OSError as error:  # the client has left
-            log.debug("a connection could not be taken: %s", error)
+        except OSError as error:  # the client has disconnected
+            log.debug("a connection could not be served: %s", error)
             connection.close()
 
     def abort(self) -> None:
-        """End every connection now, with what its client has not taken yet, and cancel every request's task."""
+        """Close every connection now, dropping unsent data, and cancel every request's task."""
         for connection in cast("list[Connection]", list(self.server_state.connections)):
             connection.silence()
             connection.transport.abort()
         for task in list(self.server_state.tasks):
-            task.cancel()  # one that encodes in a thread would not notice
+            task.cancel()  # a task that waits for a thread would not notice the disconnect
 
 
 def uvicorn_config(
@@ -465,10 +469,10 @@ def uvicorn_config(
     tls: tuple[str, str] | None = None,
     connections: Connections | None = None,
 ) -> uvicorn.Config:
-    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one.
+    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 selects a free one.
 
-    tls: PEM files of a certificate, with its chain, and of its key; OSError where they cannot be used. connections:
-    shared with the other servers of the process, whose number `limits` do not bound then.
+    tls: PEM files of a certificate, with its chain, and of its key; raises OSError if they cannot be used. connections:
+    shared with other servers of the process; `limits` do not limit the number of connections then.
     """
     return uvicorn.Config(
         app,
@@ -483,10 +487,10 @@ def uvicorn_config(
         ),
         ws="none",
         lifespan="off",
-        access_log=False,  # the app writes its own
+        access_log=False,  # the app writes access lines itself
         log_config=None,
         server_header=False,
-        proxy_headers=False,  # nothing here depends on who the client is
+        proxy_headers=False,  # nothing here depends on the client's address
         log_level="warning",
     )
 

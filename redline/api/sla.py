@@ -1,13 +1,13 @@
-"""Which requests had what they were promised: the targets of each class, and how many have kept them.
+"""SLO attainment: the targets of each class, and how many requests met them.
 
-A class is a table of the deployment, [sla.NAME], and keys name theirs; all others are of DEFAULT_SLA. A request keeps
-its first token's target, the pace of its answer, both or neither. As everywhere, a choice counts as a request.
+A class is a table of the deployment, [sla.NAME], to which keys refer; all other requests belong to DEFAULT_SLA. A
+request meets the TTFT target, the ITL target, both or neither. As everywhere, a choice counts as a request.
 
     first token   from the request's arrival
-    pace          (last token - first token) / (tokens - 1): one long pause is not seen among many tokens
+    pace          (last token - first token) / (tokens - 1): one long gap is not visible among many tokens
 
-One that ends with an error keeps nothing. One whose client leaves counts by what had come; where nothing had come and
-it was not late yet, it does not count.
+A request that ends with an error misses both. If its client disconnects, a request is judged by the tokens so far; if
+there were none and it was not late yet, it is not counted.
 """
 
 import math
@@ -21,12 +21,12 @@ from redline.api.metrics import Metrics
 from redline.tune.targets import Targets
 from redline.wire.delta import Finish
 
-LATELY_S = 60.0  # of which the status tells beside all
-MOST_LATELY = 4096  # requests that are remembered for it
+LATELY_S = 60.0  # window of the recent counts in the status
+MOST_LATELY = 4096  # requests kept for the recent counts, per class
 
 
 class Took(NamedTuple):
-    """Seconds of a request that has ended. first_token: None where it had none. pace: None with a token or none."""
+    """Seconds of a request that has ended. first_token: None if it had none. pace: None with fewer than two tokens."""
 
     whole: float
     first_token: float | None
@@ -34,14 +34,14 @@ class Took(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Which targets a request has kept."""
+    """The targets that a request has met."""
 
     ttft: bool
     itl: bool
 
 
 def targets_of(slas: Mapping[str, Sla]) -> dict[str, Targets]:
-    """What is promised, by class; that of "" is everybody else's. What is not promised is infinite."""
+    """SLO targets by class; "" holds those of all other requests. A missing target is infinite."""
 
     def seconds(most_ms: float | None) -> float:
         return math.inf if most_ms is None else most_ms / 1e3
@@ -51,12 +51,12 @@ def targets_of(slas: Mapping[str, Sla]) -> dict[str, Targets]:
 
 
 class Attainment:
-    """Counts of each class, since the start and lately. Requests of a class without targets are not counted."""
+    """Counts per class, since the start and recent. Requests of a class without targets are not counted."""
 
     def __init__(
         self, targets: Mapping[str, Sla], metrics: Metrics, clock: Callable[[], float] = clock.monotonic
     ) -> None:
-        """clock: tells seconds, by which `lately` is meant."""
+        """clock: seconds, for the window of recent counts."""
         self.targets = targets
         self._metrics = metrics
         self._clock = clock
@@ -66,7 +66,7 @@ class Attainment:
             metrics.promised(name, target.ttft_ms, target.itl_ms)
 
     def ended(self, of: str, took: Took, finish: Finish) -> None:
-        """Count a request of a class; one without targets of its own has those of DEFAULT_SLA."""
+        """Count a request of a class that has ended; a class without its own targets has those of DEFAULT_SLA."""
         name = of if of in self.targets else DEFAULT_SLA
         if (target := self.targets.get(name)) is None or (kept := keeps(target, took, finish)) is None:
             return
@@ -75,7 +75,7 @@ class Attainment:
         self._metrics.kept(name, ttft=kept.ttft, itl=kept.itl)
 
     def told(self) -> dict[str, Any]:
-        """As JSON: targets, and of all requests and those of the last LATELY_S how many kept what."""
+        """As JSON: the targets, and how many requests met them, in total and in the last LATELY_S."""
         now, told = self._clock(), dict[str, Any]()
         for name, target in self.targets.items():
             lately = self._lately[name]
@@ -92,7 +92,7 @@ class Attainment:
 
 
 def keeps(target: Sla, took: Took, finish: Finish) -> Kept | None:
-    """Which targets a request has kept; None where nobody can tell."""
+    """The targets that a request has met; None if that cannot be determined."""
     if finish == "error":
         return Kept(ttft=False, itl=False)
     if took.first_token is None and finish == "aborted" and _within(took.whole, target.ttft_ms):

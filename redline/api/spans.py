@@ -1,8 +1,8 @@
-"""Requests as spans of OpenTelemetry: one for each, with its stages within, as a child of the caller's own.
+"""Requests as OpenTelemetry spans: one per request, with its stages as children, below the caller's span.
 
-Off unless the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`), and then nothing is imported. A request's
-spans are made when it has ended, from what has been noted anyway, and leave in a thread; what finds its queue full is
-dropped. No text of a prompt or an answer is in them.
+Off unless the environment names a collector (`OTEL_EXPORTER_OTLP_ENDPOINT`); then nothing is imported. A request's
+spans are created when it has ended, from its recorded timings, and are exported in a thread; if the export queue is
+full they are dropped. They contain no text of a prompt or an answer.
 """
 
 import logging
@@ -17,9 +17,9 @@ from redline.api.stages import Stage, stages_of
 from redline.errors import ConfigError
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-FLUSH_S = 3.0  # at the end, for a collector to take what is left
+FLUSH_S = 3.0  # at shutdown, for the collector to receive the remaining spans
 
-_LOOKS = ("GET", "HEAD", "OPTIONS")  # probes, scrapes and the page: they would be most of all spans
+_LOOKS = ("GET", "HEAD", "OPTIONS")  # methods without spans: probes, scrapes and the page would be most of all spans
 _log = logging.getLogger("redline.api")
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class Spans:
-    """Watches requests, and makes spans of those that ask for work."""
+    """Watches requests, and creates spans for those that do work."""
 
     def __init__(self, processor: "Processor") -> None:
-        """processor: a SpanProcessor, whose `on_end` must not block. Needs the extra `otel`."""
+        """processor: a SpanProcessor with a non-blocking `on_end`. Needs the extra `otel`."""
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -45,18 +45,18 @@ class Spans:
         self._failed = False
 
     def ended(self, passage: Passage) -> None:
-        """A request has ended. What goes wrong here is logged once: spans are never worth an answer."""
+        """Create the spans of an ended request. Errors here are logged once: tracing must never cost a response."""
         if passage.method in _LOOKS:
             return
         try:
             self._write(passage)
         except Exception:
             if not self._failed:
-                _log.exception("a request's spans could not be made; no more is said of others")
+                _log.exception("a request's spans could not be created; further failures are not logged")
             self._failed = True
 
     def close(self) -> None:
-        """Send what is left, for FLUSH_S at most."""
+        """Export the remaining spans, for at most FLUSH_S."""
         flushing = threading.Thread(target=self._provider.shutdown, name="spans", daemon=True)
         flushing.start()
         flushing.join(FLUSH_S)
@@ -65,7 +65,7 @@ class Spans:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         told = stages_of(passage)
-        epoch_ns = clock.now_ns() - clock.perf_counter_ns()  # both clocks are read again: one of them may be set
+        epoch_ns = clock.now_ns() - clock.perf_counter_ns()  # both clocks are read each time: the wall clock may be set
         traceparent, tracestate = passage.trace
         parent = self._parents.extract({"traceparent": traceparent, "tracestate": tracestate})
         whole = self._tracer.start_span(
@@ -86,23 +86,23 @@ class Spans:
 
 
 def open_spans(environment: Mapping[str, str] = os.environ) -> Spans | None:
-    """Spans that go to the collector that the environment names, by OTLP over HTTP; None where it names none or says
-    that it wants none. Raises ConfigError where the extra is missing, or what is said cannot be had."""
+    """Spans exported to the collector that the environment names, by OTLP over HTTP; None if it names none or
+    disables tracing. Raises ConfigError if the extra is missing, or if the settings are not supported."""
     named = next((name for name in ENDPOINTS if environment.get(name)), None)
     if named is None or environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
     if (wanted := environment.get("OTEL_TRACES_EXPORTER", "otlp")) not in ("otlp", "none"):
-        raise ConfigError(f"OTEL_TRACES_EXPORTER is {wanted}; spans leave by otlp, or not at all: none")
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {wanted}; supported values are otlp and none")
     if wanted == "none":
         return None
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if (protocol := environment.get(name, "http/protobuf")) != "http/protobuf":
-            raise ConfigError(f"{name} is {protocol}; spans leave by http/protobuf, usually to port 4318")
+            raise ConfigError(f"{name} is {protocol}; the supported protocol is http/protobuf, usually on port 4318")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"{named} is set, and spans need their library: pip install 'redline[otel]'") from error
+        raise ConfigError(f"{named} is set, but its library is missing: pip install 'redline[otel]'") from error
     return Spans(BatchSpanProcessor(OTLPSpanExporter()))
 
 
@@ -111,7 +111,7 @@ def _ns(at: float, epoch_ns: int) -> int:
 
 
 def _facts(passage: Passage) -> dict[str, str | int | float | list[str]]:
-    """What is known of a request, under the names of OpenTelemetry's conventions for HTTP and for models."""
+    """Attributes of a request, named by OpenTelemetry's semantic conventions for HTTP and for generative AI."""
     facts: dict[str, str | int | float | list[str]] = {
         "http.request.method": passage.method,
         "url.path": passage.path,

@@ -1,8 +1,8 @@
-"""Answers as server-sent events, in OpenAI's chunk shapes.
+"""Responses as server-sent events, in OpenAI's chunk formats.
 
-Each delta of the engine has a chunk of its own (a chunk for each event, where it has several), so that a client can
-time tokens; deltas that arrived together leave in one write. Nearly every chunk is a piece of text, so all of it but
-the text is encoded once per choice.
+Each delta of the engine becomes a chunk (or one chunk per event, if it has several), so that clients can time tokens;
+deltas that arrived together are sent in one write. Nearly every chunk is a piece of text, so everything but the text is
+encoded once per choice.
 """
 
 from bisect import bisect_right
@@ -44,7 +44,7 @@ def data(body: bytes) -> bytes:
 
 
 class _ChunkWriter:
-    """What both kinds of stream share: the envelope, usage, and each choice's count."""
+    """Shared by both streams: the chunk envelope, usage, and the token count of each choice."""
 
     def __init__(self, id: str, object: str, created: int, model: str, prompts: Sequence[int], n: int, how: Streaming):
         envelope = {"id": id, "object": object, "created": created, "model": model}
@@ -54,11 +54,11 @@ class _ChunkWriter:
         self._prompts = prompts  # lengths, in tokens
         self._completion = [0] * (len(prompts) * n)
         self._ends: list[End | None] = [None] * (len(prompts) * n)
-        # With include_usage every chunk but the last says null; with continuous_usage_stats, the counts so far.
+        # With include_usage every chunk but the last has usage null; with continuous_usage_stats, the counts so far.
         self._tail = b',"usage":null}\n\n' if how.usage else b"}\n\n"
 
     def _chunk(self, choice: int, rest: bytes) -> bytes:
-        """A chunk with one choice: `rest` is the choice's members after its index, as JSON text."""
+        """A chunk with one choice. rest: the choice's fields after its index, as JSON text."""
         return b'%b[{"index":%d,%b}]%b' % (self._head, choice, rest, self._usage_tail())
 
     def _usage_tail(self) -> bytes:
@@ -67,7 +67,7 @@ class _ChunkWriter:
         return b',"usage":' + _json(usage(sum(self._prompts), sum(self._completion))) + b"}\n\n"
 
     def open(self) -> bytes:
-        """Nothing: the first chunk of a choice comes with its first tokens."""
+        """Nothing: the first chunk of a choice is sent with its first tokens."""
         return b""
 
     def keepalive(self) -> bytes:
@@ -75,11 +75,11 @@ class _ChunkWriter:
         return KEEPALIVE
 
     def fail(self, error: Exception) -> bytes:
-        """The error, as the last event."""
+        """The error as the last event."""
         return data(answer_to(error).body)
 
     async def close(self) -> bytes:
-        """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
+        """The end of the stream: a chunk with the usage, if requested, and [DONE]."""
         if not self._how.usage:
             return DONE
         ends = [end for end in self._ends if end is not None]
@@ -89,8 +89,8 @@ class _ChunkWriter:
 class ChatStream(_ChunkWriter):
     """The stream of a chat completion.
 
-    created: Unix seconds. prompts: lengths, in tokens. n: choices for each prompt. logprobs: whether they were asked
-    for.
+    created: Unix seconds. prompts: lengths, in tokens. n: choices for each prompt. logprobs: whether they were
+    requested.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class ChatStream(_ChunkWriter):
         super().__init__(id, "chat.completion.chunk", created, model, prompts, n, how)
         self._logprobs = logprobs
         self._token_bytes = token_bytes
-        self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs whose text has not left yet
-        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
-        self._proposer: Proposer | None = None  # of the batch that is written
-        self._elapsed_ms = 0.0  # from the request's start until that batch's tokens came from the engine
+        self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs of text that has not been sent yet
+        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # for the next chunk
+        self._proposer: Proposer | None = None  # of the current batch
+        self._elapsed_ms = 0.0  # from the request's start until the current batch's tokens arrived
         self._plain = not (logprobs or how.continuous or how.proposers)
         self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
@@ -121,7 +121,7 @@ class ChatStream(_ChunkWriter):
         ]
 
     def write(self, batches: Sequence[Batch]) -> bytes:
-        """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
+        """The chunks of these batches, in order; logprobs are sent with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
             choice, events = batch.choice, batch.events
@@ -132,7 +132,7 @@ class ChatStream(_ChunkWriter):
             if batch.token_ids is not None:
                 self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
             elif self._plain and not batch.first and len(events) == 1 and isinstance(event := events[0], Text):
-                chunks.append(self._text[choice] + _json(event.text) + self._after)  # nearly every chunk is one
+                chunks.append(self._text[choice] + _json(event.text) + self._after)  # nearly every chunk is such a one
                 continue
             if self._logprobs:
                 self._held[choice] += [item for event in events if isinstance(event, Logprobs) for item in event.items]
@@ -157,7 +157,7 @@ class ChatStream(_ChunkWriter):
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _open(self, batch: Batch) -> bytes:
-        """The chunk that names the role, before a choice's first event."""
+        """The chunk with the role, before a choice's first event."""
         chunk = self._delta(batch.choice, {"role": "assistant", "content": ""})
         extra: dict[str, Any] = {}
         if batch.prompt_logprobs is not None:
@@ -179,7 +179,7 @@ class ChatStream(_ChunkWriter):
         return self._chunk(choice, b'"delta":' + _json(delta) + b"," + rest)
 
     def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
-        """The members after the delta: the held logprobs, if any, leave with it."""
+        """The fields after the delta, with the held logprobs, if any."""
         held, self._held[choice] = self._held[choice], []
         scored = chat_logprobs(held, self._token_bytes) if held else None
         ids, self._token_ids[choice] = self._token_ids[choice], None
@@ -192,8 +192,8 @@ class ChatStream(_ChunkWriter):
 class CompletionStream(_ChunkWriter):
     """The stream of a text completion.
 
-    created: Unix seconds. prompts: token ids. n: choices for each prompt. logprobs: whether they were asked for. echo:
-    the prompt opens each choice's text. hidden: ids that have no text in an answer.
+    created: Unix seconds. prompts: token ids. n: choices for each prompt. logprobs: whether they were requested. echo:
+    each choice's text begins with the prompt. hidden: ids that are decoded to no text.
     """
 
     def __init__(
@@ -215,17 +215,17 @@ class CompletionStream(_ChunkWriter):
         self._echo = echo
         self._token_bytes = token_bytes
         self._held: list[list[Placed]] = [[] for _ in self._ends]
-        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
-        self._proposer: Proposer | None = None  # of the batch that is written
-        self._elapsed_ms = 0.0  # from the request's start until that batch's tokens came from the engine
+        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # for the next chunk
+        self._proposer: Proposer | None = None  # of the current batch
+        self._elapsed_ms = 0.0  # from the request's start until the current batch's tokens arrived
         self._offsets = [Offsets(hidden) for _ in self._ends]
-        self._shown = [0] * len(self._ends)  # characters
+        self._shown = [0] * len(self._ends)  # characters sent
         self._plain = not (logprobs or how.continuous or how.proposers)
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
 
     def write(self, batches: Sequence[Batch]) -> bytes:
-        """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
+        """The chunks of these batches, in order; logprobs are sent with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
             choice, self._proposer, self._elapsed_ms = batch.choice, batch.proposer, batch.elapsed_ms
@@ -249,11 +249,11 @@ class CompletionStream(_ChunkWriter):
                         self._ends[choice] = event
                         chunks.append(self._chunk(choice, b'"text":"",' + self._rest(choice, finish_of(event))))
                     case _:
-                        pass  # raw text has no thoughts and no calls; logprobs are held above
+                        pass  # raw text has no reasoning and no tool calls; logprobs are held above
         return b"".join(chunks)
 
     def _open(self, batch: Batch) -> bytes:
-        """What stands before a choice's own text: the prompt and its logprobs, where asked for."""
+        """The beginning of a choice's text: the prompt and its logprobs, if requested."""
         choice, scored = batch.choice, batch.prompt_logprobs
         opening = Opening(self._ids[choice // self._n], scored, self._echo, self._token_bytes)
         if self._logprobs:
@@ -267,7 +267,7 @@ class CompletionStream(_ChunkWriter):
         return self._chunk(choice, b'"text":' + _json(opening.text) + b"," + self._rest(choice, extra))
 
     def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
-        """The members after the text. Log probabilities of text that is held back, as it may be a stop string, wait."""
+        """The fields after the text. Logprobs of text that is held back as a possible stop string wait."""
         held, shown, scored = self._held[choice], self._shown[choice], None
         ready = len(held) if self._ends[choice] else bisect_right(held, shown, key=itemgetter(2))
         if ready:

@@ -1,4 +1,4 @@
-"""The stages of a request, from what its passage and its jobs have noted: what a profile draws and a span tells."""
+"""The stages of a request, from the timings of its passage and its jobs, for profiles and spans."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from redline.api.stories import Sent, Story
 
 
 class Stage(NamedTuple):
-    """A slice of a request's lane. Seconds, as time.perf_counter tells."""
+    """A slice of a request's lane. Times are seconds of time.perf_counter."""
 
     name: str
     began: float
@@ -18,15 +18,15 @@ class Stage(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """A whole request, and what it was made of."""
+    """A whole request, and its stages."""
 
     whole: Stage
-    stages: list[Stage]  # within it, one behind another
-    jobs: list[list[Stage]]  # of further choices: each is drawn in a lane of its own
+    stages: list[Stage]  # within `whole`, one after another
+    jobs: list[list[Stage]]  # of further choices: each is drawn in its own lane
 
 
 def stages_of(passage: Passage) -> Stages:
-    """A request as it is now, whether it has ended or not."""
+    """The stages of a request so far, whether it has ended or not."""
     now = clock.perf_counter()
     end = now if passage.ended is None else passage.ended
     facts: dict[str, Any] = {"id": passage.id, "status": passage.status or None, "ended": passage.ended is not None}
@@ -40,7 +40,7 @@ def stages_of(passage: Passage) -> Stages:
 
 
 def _of_job(job: Story, end: float) -> list[Stage]:
-    """From where a job was sent: its time in the queue, to its first token, and its stream."""
+    """Stages of a job since it was sent: time in the queue, to the first token, and streaming."""
     if not job.sent:
         return []
     sent = Sent(*job.sent[0])
@@ -60,7 +60,8 @@ def _of_job(job: Story, end: float) -> list[Stage]:
 
 
 def one_behind_another(stages: Sequence[Stage], within: Stage) -> list[Stage]:
-    """The stages, cut where they would overlap or leave the request: a prompt of several is encoded beside others."""
+    """The stages, cut so that they neither overlap nor exceed the request: with several prompts, one is encoded while
+    others already run."""
     kept: list[Stage] = []
     at = within.began
     for stage in sorted(stages, key=lambda one: one.began):

@@ -1,6 +1,6 @@
-"""What became of requests, and why: who got each of their jobs, what was expected of it, and what it took.
+"""Traces of recent requests: the worker of each of their jobs, the prediction for it, and the measured times.
 
-Of the newest requests alone, and without a word of their text. `redline explain` and /admin/requests/ID show them.
+Only the newest requests are kept, and none of their text. `redline explain` and /admin/requests/ID show them.
 """
 
 from collections import OrderedDict
@@ -16,51 +16,51 @@ from redline.route.resume import GoesOn
 from redline.wire.delta import Brought, Delta, Drafted, Finish, Note, Preempted, Resumed
 from redline.wire.job import JobId
 
-MOST_JOBS = 4096  # of which is known what became of them; about 1 KB each
-MOST_PAUSES = 16  # of a job: the newest
+MOST_JOBS = 4096  # jobs with a trace; about 1 KB each
+MOST_PAUSES = 16  # newest preemptions kept per job
 
 
 class Sent(NamedTuple):
-    """One time that a job was sent to a worker."""
+    """One routing of a job to a worker."""
 
     at_s: float
     worker: str
     prompt_computed_by: str
-    moved_because: str  # why the worker before could not go on with it; empty: there was none
-    expected: Predicted  # of whoever computes the prompt
-    instead: tuple[Predicted, ...]  # of the others that could have
+    moved_because: str  # why the previous worker could not continue it; empty: there was none
+    expected: Predicted  # for the worker that computes the prompt
+    instead: tuple[Predicted, ...]  # for the other workers that could have taken it
 
 
 class Paused(NamedTuple):
-    """One time that a worker took a job's pages. Its last three come when it has gone on; None until then, or for
-    good: it never did, or the worker has no clock."""
+    """One preemption of a job. The last three fields are set when it resumes; None until then, or for good if it
+    never did or the worker has no clock."""
 
     at_s: float
     worker: str
-    after_tokens: int  # of its answer
-    by: str | None  # the job whose page was wanted, as workers call it; None: it was its own
-    running: int  # jobs that went on
-    pages: int  # of the worker, all held
+    after_tokens: int  # tokens of its answer so far
+    by: str | None  # the job that needed the page, by the worker's id; None: the job itself
+    running: int  # jobs that kept running
+    pages: int  # pages of the worker, all in use
     lost_tokens: int
     short_pages: int
     again_expected_tokens: int
     wait_expected_s: float
-    again_expected_s: float  # from then to its next token
+    again_expected_s: float  # predicted time from resuming to the next token
     again_tokens: int | None = None
     waited_s: float | None = None
     paused_s: float | None = None  # until its next token
 
 
 class Story(msgspec.Struct, gc=False):
-    """One job. Seconds count from its request's arrival, which `began` tells as time.perf_counter does.
+    """Trace of one job. Times are seconds since its request's arrival, `began`, which is a time of time.perf_counter.
 
-    It is kept long after its answer, so it holds nothing that a garbage collection has to walk through.
+    It is kept long after its answer, so it holds nothing that the garbage collector has to traverse.
     """
 
     choice: int
     prompt_tokens: int
     began: float
-    sent: tuple[tuple[Any, ...], ...] = ()  # the fields of a Sent, whose own Predicteds are tuples too
+    sent: tuple[tuple[Any, ...], ...] = ()  # fields of `Sent`, with `Predicted`s as tuples
     first_token_s: float | None = None
     queued_s: float | None = None
     cached_tokens: int = 0
@@ -69,21 +69,21 @@ class Story(msgspec.Struct, gc=False):
     drafts: int = 0
     accepted: int = 0
     preemptions: int = 0
-    paused: tuple[tuple[Any, ...], ...] = ()  # the fields of a Paused
-    brought: tuple[Any, ...] | None = None  # those of a Brought, of the worker that told of it last
-    drafted: tuple[Any, ...] | None = None  # those of a Drafted, likewise
+    paused: tuple[tuple[Any, ...], ...] = ()  # fields of `Paused`
+    brought: tuple[Any, ...] | None = None  # fields of the latest `Brought` of a worker
+    drafted: tuple[Any, ...] | None = None  # fields of the latest `Drafted`
     finish: Finish | None = None
     ended_s: float | None = None
 
     def goes(self, route: Route, moved_because: str) -> None:
-        """It is sent to a worker. moved_because: as in `Sent`."""
+        """The job is sent to a worker. moved_because: as in `Sent`."""
         instead = tuple(tuple(each) for each in route.instead)
         computes = (route.prefill or route.link).name
         at_s = clock.perf_counter() - self.began
         self.sent += ((at_s, route.link.name, computes, moved_because, tuple(route.expected), instead),)
 
     def comes(self, delta: Delta, now: float) -> None:
-        """More of its answer has come."""
+        """A delta of the job has arrived."""
         if delta.proposed:
             self.rounds += 1
             self.drafts += delta.proposed
@@ -93,8 +93,8 @@ class Story(msgspec.Struct, gc=False):
             self.cached_tokens = delta.cached_tokens
 
     def notes(self, note: Note, id: JobId, expected: GoesOn | None = None, tokens: int = 0) -> None:
-        """A worker has something to note of it. id: the worker's for it. expected: of one that is pre-empted, when it
-        goes on. tokens: of its answer that have come."""
+        """Apply a note of a worker. id: the worker's id of the job. expected: predicted resume of a preempted job.
+        tokens: of its answer so far."""
         match note:
             case Preempted():
                 computing = self.first_token_s is None and self.sent
@@ -116,14 +116,14 @@ class Story(msgspec.Struct, gc=False):
                 self.paused = (*self.paused[1 - MOST_PAUSES :], tuple(paused))
             case Resumed() if self.paused:
                 last = Paused(*self.paused[-1])
-                # Of a prompt that another worker computes both are told with its first token.
+                # If the prompt is computed on another worker, both notes arrive with the first token.
                 at_s = min(last.at_s, clock.perf_counter() - self.began - (note.paused_s or 0.0))
                 last = last._replace(
                     at_s=at_s, again_tokens=note.again_tokens, waited_s=note.waited_s, paused_s=note.paused_s
                 )
                 self.paused = (*self.paused[:-1], tuple(last))
             case Resumed():
-                pass  # another worker than told of its beginning
+                pass  # the preemption was reported by another worker
             case Brought():
                 self.brought = (
                     *(note.host_tokens, note.disk_tokens, note.read_s, note.predicted_s),
@@ -133,16 +133,16 @@ class Story(msgspec.Struct, gc=False):
                 self.drafted = (note.steps, note.seconds, note.predicted_s, note.without_s)
 
     def ends(self, finish: Finish, tokens: int, now: float) -> None:
-        """Nothing more of it comes."""
+        """The job has ended."""
         self.finish, self.tokens, self.ended_s = finish, tokens, now - self.began
 
     @property
     def worker(self) -> str | None:
-        """Who had it last; None: nobody has had it."""
+        """Name of its last worker; None: it was never sent."""
         return self.sent[-1][1] if self.sent else None
 
     def told(self) -> dict[str, Any]:
-        """As JSON. Times are in seconds; what is expected is that of a prompt's first token since it was sent."""
+        """The trace as JSON. Times are in seconds; predictions are from sending to the prompt's first token."""
         sent = [
             Sent(at_s, worker, computes, moved, Predicted(*expected), tuple(Predicted(*each) for each in instead))
             for at_s, worker, computes, moved, expected, instead in self.sent
@@ -179,14 +179,15 @@ class Story(msgspec.Struct, gc=False):
 
 
 class Stories:
-    """The stories of the newest jobs, by their request's id."""
+    """Traces of the newest jobs, by request id."""
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, tuple[Story, ...]] = OrderedDict()
         self._jobs = 0
 
     def begin(self, request: str, jobs: Sequence[Story]) -> None:
-        """A request is admitted. Another of the same id, which its client may have chosen, is put behind it."""
+        """A request is admitted. If the id, which the client may choose, is in use, the jobs are appended to that
+        trace."""
         before = self._of.pop(request, ())
         self._of[request] = kept = (*before, *jobs)[-MOST_JOBS:]
         self._jobs += len(kept) - len(before)
@@ -195,15 +196,15 @@ class Stories:
             self._jobs -= len(gone)
 
     def of(self, request: str) -> tuple[Story, ...]:
-        """A request's jobs; none where it is not known."""
+        """Traces of a request's jobs; empty if the id is unknown."""
         return self._of.get(request, ())
 
 
 def why(sent: Sent, tokens: int) -> str:
-    """One line: why a job of so many prompt tokens went where it did."""
+    """One line: why a job with `tokens` prompt tokens was sent to its worker."""
     expected, others = sent.expected, sent.instead
     apart = sent.prompt_computed_by != sent.worker
-    answers = f"; {sent.worker} answers, as the one with least to do" if apart else ""
+    answers = f"; {sent.worker} decodes, as the least loaded" if apart else ""
     if not others:
         return f"no other worker can take it{answers}"
     most = max(each.cached_tokens for each in others)
@@ -224,7 +225,7 @@ def _expected(each: Predicted) -> dict[str, Any]:
 
 
 def _brought(fields: tuple[Any, ...] | None) -> dict[str, Any] | None:
-    """What was read from below the prefix cache."""
+    """Pages loaded from the KV offload tiers."""
     if fields is None:
         return None
     host, disk, read_s, predicted_s, compute_s = fields
@@ -243,7 +244,7 @@ def _paused(paused: Paused) -> dict[str, Any]:
 
 
 def _steps(fields: tuple[Any, ...] | None) -> dict[str, Any] | None:
-    """The mean of the steps that verified drafts, and were timed."""
+    """Mean over the timed steps that verified drafts."""
     if fields is None:
         return None
     steps, seconds, predicted_s, without_s = fields

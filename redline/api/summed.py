@@ -1,8 +1,8 @@
-"""One /metrics of several processes: each fact is counted in one of them, and a scrape is the sum over all.
+"""One /metrics endpoint for several processes: each event is counted in one process, and a scrape is the sum over all.
 
-A process that has ended has its counters stay, as they were scraped last: a sum that fell would be taken for a restart,
-and all that was counted before for new. A gauge is of now, so it ends with its process. What is of one process and not
-of the server (`process_*`: its memory, its time, its files) has the process's name as a label and is not added up.
+Counters of a process that has ended keep their last scraped values: Prometheus would take a falling sum for a restart,
+and count everything again. Gauges describe the present, so they end with their process. Series of a process rather than
+of the server (`process_*`: its memory, CPU time, files) get the process's name as a label and are not summed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest
 
 from redline.wire.base import Record
 
-OF_A_PROCESS = "process_"  # how the names of such series begin
-# Of gauges that say yes or no: yes where any process says so. And what all processes say alike.
+OF_A_PROCESS = "process_"  # prefix of such series
+# Boolean gauges, which are 1 if they are 1 in any process, and gauges that are the same in all processes.
 GREATEST = {"redline:ready", "redline:sla_target_seconds"}
 
 
@@ -26,7 +26,7 @@ class Sample(Record, frozen=True):
 
 
 class Family(Record, frozen=True):
-    """All series of one name, as `prometheus_client.Metric` has them."""
+    """All series of one name, like `prometheus_client.Metric`."""
 
     name: str
     help: str
@@ -38,7 +38,7 @@ _FAMILIES = msgspec.msgpack.Decoder(tuple[Family, ...])
 
 
 def packed(registry: CollectorRegistry) -> bytes:
-    """What a registry's series are now, for `Summed.told`."""
+    """The current series of a registry, encoded for `Summed.told`."""
     families = [
         Family(each.name, each.documentation, each.type, tuple(Sample(s.name, s.labels, s.value) for s in each.samples))
         for each in registry.collect()
@@ -47,14 +47,14 @@ def packed(registry: CollectorRegistry) -> bytes:
 
 
 class Summed:
-    """The series of several processes of one server: `told` by each, then `expose`."""
+    """Aggregates the series of several processes of one server: `told` by each, then `expose`."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[Family, ...]] = {}
-        self._ended: dict[str, Family] = {}  # counters of processes that have ended, by name
+        self._ended: dict[str, Family] = {}  # counters of ended processes, by name
 
     def told(self, process: str, data: bytes) -> None:
-        """Take in what a process's series are now. Raises msgspec.DecodeError for what `packed` does not make."""
+        """Store the current series of a process. Raises msgspec.DecodeError for data that `packed` did not produce."""
         self._of[process] = _FAMILIES.decode(data)
 
     def ended(self, process: str) -> None:
@@ -63,7 +63,7 @@ class Summed:
         self._ended = {family.name: family for family in _added([("", [*self._ended.values(), *left])])}
 
     def collect(self) -> Iterator[Metric]:
-        """The sums, as a registry gives them."""
+        """The summed series, in the form of a registry."""
         for family in _added([("", self._ended.values()), *self._of.items()]):
             metric = Metric(family.name, family.help, family.kind)
             for sample in family.samples:
@@ -80,7 +80,7 @@ def _stays(family: Family) -> bool:
 
 
 def _added(processes: Iterable[tuple[str, Iterable[Family]]]) -> list[Family]:
-    """The families of all, each once, with the sums of their samples in the order in which they first come."""
+    """The families of all processes, merged by name, with samples summed, in order of first appearance."""
     families: dict[str, Family] = {}
     sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for process, told in processes:

@@ -1,6 +1,6 @@
-"""Series of the memory below workers' prefix caches: what there is, what has moved, what it took and was predicted to.
+"""Metrics of the workers' KV offload tiers: size, pages moved, and times measured and predicted.
 
-Workers tell totals since their start (`wire.news.TierLoad`); here they become counters.
+Workers report totals since their start (`wire.news.TierLoad`), which become counters here.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -9,28 +9,26 @@ from redline.wire.news import TierLoad
 
 
 class TierMetrics:
-    """Series labelled by `tier`: "host" or "disk"; of seconds also "compute", the prompts that were computed."""
+    """Series with the label `tier`: "host" or "disk"; for seconds also "compute", prompts that were computed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         label = ("model_name", "engine", "tier")
-        self._bytes = Gauge("redline:tier_bytes", "Bytes that a tier's pages take", label, registry=registry)
-        self._pages = Gauge("redline:tier_pages", "Pages that a tier has", label, registry=registry)
+        self._bytes = Gauge("redline:tier_bytes", "Bytes in use by a tier's pages", label, registry=registry)
+        self._pages = Gauge("redline:tier_pages", "Pages in a tier", label, registry=registry)
         self._moved = Counter(
-            "redline:tier_pages_moved", "Pages of a tier, by what became of them", (*label, "result"), registry=registry
+            "redline:tier_pages_moved", "Pages of a tier, by outcome", (*label, "result"), registry=registry
         )
-        self._hits = Counter(
-            "redline:tier_hit_tokens", "Tokens of prompts that came from a tier", label, registry=registry
-        )
-        self._read = Counter("redline:tier_read_bytes", "Bytes that came from a tier", label, registry=registry)
+        self._hits = Counter("redline:tier_hit_tokens", "Prompt tokens loaded from a tier", label, registry=registry)
+        self._read = Counter("redline:tier_read_bytes", "Bytes read from a tier", label, registry=registry)
         self._seconds = Counter(
             "redline:tier_seconds",
-            "Seconds of readings, or of computing prompts: measured, predicted, the error of each, saved and lost",
+            "Seconds of tier reads, or of computing prompts: measured, predicted, prediction error, saved and lost",
             (*label, "of"),
             registry=registry,
         )
 
     def add(self, own: tuple[str, str], now: tuple[TierLoad, ...], last: tuple[TierLoad, ...]) -> None:
-        """Take in what a worker has told. own: its labels. last: what it had told before; none: it has started."""
+        """Apply a worker's report. own: its labels. last: its previous report; empty after a start."""
         before = {tier.name: tier for tier in last}
         for tier in now:
             then = before.get(tier.name, TierLoad(name=tier.name))

@@ -1,8 +1,8 @@
-"""Tries grammars in processes that can be killed, so that what a client's grammar costs, it costs its own key's trials.
+"""Trial-compiles grammars in killable processes, so that an expensive grammar delays only its own key's trials.
 
-Keys take turns. There are two processes: one takes whatever has its turn, the other small grammars alone, so that large
-ones never fill both. A key whose trial has taken too long waits behind all others for a while. Where a client
-leaves, its trial is dropped if it has not begun; else it ends as any other, and its verdict is kept.
+Keys are served round-robin. There are two processes: one takes any grammar, the other only small ones, so that large
+ones never occupy both. A key with a timed-out trial comes after all others for a while. If a client disconnects, its
+trial is dropped if it has not started; else it runs to its end, and its verdict is cached.
 """
 
 import asyncio
@@ -20,32 +20,32 @@ from redline.api.grammar_child import LENGTH, Trial, Verdict, Vocabulary, framed
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.errors import Overloaded
 
-SMALL_BYTES = 16 << 10  # of a grammar that the second process takes: a compilation of some 50 ms
-LATE_S = 30.0  # that a key waits behind others, once a trial of its own has taken too long
-START_S = 60.0  # for a process to read its vocabulary, on a machine that is busy loading a model
+SMALL_BYTES = 16 << 10  # of a grammar for the second process: such a grammar compiles in some 50 ms
+LATE_S = 30.0  # seconds for which a key comes after others, once one of its trials has timed out
+START_S = 60.0  # seconds for a process to load its vocabulary, on a machine that is busy loading a model
 
 log = logging.getLogger("redline.api")
 
 
 class Child(Protocol):
-    """One that tries grammars, one at a time. It may be asked again after anything but `kill`."""
+    """Compiles grammars, one at a time. After any failure it can be used again, but not after `kill`."""
 
     async def ask(self, trial: Trial) -> Verdict:
-        """What comes of a trial. Raises TimeoutError where it takes too long, ConnectionError where the process has
-        ended, which it does where it has no more memory, and Overloaded where none can be started."""
+        """Run a trial. Raises TimeoutError if it takes too long, ConnectionError if the process has exited, as it
+        does when out of memory, and Overloaded if no process can be started."""
         ...
 
     def kill(self) -> None:
-        """Ends what it has started; idempotent."""
+        """Kill the process; idempotent."""
         ...
 
     async def ended(self) -> None:
-        """Waits until that has ended."""
+        """Wait until killed processes have exited."""
         ...
 
 
 class _Asked:
-    """A trial that waits or is being tried, and whoever waits for its verdict."""
+    """A queued or running trial, and the callers that wait for its verdict."""
 
     __slots__ = ("callers", "key", "small", "tenant", "trial", "verdict")
 
@@ -59,36 +59,36 @@ class _Asked:
 
 
 class Trials:
-    """The queue of trials, and two children that take from it. Everything runs in one event loop."""
+    """The queue of trials, and the child processes that run them. Everything runs in one event loop."""
 
     def __init__(self, limits: Limits, children: Sequence[Child], keep: Callable[[bytes, Verdict], object]) -> None:
-        """children: the first takes all trials, the others small ones. keep: is given each verdict, by its key."""
+        """children: the first runs all trials, the others small ones. keep: called with each key and verdict."""
         self._limits = limits
         self._keep = keep
         self._children = children
-        self._serving: dict[int, asyncio.Task[None]] = {}  # by a child's place, while it has something to do
-        self._lines: dict[str, deque[_Asked]] = {}  # of keys with trials that wait, in the order in which they came
-        self._known: dict[tuple[str, bytes], _Asked] = {}  # those that wait, or are being tried
+        self._serving: dict[int, asyncio.Task[None]] = {}  # by index of the child, while it is busy
+        self._lines: dict[str, deque[_Asked]] = {}  # queued trials by tenant, in order of arrival
+        self._known: dict[tuple[str, bytes], _Asked] = {}  # queued or running trials
         self._turn = 0
-        self._turns: dict[str, int] = {}  # when each key had its last turn
-        self._late_until: dict[str, float] = {}  # of keys whose trials took too long, by `clock.monotonic`
+        self._turns: dict[str, int] = {}  # the turn in which each tenant was last served
+        self._late_until: dict[str, float] = {}  # by tenant, if its trial timed out, in time of `clock.monotonic`
 
     @property
     def waiting(self) -> int:
-        """Trials that have not begun."""
+        """Trials that have not started."""
         return sum(map(len, self._lines.values()))
 
     async def verdict(self, trial: Trial, tenant: str, key: bytes, size: int) -> Verdict:
-        """What comes of a trial.
+        """Run a trial and return its verdict.
 
-        tenant: the name of the client's key. key: of the trial; who asks for the same meanwhile gets the same verdict.
-        size: bytes of its text. Raises Overloaded where too many of this tenant wait already.
+        tenant: the name of the client's key. key: of the trial; concurrent calls with the same key share one trial.
+        size: bytes of the grammar text. Raises Overloaded if too many trials of this tenant are queued.
         """
         asked = self._known.get((tenant, key))
         if asked is None:
             line = self._lines.get(tenant, ())
             if len(line) >= self._limits.grammars:
-                raise Overloaded(f"{len(line)} grammars wait to be compiled; try again later")
+                raise Overloaded(f"{len(line)} grammars are queued for compilation; try again later")
             asked = self._known[tenant, key] = _Asked(trial, tenant, key, size <= SMALL_BYTES)
             self._lines.setdefault(tenant, deque()).append(asked)
             self._wake()
@@ -102,25 +102,25 @@ class Trials:
                 del self._known[tenant, key]
 
     def close(self) -> None:
-        """Kill the children; idempotent. Who waits for a verdict gets Overloaded."""
+        """Kill the children; idempotent. Callers that wait for a verdict get Overloaded."""
         for task in self._serving.values():
             task.cancel()
         for child in self._children:
             child.kill()
         for asked in self._known.values():
             if not asked.verdict.done():
-                asked.verdict.set_exception(Overloaded("the server ends"))
-                asked.verdict.exception()  # nobody may be left to look
+                asked.verdict.set_exception(Overloaded("the server is shutting down"))
+                asked.verdict.exception()  # there may be no caller left to retrieve it
         self._known, self._lines = {}, {}
 
     async def ended(self) -> None:
-        """Wait until every process that was killed has ended."""
+        """Wait until every killed process has exited."""
         await asyncio.gather(*self._serving.values(), return_exceptions=True)
         for child in self._children:
             await child.ended()
 
     def _wake(self) -> None:
-        """Sets the first child to work that has nothing to do, and may take something that waits."""
+        """Start serving with the first idle child that may take a queued trial."""
         for place in range(len(self._children)):
             if place not in self._serving and self._due(place) is not None:
                 task = asyncio.get_running_loop().create_task(self._serve(place))
@@ -128,7 +128,7 @@ class Trials:
                 return
 
     def _due(self, place: int) -> _Asked | None:
-        """The trial whose turn it is among those that a child may take."""
+        """The next trial that a child may take."""
         now = clock.monotonic()
         found: list[tuple[bool, int, int, _Asked]] = []
         for number, (tenant, line) in enumerate(self._lines.items()):
@@ -143,7 +143,7 @@ class Trials:
             del self._lines[asked.tenant]
 
     async def _serve(self, place: int) -> None:
-        """Until nothing waits that this child may take."""
+        """Run trials until none is queued that this child may take."""
         try:
             while (asked := self._due(place)) is not None:
                 self._leaves(self._lines[asked.tenant], asked)
@@ -159,10 +159,10 @@ class Trials:
             verdict = await child.ask(asked.trial)
         except TimeoutError:
             self._late_until[asked.tenant] = clock.monotonic() + LATE_S
-            verdict = Verdict(error=f"it takes more than {self._limits.grammar_seconds:g} s to compile", timed=True)
-        except ConnectionError:  # the process may have ended of something else, so this is not kept
+            verdict = Verdict(error=f"compiling it takes more than {self._limits.grammar_seconds:g} s", timed=True)
+        except ConnectionError:  # the process may have exited for another reason, so this verdict is not cached
             self._late_until[asked.tenant] = clock.monotonic() + LATE_S
-            verdict = Verdict(error="it takes more memory to compile than there is for it", timed=True)
+            verdict = Verdict(error="compiling it takes more memory than allowed", timed=True)
         except Exception as error:
             verdict = error
         if isinstance(verdict, Verdict) and not verdict.timed:
@@ -174,22 +174,22 @@ class Trials:
             asked.verdict.set_result(verdict)
         else:
             asked.verdict.set_exception(verdict)
-            asked.verdict.exception()  # nobody may be left to look
+            asked.verdict.exception()  # there may be no caller left to retrieve it
 
 
 class GrammarProcess:
-    """A process that tries grammars: started with the first, killed where one takes too long, and started again."""
+    """A process that compiles grammars: started at the first trial, killed if one takes too long, and restarted."""
 
     def __init__(self, tokenizer: Tokenizer, limits: Limits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self.process: asyncio.subprocess.Process | None = None  # that can be asked
+        self.process: asyncio.subprocess.Process | None = None  # the running process
         self._killed: list[asyncio.subprocess.Process] = []
 
     async def ask(self, trial: Trial) -> Verdict:
-        """As `Child.ask`."""
+        """See `Child.ask`."""
         if self.process is not None and self.process.returncode is not None:
-            self.kill()  # it has ended since its last trial
+            self.kill()  # it has exited since its last trial
         if self.process is None:
             try:
                 async with asyncio.timeout(START_S):
@@ -203,13 +203,13 @@ class GrammarProcess:
                 return msgspec.msgpack.decode(await self._answer(self.process, framed(trial)), type=Verdict)
         except asyncio.IncompleteReadError as error:
             self.kill()
-            raise ConnectionError("the process has ended") from error
+            raise ConnectionError("the process has exited") from error
         except BaseException:
             self.kill()
             raise
 
     def kill(self) -> None:
-        """As `Child.kill`."""
+        """See `Child.kill`."""
         process, self.process = self.process, None
         if process is not None:
             self._killed.append(process)
@@ -217,13 +217,13 @@ class GrammarProcess:
                 process.kill()
 
     async def ended(self) -> None:
-        """As `Child.ended`."""
+        """See `Child.ended`."""
         while self._killed:
             await self._killed.pop().wait()
 
     async def _start(self) -> None:
-        """Starts the process, and waits until it has read the vocabulary."""
-        await self.ended()  # of the one before
+        """Start the process, and wait until it has loaded the vocabulary."""
+        await self.ended()  # the process before
         pipe = asyncio.subprocess.PIPE
         command = sys.executable, "-m", "redline.api.grammar_child"
         process = self.process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -237,7 +237,7 @@ class GrammarProcess:
 
     @staticmethod
     async def _answer(process: asyncio.subprocess.Process, frames: bytes) -> bytes:
-        """What the process says to these frames, of which the last is a trial."""
+        """Send frames to the process, the last of which is a trial, and return the reply."""
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(frames)
@@ -247,7 +247,7 @@ class GrammarProcess:
 
 
 def _vocabulary(tokenizer: Tokenizer, memory_bytes: int) -> bytes:
-    """The frame that comes first."""
+    """The first frame sent to a process."""
     tokens = tuple(map(tokenizer.token_bytes, range(tokenizer.vocab_size - RESERVED)))
     names = {token: name for name, token in tokenizer.specials.items()}
     return framed(Vocabulary(tokens=tokens, names=names, memory_bytes=memory_bytes))

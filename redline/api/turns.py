@@ -1,44 +1,43 @@
-"""How much of what clients send is read in one turn of the event loop.
+"""Limits how much of the clients' data is read per event loop iteration.
 
-A crowd that arrives at once would otherwise be parsed, and everything that it asks for begun, in one turn, in which no
-stream is served: 500 requests took 138 ms of it. What is beyond the turn's share waits for the next ones, first come,
-first served.
+Many requests that arrive at once would otherwise all be parsed and started in one iteration, during which no stream is
+served: 500 requests took 138 ms. Reads beyond the limit wait for the next iterations, first come, first served.
 """
 
 import asyncio
 from collections import deque
 from typing import Protocol
 
-READS = 128  # calls of `Reader.feed` in one turn
-REQUEST = 16  # reads that a whole request counts as: what it asks for is begun in the same turn
+READS = 128  # calls of `Reader.feed` per iteration
+REQUEST = 16  # reads that a complete request counts as: its processing starts in the same iteration
 
 
 class Reader(Protocol):
-    """A connection, as far as turns are concerned."""
+    """A connection, as seen by `Turns`."""
 
     def feed(self, data: bytes) -> None:
         """Parse `data`, the next bytes of the connection."""
         ...
 
     def wait(self) -> None:
-        """Take nothing more from the socket until `go_on`: what was taken has to wait for a later turn."""
+        """Stop reading from the socket until `go_on`: data was queued for a later iteration."""
         ...
 
     def go_on(self) -> None:
-        """Take from the socket again."""
+        """Read from the socket again."""
         ...
 
 
 class Turns:
-    """Lets connections read, or has them wait for the next turn. Everything runs in one event loop."""
+    """Passes data to connections, or queues it for the next event loop iteration. Everything runs in one event loop."""
 
     def __init__(self) -> None:
-        self._spent = 0  # in this turn
+        self._spent = 0  # reads in this iteration
         self._waiting: deque[tuple[Reader, bytes]] = deque()
-        self._told = False  # the loop, of the next turn
+        self._told = False  # `_next` is scheduled
 
     def read(self, reader: Reader, data: bytes) -> None:
-        """Feed `data` to the reader, now or in a later turn; what one reader is given comes in order."""
+        """Feed `data` to the reader, now or in a later iteration; the order per reader is kept."""
         if not self._told:
             self._told = True
             asyncio.get_running_loop().call_soon(self._next)
@@ -50,7 +49,7 @@ class Turns:
             reader.feed(data)
 
     def whole(self) -> None:
-        """Tell that the request that is being read is whole; it counts as REQUEST reads of this turn."""
+        """Report that the request being read is complete; it counts as REQUEST reads of this iteration."""
         self._spent += REQUEST
 
     def _next(self) -> None:

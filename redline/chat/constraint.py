@@ -1,8 +1,8 @@
-"""What an answer has to look like, made into a grammar over the model's tokens.
+"""Compiles the required form of an answer into a grammar over the model's tokens.
 
-A constraint (JSON, a regex, some choices, a grammar) says what the visible answer is; calls say whether tools may or
-must be called. Thinking stays free: the grammar begins with the token that ends it, or where a tool call begins. Calls
-are in Kimi's own format, with declared names and arguments that fit the declared schemas.
+A constraint (JSON, a regex, a list of choices, a grammar) defines the visible answer; `Calls` defines which tools may
+or must be called. Thinking stays unconstrained: the grammar begins at the token that ends it, or at the start of a tool
+call. Calls are in Kimi's own format, with declared names and arguments that match the declared schemas.
 """
 
 import json
@@ -15,19 +15,20 @@ from redline.chat.tokenizer import Tokenizer
 from redline.wire.base import Record
 from redline.wire.job import Grammar, Thinking
 
-# Between the parts of a JSON text. Bounded, since some models would go on with it for ever.
+# White space between the parts of a JSON text. Bounded, since some models would repeat it for ever.
 WHITESPACE = r"\x20|\r?\n(\x20{0,16}|\t{0,8})"
 ANY_OBJECT = '{"type":"object"}'
 NO_ARGUMENTS = '{"type":"object","additionalProperties":false}'
-MOST_KEPT = 4096  # tokens of max_tokens that thinking leaves to an answer that has to be something; else a quarter
+MOST_KEPT = 4096  # limit of the tokens reserved for a constrained answer after thinking: a quarter of max_tokens
 _INDEX = re.compile(r"functions\..+:([0-9]{1,9})", re.DOTALL)
 
 
 class Constraint(Record, frozen=True):
-    """What the visible answer has to be.
+    """The required form of the visible answer.
 
-    text: a JSON schema, a regular expression, a JSON list of strings, or a grammar in Lark's syntax. param: the field
-    that it came from, for errors. white_space: between the parts of JSON. closed: as of `schema.Written`.
+    text: a JSON schema, a regular expression, a JSON list of strings, or a grammar in Lark's syntax. param: the request
+    field that it came from, for errors. white_space: whether it is allowed between the parts of JSON. closed: as in
+    `schema.Written`.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
@@ -38,11 +39,11 @@ class Constraint(Record, frozen=True):
 
 
 class Calls(Record, frozen=True):
-    """Which tools may be called."""
+    """The tools that may be called."""
 
     mode: Literal["auto", "required"] = "auto"
-    names: frozenset[str] | None = None  # of those that may be; None: all
-    parallel: bool = True  # several in one answer
+    names: frozenset[str] | None = None  # names of the tools that may be called; None: all
+    parallel: bool = True  # whether one answer may contain several calls
 
     def allow(self, tool: Tool) -> bool:
         """Whether the answer may call this tool."""
@@ -50,33 +51,33 @@ class Calls(Record, frozen=True):
 
 
 class Form(NamedTuple):
-    """A JSON schema of the client's."""
+    """A JSON schema sent by the client."""
 
     name: str  # of its part of the grammar
     schema: Any
-    param: str  # the field
-    strict: bool  # it is followed as it is or refused; else what cannot be followed is left out
-    closed: bool = False  # as of `schema.Written`
+    param: str  # the request field
+    strict: bool  # True: follow it exactly or refuse it; False: leave out unsupported keywords
+    closed: bool = False  # as in `schema.Written`
 
 
 class Part(NamedTuple):
     """A piece of a grammar that came from the client."""
 
-    name: str  # of the form that it follows
-    param: str  # the field
-    own: str  # one of llguidance's grammars, JSON; of equal schemas one and the same
+    name: str  # of the form that it implements
+    param: str  # the request field
+    own: str  # a grammar of llguidance as JSON; equal schemas share one
     grammar: str  # its name
 
 
 class Composed(NamedTuple):
-    """A grammar, and what a client can be told about where it came from."""
+    """A grammar, and for each of its parts the request field that it came from, for errors."""
 
     grammar: Grammar
     parts: tuple[Part, ...]
 
 
 def forms(constraint: Constraint | None, calls: Calls, conversation: Conversation | None) -> tuple[Form, ...]:
-    """The JSON schemas of an answer: of itself, and of the arguments of each tool that may be called."""
+    """The JSON schemas of an answer: of the content itself, and of the arguments of each tool that may be called."""
     found: list[Form] = []
     if constraint is not None and constraint.kind == "json_schema" and calls.mode == "auto":
         schema = json.loads(constraint.text)
@@ -98,10 +99,10 @@ def compose(
     thinks: bool,
     schemas: Mapping[str, str] | None = None,
 ) -> Composed | None:
-    """The grammar of an answer; None where any token may come at any time.
+    """The grammar of an answer; None if the answer is unconstrained.
 
-    conversation: None: the prompt is raw text, and there is no thinking and no tool. thinks: the answer begins with
-    reasoning. schemas: what is followed instead of each of `forms`, JSON, by its name; None: those as they are.
+    conversation: None if the prompt is raw text, without thinking or tools. thinks: the answer begins with reasoning.
+    schemas: JSON schemas that replace those of `forms`, by the form's name; None: no replacement.
     """
     tools = conversation.tools if conversation is not None else ()
     if constraint is None and not tools:
@@ -111,7 +112,7 @@ def compose(
     token = tokenizer.specials.__getitem__
     rules: list[str] = []
     parts: list[Part] = []
-    starts: list[str] = []  # what a complete answer is, behind the reasoning
+    starts: list[str] = []  # alternatives for the complete answer after the reasoning
     if constraint is not None and calls.mode == "auto":
         parts.append(Part("content", constraint.param, _content(constraint, schemas), "content"))
         starts.append("@content")
@@ -147,11 +148,11 @@ def compose(
 def bound_thinking(
     budget: int | None, max_tokens: int | None, before: Sequence[int], tokenizer: Tokenizer
 ) -> Thinking | None:
-    """How much an answer may think; None: as much as it will.
+    """The limit on thinking tokens; None: no limit.
 
-    budget: tokens of thinking, at most, as the client says. max_tokens: of an answer that has to be something, which
-    keeps a quarter of them, MOST_KEPT at most; None: it may be anything. before: the prompt, where the answer goes on
-    with its thinking, which counts.
+    budget: the client's limit on thinking tokens. max_tokens: the limit on tokens of a constrained answer; a quarter of
+    them, at most MOST_KEPT, is reserved for the visible part; None: the answer is unconstrained. before: the prompt, if
+    the answer continues its thinking; those thinking tokens count.
     """
     token = tokenizer.specials.__getitem__
     bounds: list[int] = []
@@ -170,7 +171,7 @@ def bound_thinking(
 
 
 def dumped(value: Any) -> str:
-    """JSON as grammars have it."""
+    """JSON in the form used in grammars."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -191,8 +192,8 @@ def _content(constraint: Constraint, schemas: Mapping[str, str]) -> str:
 
 
 def of_schema(name: str, schema: str, *, white_space: bool = True) -> str:
-    """One of llguidance's grammars, of a JSON schema that is an object, with our bound on white space."""
-    options: dict[str, Any] = {"coerce_one_of": True}  # a oneOf that cannot be shown to be disjoint is an anyOf
+    """A grammar of llguidance for a JSON schema (an object), with our bound on white space."""
+    options: dict[str, Any] = {"coerce_one_of": True}  # treat a oneOf that is not provably disjoint as an anyOf
     options |= {"whitespace_pattern": WHITESPACE} if white_space else {"whitespace_flexible": False}
     head = f'{{"x-guidance":{dumped(options)}'
     return f'{{"name":"{name}","json_schema":{head}{"," if schema != "{}" else ""}{schema[1:]}}}'
@@ -214,7 +215,7 @@ def _call_rules(tools: Sequence[Tool], calls: Calls, first: int, tokenizer: Toke
 
 
 def _first_index(conversation: Conversation) -> int:
-    """The index of the answer's first call: how many calls the conversation has, and none that is taken."""
+    """The index of the answer's first call: the number of calls in the conversation, and above all indices in use."""
     ids = [call.id for message in conversation.messages for call in message.tool_calls]
     taken = [int(found[1]) + 1 for id in ids if (found := _INDEX.fullmatch(id))]
     return min(max([len(ids), *taken]), 9999)
@@ -225,12 +226,12 @@ def _text(rules: Sequence[str], others: Sequence[str]) -> str:
 
 
 def grammars(own: Sequence[str]) -> str:
-    """Several of llguidance's grammars, of which the first may name the others, as it reads them."""
+    """Joins grammars of llguidance into its input format; the first may refer to the others by name."""
     return f'{{"grammars":[{",".join(own)}]}}'
 
 
 def any_of(parts: Sequence[Part]) -> str:
-    """A grammar of one of these parts, which have different grammars, as llguidance reads it."""
+    """A grammar that accepts any one of these parts (their grammars differ), in llguidance's input format."""
     if len(parts) == 1:
         return grammars([parts[0].own])
     start = "start: " + " | ".join(f"@{part.grammar}" for part in parts)

@@ -1,4 +1,4 @@
-"""A conversation with no dialect left in it: what every API reads into, and what the template renders."""
+"""A conversation independent of the API dialect: every API reads into it, and the template renders it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from redline.wire.base import Record
 
 
 class ToolCall(Record, frozen=True):
-    """A call that the assistant made. The prompt prints `id`; `template.native_ids` makes it `functions.NAME:IDX`."""
+    """A call that the assistant made. The prompt contains `id`; `template.native_ids` makes it `functions.NAME:IDX`."""
 
     id: str
     name: str
@@ -19,9 +19,9 @@ class Tool(Record, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] | None = None  # a JSON schema; None: it takes no arguments
-    strict: bool = False  # a schema that cannot be followed is refused; else what cannot be followed of it is left out
-    deferred: bool = False  # it may be called, and a message of the conversation declares it, not the prompt's opening
-    param: str = "tools"  # the field that its parameters came from, for errors
+    strict: bool = False  # True: refuse an unsupported schema; False: leave out its unsupported keywords
+    deferred: bool = False  # declared by a later message of the conversation instead of the start of the prompt
+    param: str = "tools"  # the request field of its parameters, for errors
 
 
 class Message(Record, frozen=True):
@@ -29,19 +29,19 @@ class Message(Record, frozen=True):
 
     role: str  # system, user, assistant or tool
     content: str = ""
-    name: str | None = None  # None: the role stands in its place
+    name: str | None = None  # None: the role is used as the name
     reasoning: str = ""  # assistant only
     tool_calls: tuple[ToolCall, ...] = ()  # assistant only
     tool_call_id: str = ""  # tool only: the call that it answers
-    declares: tuple[Tool, ...] = ()  # tool only: deferred tools, which the model knows from here on
+    declares: tuple[Tool, ...] = ()  # tool only: deferred tools that this message makes known to the model
 
 
 class Conversation(Record, frozen=True):
-    """A prompt for a chat: messages, and how to answer the last."""
+    """A chat prompt: messages, and options for the next answer."""
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
-    thinking: bool = True  # open with <think>; false: instant answer
+    thinking: bool = True  # open with <think>; False: instant answer
     preserve_thinking: bool = False  # keep the reasoning of every past turn
-    add_generation_prompt: bool = True  # the prompt ends with the opening of an answer
-    continues: bool = False  # the answer goes on with the last message, an assistant's, instead of opening its own
+    add_generation_prompt: bool = True  # end the prompt with the opening of an answer
+    continues: bool = False  # the answer continues the last message (an assistant's) instead of opening a new one

@@ -1,7 +1,7 @@
-"""From the engine's deltas to the events of an answer: one Decoder per job, fed in order.
+"""Turns the engine's deltas into the events of an answer: one Decoder per job, fed in order.
 
-It owns what outlives a delta: bytes of a character that is not complete, text that may become a stop string, the
-parser's state, the counts. However the tokens are cut into deltas, the events, joined, are the same.
+It holds the state between deltas: bytes of an incomplete character, text that may become a stop string, the parser's
+state, the counts. The concatenated events do not depend on how the tokens are split into deltas.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from redline.wire.step import TokenLogprobs
 class Decoder:
     """Reads the deltas of one job.
 
-    - `stopped` turns True when a stop string was found, or the one call that may be made has ended: the answer is
-      over, and the engine does not know it yet.
-    - `prompt_logprobs` holds the prompt's log probabilities of all deltas so far, in order of position.
+    - `stopped` turns True when a stop string was found, or the last permitted call has ended: the answer is over, and
+      the engine does not know it yet.
+    - `prompt_logprobs` contains the prompt's log probabilities from all deltas so far, in order of position.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Decoder:
 
         - `thinking`: the answer opens with reasoning (Style.thinks).
         - `stop`: strings that end the visible text. `stop_ids`: those of the job's Sampling.
-        - `prompt_tokens`: how many the prompt has; the End repeats it.
+        - `prompt_tokens`: the number of prompt tokens; the End repeats it.
         - `parse`: read Kimi's chat format; False for raw completions, where everything is text.
-        - `include_stop_str`: the stop string or stop token that ended the answer is shown too.
+        - `include_stop_str`: include the stop string or stop token that ended the answer in the text.
         - `skip_special_tokens`: control tokens have no text, except those that the checkpoint declares not special
           (`<think>` and the tool-call marks): a raw completion shows them. In a chat they are read as marks, not shown.
-        - `most_calls`: the answer is over where that many tool calls have ended, as if the model had ended it there; 0:
-          where one begins.
-        - `min_tokens`: no stop string ends the answer before that many tokens, as in vLLM.
+        - `most_calls`: end the answer after this number of tool calls, as if the model had ended it there; 0: end it
+          when a call begins.
+        - `min_tokens`: ignore stop strings before this number of tokens, as in vLLM.
         """
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer
@@ -58,7 +58,7 @@ class Decoder:
             else PlainText(tokenizer, self._stops, skipped)
         )
         self._texts, self._thoughts = shown(tokenizer)
-        self._steady: Shown | None = None  # what plain tokens show now, where the reader need not see them
+        self._steady: Shown | None = None  # table of plain tokens' events, while the reader need not see them
         self._stop_ids = frozenset(stop_ids)
         self._include_stop = include_stop_str
         self._prompt_tokens = prompt_tokens
@@ -72,11 +72,11 @@ class Decoder:
 
     @property
     def calls(self) -> int:
-        """Tool calls that have begun."""
+        """The number of tool calls that have begun."""
         return self._reader.calls
 
     def push(self, delta: Delta) -> Sequence[Event]:
-        """The events of a delta, the End last where the answer ends with it; none once it has ended."""
+        """The events of a delta, with the End last if the answer ends in it; no events after the end."""
         if self._steady is not None and delta.finish is None and not (delta.logprobs or delta.prompt_logprobs):
             tokens = delta.tokens
             events = self._steady[tokens[0]] if len(tokens) == 1 else self._join(tokens)
@@ -91,7 +91,7 @@ class Decoder:
         return self._read(delta)
 
     def _join(self, tokens: Sequence[int]) -> Sequence[Event]:
-        """One event with the text of all the tokens; none unless all are plain."""
+        """One event with the text of all the tokens; no event unless all tokens are plain text."""
         assert self._steady is not None
         pieces = [self._steady[token] for token in tokens]
         if not all(pieces):
@@ -127,13 +127,13 @@ class Decoder:
             events.append(Logprobs(items=tuple((one, self._tokenizer.token_bytes(token)) for one, token in pairs)))
         counted = read if cut or found is not None else len(tokens)
         self._completion_tokens += counted
-        self._accepted_tokens += min(delta.accepted, counted)  # a stop may cut the accepted ones short
+        self._accepted_tokens += min(delta.accepted, counted)  # a stop string may cut off accepted draft tokens
         self._rejected_tokens += delta.proposed - delta.accepted
         if cut or found is not None:
             self.stopped = True
             events.append(self._end("stop", delta, found))
         elif delta.finish is not None:
-            # The model's own end is an ordinary one: only what the client named is told.
+            # Do not report the model's own stop token: only a stop that the client configured.
             named = None if stop_id in self._tokenizer.stop_ids else stop_id
             events.append(self._end(delta.finish, delta, named))
         return events

@@ -1,4 +1,4 @@
-"""What an answer is made of, in the order in which a client should see it."""
+"""The events of an answer, in the order in which a client receives them."""
 
 from redline.wire.base import Record
 from redline.wire.delta import Finish
@@ -33,24 +33,24 @@ class CallArguments(Record, frozen=True):
 
 
 class Logprobs(Record, frozen=True):
-    """Log probabilities of the tokens that the surrounding events came from, with each token's bytes."""
+    """Log probabilities of the tokens of the surrounding events, with each token's bytes."""
 
     items: tuple[tuple[TokenLogprobs, bytes], ...]
 
 
 class End(Record, frozen=True):
-    """The answer is over. `completion_tokens` counts every token up to its end, the stop id included."""
+    """The answer is over. `completion_tokens` counts all tokens, the stop token included."""
 
     finish: Finish
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int  # prompt tokens found in the prefix cache
-    reasoning_tokens: int = 0  # of the completion tokens
-    accepted_tokens: int = 0  # drafts that became part of the answer
-    rejected_tokens: int = 0  # drafts that the model would not have said
+    reasoning_tokens: int = 0  # included in completion_tokens
+    accepted_tokens: int = 0  # draft tokens that were accepted
+    rejected_tokens: int = 0  # draft tokens that were rejected
     tool_calls: int = 0  # > 0: the API's finish reason is "tool_calls"
-    stop: str | int | None = None  # the stop string or id of the request that ended it, where one did
-    error: str | None = None  # one line, where finish is "error"
+    stop: str | int | None = None  # the request's stop string or stop token that ended the answer, if any
+    error: str | None = None  # one line if finish is "error", else None
 
 
 Event = Text | Thought | CallBegin | CallArguments | Logprobs | End

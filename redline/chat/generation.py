@@ -1,4 +1,4 @@
-"""How a checkpoint wants to be sampled: its generation_config.json."""
+"""The default sampling parameters of a checkpoint: its generation_config.json."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +9,7 @@ from msgspec import Meta
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-# What a request and a checkpoint alike may ask for.
+# Ranges of sampling parameters, for requests and checkpoints alike.
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(ge=0, le=1)]  # 0: greedy
 TopK = Annotated[int, Meta(ge=-1, le=1 << 20)]
@@ -17,7 +17,7 @@ MinP = Annotated[float, Meta(ge=0, le=1)]
 
 
 class GenerationConfig(Record, frozen=True):
-    """Sampling where nobody says otherwise."""
+    """Sampling parameters that apply if the request sets none."""
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
@@ -26,10 +26,10 @@ class GenerationConfig(Record, frozen=True):
 
 
 def generation_config_of(folder: Path) -> GenerationConfig:
-    """The sampling of a checkpoint's folder; what its generation_config.json leaves out, or null, has its default.
+    """The sampling parameters of a checkpoint folder; keys missing or null in its generation_config.json get defaults.
 
-    `do_sample: false` is greedy, whatever temperature stands beside it, as in transformers. Raises ConfigError where
-    the file is no JSON or a value is out of bounds.
+    `do_sample: false` means greedy, whatever the temperature, as in transformers. Raises ConfigError if the file is not
+    JSON or a value is out of bounds.
     """
     path = folder / "generation_config.json"
     if not path.exists():

@@ -1,7 +1,7 @@
-"""Texts that were encoded before: agents send a whole conversation again with each turn, and most of it is the same.
+"""A cache of tokenized texts: agents send the whole conversation with each turn, and most of it is unchanged.
 
-A long text is cut where no token can lie across the cut, so the ids of its parts, joined, are the ids of the whole, and
-a text that only begins as another one did shares the parts of that beginning.
+A long text is split at positions that no token can span, so the concatenated ids of its parts are the ids of the whole,
+and a text with the same beginning as an earlier one shares the parts of that beginning.
 """
 
 import re
@@ -11,17 +11,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 
-PART_CHARS = 4096  # a part ends at the first safe cut behind so many: encoding one takes a third of a millisecond
-LEAST_CHARS = 512  # of a part that is kept: looking up a shorter one saves little
-_ENTRY_BYTES = 300  # of one entry besides its text and ids: the objects that hold them
+PART_CHARS = 4096  # a part ends at the first safe cut after this; encoding one takes a third of a millisecond
+LEAST_CHARS = 512  # minimum length of a cached part: looking up a shorter one saves little
+_ENTRY_BYTES = 300  # memory of an entry in addition to its text and ids: Python objects
 
-# Kimi's expression (tokenizer.SPLIT) matches newlines only as the end of a match, and as many as there are, so behind
-# them another match begins. A letter ends a word before a space, and a space opens a word if a letter follows it.
+# Kimi's expression (tokenizer.SPLIT) matches newlines only at the end of a match, and greedily, so another match begins
+# after them. A letter ends a word before a space, and a space opens a word if a letter follows it.
 _SAFE_CUT = re.compile(r"\n(?=[!-~])|[A-Za-z](?= [A-Za-z])")
 
 
 def parts(text: str) -> Iterator[str]:
-    """A text in parts of PART_CHARS or more characters, the last perhaps of fewer; where it is cut, tokens end."""
+    """Split a text into parts of at least PART_CHARS characters (the last may be shorter) at token boundaries."""
     start = 0
     while len(text) - start > PART_CHARS and (cut := _SAFE_CUT.search(text, start + PART_CHARS)) is not None:
         yield text[start : cut.end()]
@@ -30,13 +30,13 @@ def parts(text: str) -> Iterator[str]:
 
 
 class KnownTexts:
-    """The ids of texts by salt, those that were asked for last. Safe to share between threads.
+    """An LRU cache of the token ids of texts, by salt. Thread-safe.
 
-    Tenants with different salts share nothing, so that no time tells one what another has sent.
+    Tenants with different salts share no entries, so that response times reveal nothing about other tenants' texts.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of texts and ids together; 0 keeps none."""
+        """most_bytes: capacity, texts and ids together; 0 disables the cache."""
         self._most_bytes = most_bytes
         self._bytes = 0
         self._ids: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
@@ -44,11 +44,11 @@ class KnownTexts:
 
     @property
     def bytes(self) -> int:
-        """What is kept, in bytes."""
+        """The current size of the cache in bytes."""
         return self._bytes
 
     def ids(self, salt: str, text: str, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
-        """The ids of a text, by `encode` where they are not known."""
+        """The ids of a text, from the cache or else from `encode`."""
         if len(text) < LEAST_CHARS:
             return encode(text)
         key = (salt, text)

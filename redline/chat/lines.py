@@ -1,6 +1,6 @@
-"""Chats as files hold them: OpenAI-shaped messages and tools, one chat in a line of JSON.
+"""The file format of chats: OpenAI-shaped messages and tools, one chat per line of JSON.
 
-Evaluation sets and prompts for drafters are such lines with fields of their own (`class Line(Chat)`).
+Evaluation sets and prompts for drafters use such lines with additional fields (`class Line(Chat)`).
 """
 
 from typing import Any, Literal, cast
@@ -11,11 +11,11 @@ from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.wire.base import Record
 
 DEPTH = 64  # nesting of a tool's parameters: the template walks through them
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding a line raises where it is no Chat
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # raised by decoding a line that is not a Chat
 
 
 class CalledFunction(Record, frozen=True):
-    """The function of a call, as OpenAI's messages have it."""
+    """The function of a call in OpenAI's message format."""
 
     name: str
     arguments: str  # JSON text
@@ -41,7 +41,7 @@ class Turn(Record, frozen=True):
 
 
 class DeclaredFunction(Record, frozen=True):
-    """A function that the model may call. Raises ValueError where `parameters`, a JSON schema, nests beyond DEPTH."""
+    """A function that the model may call. Raises ValueError if `parameters`, a JSON schema, nests deeper than DEPTH."""
 
     name: str
     description: str = ""
@@ -57,7 +57,7 @@ class DeclaredFunction(Record, frozen=True):
 
 
 def _parts(value: Any) -> list[Any]:
-    """The objects and arrays right within an object or array."""
+    """The objects and arrays directly inside an object or array."""
     inner: Any = value.values() if isinstance(value, dict) else value  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return [part for part in inner if isinstance(part, dict | list)]
 
@@ -70,7 +70,7 @@ class DeclaredTool(Record, frozen=True):
 
 
 class Chat(Record, frozen=True):
-    """A conversation, which the model is to continue after its last message."""
+    """A conversation that the model is to continue after its last message."""
 
     messages: tuple[Turn, ...]
     tools: tuple[DeclaredTool, ...] = ()
@@ -78,7 +78,7 @@ class Chat(Record, frozen=True):
 
 
 def conversation(chat: Chat) -> Conversation:
-    """A chat of a file as the template reads it."""
+    """Converts a chat from a file into the template's Conversation."""
     messages = tuple(
         Message(
             role=turn.role,

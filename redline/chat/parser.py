@@ -1,11 +1,11 @@
-"""What the tokens of an answer mean: reasoning, visible text, tool calls.
+"""Splits an answer's tokens into reasoning, visible text and tool calls.
 
-A state machine over token ids, one token at a time, so that it cannot matter how the stream was cut into deltas:
+A state machine over token ids, one token at a time, so that the result does not depend on the split into deltas:
 
     THOUGHT --</think>--> ANSWER --section or call begins--> SECTION --> HEADER --> ARGUMENTS --> SECTION ...
        \\-------section or call begins (the model often leaves </think> out)---^
 
-Control tokens are known by id. Text that merely spells one is text.
+Control tokens are recognized by id. Text that merely spells one is text.
 """
 
 import re
@@ -18,19 +18,19 @@ from redline.chat.tokenizer import TextStream, Tokenizer
 
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+):[0-9]+", re.DOTALL)
 
-_HEADER_CHARS = 1024  # a longer header names no function that a client may declare
+_HEADER_CHARS = 1024  # a longer header cannot name a function that a client may declare
 
-# Some checkpoints say "call" for "calls" here. It is no token of Kimi's, so it comes spelled out, right before a call.
+# Some checkpoints write "call" instead of "calls" here. It is not a token of Kimi's, so it is spelled out as text.
 _SPELLED = "<|tool_call_section_begin|>"
 
 
 class _State(Enum):
     THOUGHT = auto()
     ANSWER = auto()
-    SECTION = auto()  # in a tool-call section or behind it, but in no call: text is noise
+    SECTION = auto()  # in or after a tool-call section, outside of any call: text is ignored
     HEADER = auto()
     ARGUMENTS = auto()
-    SKIPPED = auto()  # the arguments of a call whose header names nothing
+    SKIPPED = auto()  # the arguments of a call with an invalid header
 
 
 class _Mark(Enum):
@@ -59,22 +59,22 @@ _MARKS = {
 class Reader(Protocol):
     """Turns tokens into events, one token at a time."""
 
-    calls: int  # tool calls that have begun
-    reasoning_tokens: int  # tokens of reasoning so far
-    over: bool  # what follows is no part of the answer
+    calls: int  # number of tool calls that have begun
+    reasoning_tokens: int  # number of reasoning tokens so far
+    over: bool  # whether the answer is complete; later tokens are not part of it
 
     def push(self, token: int, events: list[Event]) -> None:
-        """Read one token; what it makes visible is added to `events`."""
+        """Read one token; append the resulting visible output to `events`."""
         ...
 
     def steady(self) -> type[Text] | type[Thought] | None:
-        """What tokens of plain text (`shown.py`) become now, each at once and by itself, with no change to this reader
-        but its count of reasoning; None where a token may be held back, or may do more."""
+        """The kind of event that a plain-text token (`shown.py`) would make now, if each makes one event by itself and
+        changes no state of this reader but the reasoning count; None if a token might be held back or do more."""
         ...
 
     def finish(self, events: list[Event], complete: bool) -> None:
-        """The stream is over: what was held back is added to `events`. complete: the model ended it, so a call that is
-        still open is whole."""
+        """The stream is over: append the text that was held back to `events`. complete: the model ended it, so an open
+        call is complete."""
         ...
 
 
@@ -90,22 +90,22 @@ class PlainText:
         self._stops = stops
 
     def push(self, token: int, events: list[Event]) -> None:
-        """Add the text that this token completes, as far as it cannot become a stop string, to `events`."""
+        """Append the text that this token completes, except a possible start of a stop string, to `events`."""
         text = self._stream.push(token)
         if text:
             _show_text(self._stops.push(text), events)
 
     def steady(self) -> type[Text] | None:
-        """Text, where no byte is held and no stop string is looked for."""
+        """Text, if no byte is held back and there are no stop strings; else None."""
         return Text if self._stream.whole and self._stops.none else None
 
     def finish(self, events: list[Event], complete: bool) -> None:
-        """The stream is over: add the text that was held back to `events`. complete: makes no difference here."""
+        """The stream is over: append the text that was held back to `events`. complete: ignored here."""
         _show_text(self._stops.push(self._stream.flush()) + self._stops.flush(), events)
 
 
 class Parser:
-    """Reads an answer in Kimi's chat format. Stop strings are looked for in the visible text only."""
+    """Reads an answer in Kimi's chat format. Stop strings are searched in the visible text only."""
 
     def __init__(
         self,
@@ -115,15 +115,15 @@ class Parser:
         skipped: frozenset[int],
         most_calls: int | None = None,
     ) -> None:
-        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text. `most_calls`: the
-        answer is over where that many calls have ended; 0: where a call begins, which is not shown."""
+        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text. `most_calls`: end
+        the answer after this number of calls; 0: end it when a call begins, and do not show that call."""
         self._names = {tokenizer.specials[name]: name for name in _MARKS if name in tokenizer.specials}
         self._stream = TextStream(tokenizer, skipped - self._names.keys())
         self._stops = stops
         self._state = _State.THOUGHT if thinking else _State.ANSWER
-        self._tail = _Tail()  # an end of this state's text that may be a mark spelled out
-        self._space: list[str] = []  # whitespace before the tail that may yet turn out to be no part of the text
-        self._shown = False  # something of this answer, or of these arguments, has been shown
+        self._tail = _Tail()  # the end of this state's text that may be a spelled-out mark
+        self._space: list[str] = []  # whitespace before the tail; part of the text only if more text follows
+        self._shown = False  # whether any text of this answer, or of these arguments, has been shown
         self._header: list[str] = []
         self._header_chars = 0
         self._most_calls = most_calls
@@ -132,7 +132,7 @@ class Parser:
         self.over = False
 
     def push(self, token: int, events: list[Event]) -> None:
-        """Read one token; what it makes visible is added to `events`, joined to the last where the kind is the same."""
+        """Read one token; append its output to `events`, merged with the last event if that has the same kind."""
         name = self._names.get(token)
         if name is None:
             if self._state is _State.THOUGHT:
@@ -144,14 +144,14 @@ class Parser:
         self._text(self._stream.flush(), events)
         mark = _MARKS[name]
         if self._state is _State.ARGUMENTS and mark in (_Mark.THINK, _Mark.END_THINK):
-            self._text(name, events)  # a model that writes about tags, say into a file, uses these very tokens
+            self._text(name, events)  # a model that writes about tags, for example into a file, uses these same tokens
         else:
             self._turn(mark, events)
             if self._most_calls is not None and self.calls >= self._most_calls:
                 self.over = self._state not in (_State.THOUGHT, _State.ANSWER, _State.ARGUMENTS)
 
     def steady(self) -> type[Text] | type[Thought] | None:
-        """Thought in reasoning and Text in an answer that has begun to show, where nothing is held back."""
+        """Thought during reasoning, Text once the answer has visible text; None while any text is held back."""
         if self._space or not (self._tail.empty and self._stream.whole):
             return None
         if self._state is _State.THOUGHT:
@@ -159,7 +159,7 @@ class Parser:
         return Text if self._state is _State.ANSWER and self._shown and self._stops.none else None
 
     def finish(self, events: list[Event], complete: bool) -> None:
-        """The stream is over: add what was held back to `events`. complete: a call that is still open is whole."""
+        """The stream is over: append the text that was held back to `events`. complete: an open call is complete."""
         self._text(self._stream.flush(), events)
         self._leave(events, complete, for_tools=False)
 
@@ -167,7 +167,7 @@ class Parser:
         in_tools = self._state not in (_State.THOUGHT, _State.ANSWER)
         match mark:
             case _Mark.THINK:
-                pass  # the prompt holds it already, or it opens the reasoning that we are in
+                pass  # the prompt already contains it, or it opens the current reasoning
             case _Mark.END_THINK:
                 if self._state is _State.THOUGHT:
                     self._leave(events, complete=True, for_tools=False)
@@ -193,7 +193,7 @@ class Parser:
         self._shown = False
 
     def _leave(self, events: list[Event], complete: bool, for_tools: bool) -> None:
-        """Show what of this state's text was held back and is part of it after all."""
+        """Show the held-back text of this state, as far as it is part of the output."""
         match self._state:
             case _State.THOUGHT:
                 held = self._held()
@@ -209,7 +209,7 @@ class Parser:
                     self._begin_call(events)
                     self._leave(events, complete, for_tools)
             case _State.ARGUMENTS:
-                # Arguments that were cut off stay cut off: `{}` would look like a call that may be made.
+                # Leave truncated arguments truncated: `{}` would look like a valid call.
                 if complete and not self._shown:
                     _show_arguments(self.calls - 1, "{}", events)
             case _State.SECTION | _State.SKIPPED:
@@ -230,7 +230,7 @@ class Parser:
         match self._state:
             case _State.THOUGHT:
                 text = self._tail.push(text)
-                if shown := text.rstrip():  # whitespace that ends the reasoning is no part of it
+                if shown := text.rstrip():  # trailing whitespace is not part of the reasoning
                     _show_thought(self._take_space() + shown, events)
                 if len(shown) < len(text):
                     self._space.append(text[len(shown) :])
@@ -252,36 +252,36 @@ class Parser:
     def _answer(self, text: str, events: list[Event]) -> None:
         text = self._tail.push(text)
         if not self._shown and not text.strip():
-            self._space.append(text)  # whitespace is no answer, should tools follow
+            self._space.append(text)  # whitespace is not an answer if tool calls follow
         elif text:
             self._shown = True
             _show_text(self._take_space() + text, events)
 
     def _take_space(self) -> str:
-        """The whitespace that was held back, which is part of the text after all; it is held no more."""
+        """The held-back whitespace, now part of the text; clears it."""
         space = "".join(self._space)
         self._space.clear()
         return space
 
     def _held(self) -> str:
-        """All that this state has held back until now."""
+        """All text that this state has held back; clears it."""
         return self._take_space() + self._tail.flush()
 
 
 class _Tail:
-    """Holds back an end of a text that may be, or become, _SPELLED with whitespace behind it."""
+    """Holds back the end of a text that may be, or become, _SPELLED followed by whitespace."""
 
     def __init__(self) -> None:
-        self._begun = ""  # a beginning of _SPELLED, or all of it
-        self._behind: list[str] = []  # whitespace behind all of it, in pieces: joined once, however many they are
+        self._begun = ""  # a prefix of _SPELLED, or all of it
+        self._behind: list[str] = []  # whitespace after the complete _SPELLED, in pieces that are joined once
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is held."""
+        """Whether no text is held back."""
         return not self._begun
 
     def push(self, text: str) -> str:
-        """As much of the text so far as cannot be part of _SPELLED, whatever follows."""
+        """The longest part of the text so far that cannot belong to _SPELLED, whatever follows."""
         if self._begun == _SPELLED and not text.strip():
             self._behind.append(text)
             return ""
@@ -299,7 +299,7 @@ class _Tail:
         return text[:begin]
 
     def flush(self) -> str:
-        """No more text will come, so what was held back is only text."""
+        """No more text follows, so the held-back text is plain text."""
         held = self._begun + "".join(self._behind)
         self._begun, self._behind = "", []
         return held

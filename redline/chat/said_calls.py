@@ -1,7 +1,7 @@
-"""What the model wrote as the arguments of its calls, so that a history has the very text again.
+"""Restores the model's own spelling of tool-call arguments in a conversation's history.
 
-Most agents parse the arguments of a call and send them back serialised anew: `{"path": "a"}` comes back as
-`{"path":"a"}`. The prompt would then part from what is cached at the first argument of the last turn. Where the JSON is
+Most agents parse the arguments of a call and send them back re-serialized: `{"path": "a"}` comes back as
+`{"path":"a"}`. The prompt would then miss the prefix cache from the first argument of the last turn on. If the JSON is
 equal, the model's own text is put back.
 """
 
@@ -17,36 +17,36 @@ import msgspec
 
 from redline.chat.conversation import Conversation, Message, ToolCall
 
-READ_CHARS = 8192  # of arguments that are parsed, which holds the interpreter's lock for half a millisecond
-MOST_CHARS = 1 << 20  # of a conversation's arguments that are looked at, those apart whose spelling is known
-_ENTRY_BYTES = 200  # of an entry but for its text
+READ_CHARS = 8192  # maximum length of parsed arguments: parsing these holds the GIL for half a millisecond
+MOST_CHARS = 1 << 20  # maximum characters of arguments examined per conversation; known spellings are free
+_ENTRY_BYTES = 200  # memory of an entry in addition to its text
 _AS_IT_IS = ""
 
 
 class SaidCalls:
-    """Texts of arguments by salt, function and value, those that were used last. Safe to share between threads.
+    """An LRU cache of argument texts by salt, function and value. Thread-safe.
 
-    What a client's spelling was taken for once, it is taken for as long as that is kept: else two prompts of one
+    The replacement chosen for a client's spelling stays valid until its entry is evicted: otherwise two prompts of one
     conversation could differ.
     """
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of texts; 0 keeps none."""
+        """most_bytes: capacity for texts; 0 disables the cache."""
         self._most_bytes = most_bytes
         self._bytes = 0
-        # Of a value the model's text, of a spelling what takes its place.
+        # Maps a value to the model's text, and a client's spelling to its replacement.
         self._texts: OrderedDict[bytes, str] = OrderedDict()
         self._lock = Lock()
 
     def note(self, salt: str, name: str, arguments: str) -> None:
-        """The model has written these arguments, JSON."""
+        """Record arguments (JSON) that the model has written."""
         if len(arguments) <= MOST_CHARS:
             for value in _values(arguments):
                 self._keep(_key("value", salt, name, value), arguments)
                 self._keep(_key("text", salt, name, arguments), _AS_IT_IS)
 
     def restored(self, salt: str, conversation: Conversation) -> Conversation:
-        """The conversation with the arguments as the model wrote them, where it did."""
+        """The conversation with the arguments in the model's spelling, as far as it is known."""
         if not self._texts or not any(message.tool_calls for message in conversation.messages):
             return conversation
         left = MOST_CHARS
@@ -94,8 +94,8 @@ def _key(*parts: str) -> bytes:
 
 
 def _values(text: str) -> Iterator[str]:
-    """Spellings that are equal for texts of one value: without white space, and, if it is short, as Python writes it;
-    none if it is no JSON."""
+    """Canonical spellings, equal for equal JSON values: without white space, and, for short texts, as Python writes it;
+    none if the text is not JSON."""
     try:
         yield msgspec.json.format(text, indent=-1)
         if len(text) <= READ_CHARS:
@@ -105,6 +105,6 @@ def _values(text: str) -> Iterator[str]:
 
 
 def _number(text: str) -> Any:
-    """A client in JavaScript sends 1.0 back as 1."""
+    """Parse 1.0 as 1, since clients in JavaScript send 1.0 back as 1."""
     number = float(text)
     return int(number) if number.is_integer() and abs(number) < 1 << 53 else number

@@ -1,13 +1,13 @@
-"""A client's JSON schema, rewritten into one that llguidance compiles.
+"""Rewrites a client's JSON schema into one that llguidance compiles.
 
-`rewrite` works down the schema and knows every keyword. What has no effect (annotations, `uniqueItems: false`, a
-`format` that llguidance does not know) is left out, and so is what has an effect that llguidance cannot follow
-(`uniqueItems: true`, `not`, a reference to another document): each at its own place only, and the first of the latter
-kind is reported. `loosen` finds by trial what is left: a pattern with a look-ahead, say, of which llguidance gives an
-error without a place.
+`Written` walks down the schema and knows every keyword. It drops keywords without effect (annotations,
+`uniqueItems: false`, a `format` that llguidance does not know), and keywords with an effect that llguidance does not
+support (`uniqueItems: true`, `not`, a reference to another document): each only at its own place, and the first of the
+latter kind is reported. `loosen` finds the remaining unsupported keywords by trial: for a pattern with a look-ahead,
+for example, llguidance raises an error without a place.
 
-Schemas may be hostile. Both are meant for a process that can be killed, and bound the schemas that they write; only
-`loosen` recurses, as deep as the schema is nested.
+Schemas may be hostile. Both functions are meant for a process that can be killed, and bound the schemas that they
+write; only `loosen` recurses, to the schema's nesting depth.
 """
 
 import math
@@ -18,23 +18,23 @@ from urllib.parse import unquote, urljoin
 
 from redline import clock
 
-MOST_SCHEMAS = 50_000  # that one is made of: llguidance compiles no more
-MOST_ADDRESS = 2048  # characters of an id or a reference: each is joined with others
-PLACE_CHARS = 300  # of a place that is reported
-MOST_LEFT_OUT = 32  # keywords that `loosen` finds one by one
-# An unknown one is an annotation (JSON Schema 2020-12, validation, 7.2.3).
+MOST_SCHEMAS = 50_000  # maximum number of subschemas: llguidance compiles no more
+MOST_ADDRESS = 2048  # maximum characters of an id or a reference: each is joined with others
+PLACE_CHARS = 300  # maximum characters of a reported place
+MOST_LEFT_OUT = 32  # maximum number of keywords that `loosen` finds one by one
+# An unknown format is an annotation (JSON Schema 2020-12, validation, 7.2.3).
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-GREATEST = (1 << 63) - 1024  # the greatest double below 2^63: llguidance follows no bound beyond it
-UNREACHED = 3.4028234663852886e38  # the greatest float32: no number that a model writes breaks a bound like that
+GREATEST = (1 << 63) - 1024  # the greatest double below 2^63: llguidance supports no bound beyond it
+UNREACHED = 3.4028234663852886e38  # the greatest float32: no number that a model writes exceeds such a bound
 _MOST_COUNT = 1 << 32  # of characters, items or properties: no answer has more
-_EXACT = 1 << 53  # doubles hold every integer up to here
-_OPEN = 10**18  # a bound away from zero, of this size or more, compiles only together with one on the other side
+_EXACT = 1 << 53  # doubles represent every integer up to here
+_OPEN = 10**18  # a bound of this size or more, away from zero, compiles only together with a bound on the other side
 
 _ALL = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _NUMBERS, _STRING = frozenset(("integer", "number")), frozenset(("string",))
 _ARRAY, _OBJECT = frozenset(("array",)), frozenset(("object",))
-# What llguidance follows, each with the types of values that it is about. `loosen` leaves out the later one of two
-# that contradict each other.
+# The keywords that llguidance supports, each with the value types that it applies to. If two contradict each other,
+# `loosen` drops the later one.
 _FOLLOWED = {
     "$ref": _ALL, "const": _ALL, "enum": _ALL,
     "minimum": _NUMBERS, "exclusiveMinimum": _NUMBERS, "maximum": _NUMBERS, "exclusiveMaximum": _NUMBERS,
@@ -51,33 +51,33 @@ _NOT_FOLLOWED = {
     "dependentSchemas": _OBJECT, "dependencies": _OBJECT,
     "not": _ALL, "if": _ALL, "$dynamicRef": _ALL, "$recursiveRef": _ALL,
 }  # fmt: skip
-# Those that are about what others leave.
+# Keywords with a meaning that depends on sibling keywords.
 _NEEDS = {"additionalProperties": ("properties", "patternProperties"), "items": ("prefixItems",)}
 
 
 class _Unusable(Exception):
-    """Why a keyword is left out, though it has an effect."""
+    """The reason why a keyword with an effect is left out."""
 
 
 class _Resource(NamedTuple):
-    """What a reference is relative to."""
+    """The base that a reference is relative to."""
 
     schema: Any
     place: str
 
 
 class Written:
-    """A schema, rewritten. complaint: the first keyword that has an effect and was left out, and its place."""
+    """A rewritten schema. complaint: the first keyword with an effect that was left out, and its place."""
 
     def __init__(self, schema: Any, *, closed: bool = False) -> None:
-        """closed: objects whose schema names properties, and says nothing of others, have no others."""
+        """closed: forbid additional properties in objects that list properties and do not mention others."""
         self._root = _Resource(schema, "#")
         self._closed = closed
         self._written = 0
         self._todo: deque[tuple[dict[str, Any], dict[str, Any], str, _Resource]] = deque()
-        self._names: dict[int, str] = {}  # of the places that are referred to
-        self._index: dict[str, _Resource] | None = None  # of parts that have an id or an anchor
-        self.places: dict[int, str] = {}  # of each schema that was written, by its `id`
+        self._names: dict[int, str] = {}  # names of the referenced places
+        self._index: dict[str, _Resource] | None = None  # parts with an id or an anchor
+        self.places: dict[int, str] = {}  # place of each written schema, by its `id`
         self.definitions: dict[str, dict[str, Any]] = {}
         self.complaint: str | None = None
         root = self._inner(schema, self._root.place, self._root)
@@ -91,7 +91,7 @@ class Written:
             self.schema["$defs"] = self.definitions
 
     def _inner(self, schema: Any, place: str, base: _Resource) -> dict[str, Any] | bool:
-        """What is written for a schema: it is filled in later."""
+        """The output for a schema, which is filled in later."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, dict):
@@ -136,7 +136,7 @@ class Written:
                 self._complain(f"{keyword} is not supported", _below(place, keyword))
 
     def _follow(self, keyword: str, value: Any, written: dict[str, Any], place: str, base: _Resource) -> None:
-        """Writes a keyword that llguidance knows. Raises _Unusable for a value that it does not."""
+        """Write a keyword that llguidance supports. Raises _Unusable for an unsupported value."""
         match keyword:
             case "$ref":
                 self._refer(value, written, base)
@@ -191,12 +191,12 @@ class Written:
         written["$ref"] = f"#/$defs/{name}"
 
     def _target(self, reference: str, base: _Resource) -> tuple[_Resource, _Resource]:
-        """The part of the schema that is referred to, and what its own references are relative to. Raises _Unusable
-        for a reference that leads nowhere."""
+        """The referenced part of the schema, and the base of its own references. Raises _Unusable for a reference
+        without a target."""
         if len(reference) > MOST_ADDRESS:
             raise _Unusable(f"$ref has {len(reference)} characters; at most {MOST_ADDRESS} are read")
         address, _, fragment = reference.partition("#")
-        resources = [base, self._root]  # some that bundle schemas leave ids behind, and references to the whole
+        resources = [base, self._root]  # some schema bundlers keep ids next to references that are relative to the root
         if address:
             resources = [one for one in [self._known(address)] if one]
             if not resources:
@@ -211,7 +211,7 @@ class Written:
         raise _Unusable(f"Pointer {reference.removeprefix('#')[:PLACE_CHARS]!r} does not exist")
 
     def _known(self, address: str) -> _Resource | None:
-        """The part with this id, or with this anchor behind a `#`."""
+        """The part with this id, or with this anchor (after `#`)."""
         root = _identity(self._root.schema) or ""
         if self._index is None:
             self._index = {}
@@ -253,7 +253,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _pointed(resource: _Resource, pointer: str) -> _Resource | None:
-    """What a JSON pointer leads to; None: nothing."""
+    """The target of a JSON pointer; None if there is none."""
     value, place = resource
     for name in pointer.split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
@@ -275,8 +275,8 @@ def _below(place: str, name: str) -> str:
 
 
 def _modern(schema: dict[str, Any], *, closed: bool) -> dict[str, Any]:
-    """As JSON Schema 2020-12 has it: a list in `items` was the beginning of an array, `additionalItems` its rest, and
-    bounds were exclusive by a boolean."""
+    """Convert to JSON Schema 2020-12: earlier, a list in `items` was the prefix of an array and `additionalItems` the
+    schema of its rest, and `exclusiveMinimum` and `exclusiveMaximum` were booleans."""
     changed: dict[str, Any] = {}
     if isinstance(schema.get("items"), list):
         changed = {"prefixItems": schema["items"], "items": schema.get("additionalItems", True)}
@@ -313,14 +313,14 @@ def _number(keyword: str, value: Any) -> float:
 
 
 def _count(keyword: str, value: Any) -> int:
-    """5.0 is an integer too."""
+    """A non-negative integer; 5.0 is accepted as one."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != value // 1:
         raise _Unusable(f"{keyword} has to be an integer, 0 or more")
     return int(value)
 
 
 def _check_exact(values: list[Any]) -> None:
-    """Raises _Unusable for an integer that llguidance, which reads doubles, would change."""
+    """Raise _Unusable for an integer that llguidance would change, since it reads doubles."""
     for value in values:
         if isinstance(value, int) and abs(value) > _EXACT and (abs(value) > GREATEST or int(float(value)) != value):
             raise _Unusable(f"{str(value)[:40]} is an integer that no double holds")
@@ -330,9 +330,9 @@ _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 def _bounds(given: dict[str, Any]) -> dict[str, Any]:
-    """Bounds that llguidance follows, none of them wider than those given but for what no number reaches.
+    """Bounds that llguidance supports; none is wider than the given ones, except beyond every reachable number.
 
-    Raises _Unusable where no number that llguidance can bound is within them.
+    Raises _Unusable if no number that llguidance can bound is within them.
     """
     lower = _bound(given, "minimum", "exclusiveMinimum", -1)
     upper = _bound(given, "maximum", "exclusiveMaximum", 1)
@@ -344,7 +344,7 @@ def _bounds(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bound(given: dict[str, Any], inclusive: str, exclusive: str, sign: int) -> dict[str, Any]:
-    """Bounds of one side. sign: -1 for a lower one, which is looked at as an upper one of the number's negative."""
+    """The bounds of one side. sign: -1 for a lower bound, which is treated as an upper bound of the negative number."""
     found: dict[str, Any] = {}
     for keyword in (inclusive, exclusive):
         value = given.get(keyword)
@@ -356,7 +356,7 @@ def _bound(given: dict[str, Any], inclusive: str, exclusive: str, sign: int) -> 
         if abs(most) <= _EXACT and (keyword == inclusive or abs(most) < _EXACT):
             found[keyword] = value
             continue
-        near = float(most)  # llguidance has doubles, and around these one more is the same
+        near = float(most)  # llguidance computes in doubles, which cannot distinguish neighbouring integers here
         if near > most or (keyword == exclusive and near == value * sign):
             near = math.nextafter(near, -math.inf)
         if near < -GREATEST:
@@ -385,7 +385,7 @@ def _has_effect(keyword: str, schema: dict[str, Any]) -> bool:
 
 
 def _takes_all(schema: Any, types: set[str]) -> bool:
-    """Whether a schema takes every value, or every one of these types, since it has nothing but annotations."""
+    """Whether a schema accepts every value, or every value of these types, because it has only annotations."""
     if not isinstance(schema, dict):
         return schema is True
     fields = cast("dict[str, Any]", schema)
@@ -401,16 +401,16 @@ def _takes_all(schema: Any, types: set[str]) -> bool:
 
 
 def loosen(written: Written, fits: Callable[[dict[str, Any]], bool], seconds: float) -> tuple[dict[str, Any], str]:
-    """A schema that does not fit without the keywords that keep it from that, and the place of the first of them.
+    """A schema that does not compile, without the keywords that prevent it, and the place of the first of them.
 
-    fits: whether a schema can be used. seconds: of the processor; after them, or with MOST_LEFT_OUT keywords left out,
-    all that follows is left out.
+    fits: whether a schema compiles. seconds: limit of CPU time; after it, or once MOST_LEFT_OUT keywords were left out,
+    all remaining keywords are left out.
     """
     keywords = _Keywords(written)
     until = clock.thread_time() + seconds
     without: set[int] = set()
     place = ""
-    low = 1 if next(iter(written.schema), None) == "type" else 0  # with so many keywords it fits: a type alone does
+    low = 1 if next(iter(written.schema), None) == "type" else 0  # this number of keywords compiles: a type alone does
     while len(without) < MOST_LEFT_OUT:
         above = len(keywords)
         while above - low > 1 and clock.thread_time() < until:
@@ -430,8 +430,8 @@ def loosen(written: Written, fits: Callable[[dict[str, Any]], bool], seconds: fl
 
 
 class _Keywords:
-    """The keywords of a schema in an order in which they can be added one by one: each behind the schema that it
-    belongs to is part of, and a definition behind the first reference to it."""
+    """The keywords of a schema in an order in which they can be added one by one: each after the keyword that contains
+    its schema, and a definition after the first reference to it."""
 
     def __init__(self, written: Written) -> None:
         self._written = written
@@ -459,7 +459,7 @@ class _Keywords:
         return _below(self._written.places[id(schema)], keyword)
 
     def schema(self, most: int, without: set[int]) -> dict[str, Any]:
-        """The schema of the first `most` keywords, but for those in `without`."""
+        """The schema of the first `most` keywords, except those in `without`."""
         made = self._made(self._written.schema, most, without)
         definitions = {name: self._made(one, most, without) for name, one in self._written.definitions.items()}
         return {**made, "$defs": definitions} if definitions else made
@@ -493,7 +493,7 @@ class _Keywords:
                     made[keyword] = {name: self._made(one, most, without) for name, one in value.items()}
                 case "allOf" | "prefixItems":
                     made[keyword] = [self._made(one, most, without) for one in value]
-                case "anyOf" | "oneOf":  # one of which there is nothing yet would take all, and hide the others
+                case "anyOf" | "oneOf":  # skip alternatives that are still empty: they would accept every value
                     if begun := [one for one in value if self._begun(one, most)]:
                         made[keyword] = [self._made(one, most, without) for one in begun]
                 case "items" | "additionalProperties":

@@ -1,7 +1,7 @@
-"""Tokens of plain text, and the event that each makes by itself where a reader holds nothing back.
+"""Plain-text tokens, and the single event that each of them makes while a reader holds no text back.
 
-Nearly every token of an answer is a few whole characters that no rule of the format looks at. What it shows never
-depends on what came before, so it is worked out once for each token of a vocabulary, and not each time it is said.
+Nearly every token of an answer is a few complete characters that no rule of the format applies to. Its output does not
+depend on earlier tokens, so it is computed once per token of the vocabulary instead of each time it is generated.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from redline.chat.events import Text, Thought
 from redline.chat.tokenizer import Tokenizer
 
 Shown = Mapping[int, tuple[Text] | tuple[Thought] | tuple[()]]
-"""Events by token, worked out when they are first asked for with `[]`; empty for a token that is not plain."""
+"""Events by token, computed at the first access with `[]`; empty for a token that is not plain text."""
 
 
 def plain_text(tokenizer: Tokenizer, token: int) -> str:
-    """The text of an ordinary token that is whole characters, none of them `<`, with which a spelled mark could begin;
-    empty for any other. Raises RequestError for an id that is no token."""
+    """The text of an ordinary token of complete characters without `<` (which could begin a spelled-out mark); empty
+    for any other token. Raises RequestError for an invalid token id."""
     data = tokenizer.token_bytes(token)
     if tokenizer.name(token) is not None or b"<" in data:
         return ""
@@ -44,12 +44,12 @@ class _Thoughts(dict[int, tuple[Thought] | tuple[()]]):
 
     def __missing__(self, token: int) -> tuple[Thought] | tuple[()]:
         text = plain_text(self._tokenizer, token)
-        # Whitespace that ends the reasoning is no part of it, so it waits for what follows.
+        # Trailing whitespace is not part of the reasoning, so hold it back until more text follows.
         shown = self[token] = (Thought(text=text),) if text and not text[-1].isspace() else ()
         return shown
 
 
 @lru_cache(maxsize=2)
 def shown(tokenizer: Tokenizer) -> tuple[Shown, Shown]:
-    """What each token shows in an answer, and in reasoning. Every decoder of one vocabulary shares them."""
+    """The events of each token in an answer, and in reasoning. All decoders of one vocabulary share them."""
     return _Texts(tokenizer), _Thoughts(tokenizer)

@@ -1,7 +1,7 @@
-"""Stop strings in a stream: what may be shown now, and whether one has come.
+"""Stop strings in a stream: the text that may be sent now, and whether a stop string was found.
 
-Text is held back while it could still become a stop string, so no part of one is ever shown. All strings are looked for
-at once, by one automaton (Aho and Corasick, 1975), so a character costs the same however many and long they are.
+Text is held back while it could still become a stop string, so no part of one is ever sent. One automaton (Aho and
+Corasick, 1975) searches all strings at once, so the cost per character does not depend on their number or length.
 """
 
 from functools import lru_cache
@@ -9,28 +9,29 @@ from typing import NamedTuple
 
 
 class StopStrings:
-    """Looks for the first of some strings in a text that comes in pieces. `found` is None until one has come.
+    """Finds the first of several strings in a text that arrives in pieces. `found` is None until one is found.
 
-    While `looks` is False, a string that ends is not found; one that has begun may be, where it ends later.
+    While `looks` is False, a string that ends there is ignored; a string that begins there can be found if it ends
+    later.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._search = _search_for(tuple(stop for stop in stops if stop))
-        self._node = 0  # the longest end of the text so far that begins a stop string
-        self._held = ""  # that end
+        self._node = 0  # the longest suffix of the text so far that is a prefix of a stop string
+        self._held = ""  # that suffix
         self.found: str | None = None
         self.looks = True
 
     @property
     def none(self) -> bool:
-        """Whether there is no string to look for, so that every text is shown as it comes."""
+        """Whether there are no stop strings, so that every text is sent as it arrives."""
         return not self._search.stops
 
     def push(self, text: str) -> str:
-        """Take in more text: what can be shown now. Once a stop string is found, the text ends right before it.
+        """Add text, and return the text that can be sent now. Once a stop string is found, the text ends before it.
 
-        Of several that this text completes, `found` is the one that begins first, and of those the one named first.
-        Nothing is shown after it.
+        If this text completes several, `found` is the one that begins first; among those, the one listed first. After
+        it, the result is always empty.
         """
         if self.found is not None:
             return ""
@@ -38,7 +39,7 @@ class StopStrings:
             return text
         _, _, children, fallback, ends, depth = self._search
         node = self._node
-        best: tuple[int, int] | None = None  # (where it begins, its place among the stops)
+        best: tuple[int, int] | None = None  # (start, index of the stop string)
         for read, character in enumerate(text, start=len(self._held) + 1):
             while node and character not in children[node]:
                 node = fallback[node]
@@ -57,7 +58,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """No more text will come, so what was held back is only text."""
+        """No more text follows, so the held-back text is plain text."""
         held, self._held, self._node = self._held, "", 0
         return held
 
@@ -70,17 +71,17 @@ class _End(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """A node is a beginning of a stop string; 0 is the empty one."""
+    """The automaton. A node is a prefix of a stop string; node 0 is the empty prefix."""
 
     stops: tuple[str, ...]
-    first: frozenset[str]  # the characters that begin one
+    first: frozenset[str]  # the first characters of all stop strings
     children: list[dict[str, int]]
-    fallback: list[int]  # the longest proper end of a node that is a node
-    ends: list[_End | None]  # the longest stop string that is an end of the node
-    depth: list[int]  # its length
+    fallback: list[int]  # the longest proper suffix of a node that is a node
+    ends: list[_End | None]  # the longest stop string that is a suffix of the node
+    depth: list[int]  # the node's length
 
 
-@lru_cache(maxsize=8)  # the choices of a request share one; the longest takes 1 ms to build
+@lru_cache(maxsize=8)  # the choices of a request share one; the longest stop strings take 1 ms to build
 def _search_for(stops: tuple[str, ...]) -> _Search:
     search = _Search(stops, frozenset(stop[0] for stop in stops), [{}], [0], [None], [0])
     _, _, children, fallback, ends, depth = search

@@ -1,8 +1,8 @@
-"""A conversation as Kimi reads it: control tokens with text in between.
+"""Renders a conversation in Kimi's chat format: control tokens with text in between.
 
-Every message is <|im_ROLE|> name <|im_middle|> body <|im_end|>, with nothing between messages. The family differs in
-four facts, which `Style` holds: the system message that stands in for a missing one, how tools are written, whether
-assistant turns carry <think> blocks, and what opens an answer.
+Every message is <|im_ROLE|> name <|im_middle|> body <|im_end|>, with nothing between messages. The models of the family
+differ in four facts, held by `Style`: the default system message, the format of tool declarations, whether assistant
+turns contain <think> blocks, and the opening of an answer.
 """
 
 import sys
@@ -23,18 +23,18 @@ _KIMI = "You are Kimi, an AI assistant created by Moonshot AI."
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What one member of the family does differently from another."""
+    """The template differences between models of the family."""
 
-    system: str | None  # stands in where a conversation opens without a system message
+    system: str | None  # default for a conversation that does not begin with a system message
     tools: Literal["json", "typescript"]
-    thoughts: bool  # assistant turns carry <think>...</think>
+    thoughts: bool  # assistant turns contain <think>...</think>
     prefill: Literal[
         "none", "think", "either"
-    ]  # what the prompt opens an answer with; either: <think> or <think></think>
-    keeps_thoughts: bool = False  # as if preserve_thinking, always
+    ]  # the opening of an answer in the prompt; either: <think> or <think></think>
+    keeps_thoughts: bool = False  # behave as if preserve_thinking were always set
 
     def thinks(self, conversation: Conversation) -> bool:
-        """Whether the answer begins with reasoning, or goes on with it."""
+        """Whether the answer begins with reasoning, or continues it."""
         if conversation.continues and conversation.messages[-1].content:
             return False
         return self.thoughts and (conversation.thinking or self.prefill != "either")
@@ -47,12 +47,12 @@ K2_7 = Style(system=None, tools="typescript", thoughts=True, prefill="think", ke
 
 
 def style_of(folder: Path) -> Style:
-    """The style of a checkpoint folder, from `config.json` and the chat template where one lies there.
+    """The style of a checkpoint folder, from `config.json` and, if present, the chat template.
 
-    `model_type` kimi_k25 covers K2.5, K2.6 and K2.7, whose configs do not differ: it is K2.7 only where a template is
-    there and does not hold the default system message (K2.7 inserts none). Text-only kimi_k2 and deepseek_v3 are
-    K2-Thinking where the template writes <think>, or, without a template, where the weights are compressed-tensors
-    (K2-Instruct is fp8). Templates are searched for these words, never run. Raises CheckpointError for other models.
+    `model_type` kimi_k25 covers K2.5, K2.6 and K2.7 with equal configs: it is K2.7 only if there is a template without
+    the default system message (K2.7 inserts none). Text-only kimi_k2 and deepseek_v3 are K2-Thinking if the template
+    contains <think>, or, without a template, if the weights are compressed-tensors (K2-Instruct is fp8). Templates are
+    searched for these words, never run. Raises CheckpointError for other models.
     """
     config = _read_json(folder / "config.json")
     template = _template_text(folder)
@@ -73,14 +73,14 @@ def style_of(folder: Path) -> Style:
 
 
 def encode(conversation: Conversation, tokenizer: Tokenizer, style: Style = K2_6) -> list[int]:
-    """The token ids of a conversation's prompt. Raises ConfigError where the tokenizer lacks a control token of it."""
+    """The token ids of a conversation's prompt. Raises ConfigError if the tokenizer lacks a control token for it."""
     return tokenizer.encode_pieces(render(conversation, style))
 
 
 def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxsize) -> list[Piece]:
-    """The prompt in pieces; no two texts stand side by side, so each is encoded whole.
+    """The prompt in pieces; adjacent texts are joined, so each is encoded as a whole.
 
-    Raises ContextTooLong as soon as the texts are more than `most` characters.
+    Raises ContextTooLong as soon as the texts exceed `most` characters.
     """
     pieces: list[Piece] = []
     left = most
@@ -103,7 +103,7 @@ def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Pie
     if style.system is not None and (not messages or messages[0].role != "system"):
         yield from _turn("system", "system", style.system)
 
-    # Reasoning survives only behind the last final answer, which is to say within the tool loop that is going on.
+    # Reasoning is kept only after the last final answer, that is, within the current tool loop.
     keep_all = conversation.preserve_thinking or style.keeps_thoughts
     ended = messages[:-1] if conversation.continues else messages
     finals = (i for i, message in enumerate(ended) if message.role == "assistant" and not message.tool_calls)
@@ -151,7 +151,7 @@ def _answer(message: Message, reasoning: str, style: Style) -> Iterator[Piece]:
 
 
 def _unfinished(name: str, content: str, reasoning: str, style: Style, *, thinks: bool) -> Iterator[Piece]:
-    """An assistant's turn with which the answer goes on: with its text, or, where it has none yet, its reasoning."""
+    """An assistant turn that the answer continues: its text, or, if it has no text yet, its reasoning."""
     yield from (Special("<|im_assistant|>"), name, Special("<|im_middle|>"))
     if style.thoughts:
         yield from (Special("<think>"), reasoning)
@@ -161,17 +161,17 @@ def _unfinished(name: str, content: str, reasoning: str, style: Style, *, thinks
 
 
 def native_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Messages whose tool calls all have Kimi's own ids, `functions.NAME:IDX`; tool results follow their calls.
+    """Messages in which all tool calls have Kimi's own ids, `functions.NAME:IDX`; tool results follow their calls.
 
-    The id is the only place where the prompt names the function, and a model that reads foreign ids tends to end its
-    turn at once. IDX counts the calls of the whole conversation from 0. Ids that are native stay as they are. A result
-    belongs to the latest call of its id (clients use ids again); one without an id to the next call without a result.
+    The id is the only place in the prompt that names the function, and with foreign ids the model tends to end its turn
+    at once. IDX counts the calls of the whole conversation from 0. Native ids stay as they are. A result belongs to the
+    latest call with its id (clients reuse ids); a result without an id belongs to the next call without a result.
     """
     every = [call for message in messages for call in message.tool_calls]
     taken = {call.id for call in every if _is_native(call)}
-    spare = len(every)  # the next index to try where IDX is taken: linear, whatever a client sends
-    current: dict[str, str] = {}  # the client's id -> the native one, of the latest call
-    waiting: list[tuple[str, str]] = []  # the same two, of calls without a result yet
+    spare = len(every)  # the next index to try if IDX is taken: keeps the search linear for any input
+    current: dict[str, str] = {}  # client id -> native id of the latest call
+    waiting: list[tuple[str, str]] = []  # (client id, native id) of calls without a result yet
     count = 0
     result: list[Message] = []
     for message in messages:
@@ -216,7 +216,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _template_text(folder: Path) -> str:
-    """The words of the checkpoint's own chat template, in either of its two places; empty where there is none."""
+    """The text of the checkpoint's own chat template, from either of its two places; empty if there is none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")

@@ -1,6 +1,6 @@
-"""Text to token ids and back, from the two files that every Kimi checkpoint carries.
+"""Text to token ids and back, from the two files that every Kimi checkpoint contains.
 
-`tiktoken.model` holds the byte-pair ranks; the 256 ids that follow them are reserved for control tokens, and
+`tiktoken.model` contains the byte-pair ranks; the 256 ids after them are reserved for control tokens, and
 `tokenizer_config.json` names those in use. Control tokens are made by name only (`special`), never by spelling:
 `encode` reads `<|im_end|>` in a user's text as ten ordinary characters.
 """
@@ -23,9 +23,9 @@ import tiktoken
 from redline.chat.known import KnownTexts, parts
 from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
 
-RESERVED = 256  # ids behind the ranks, for control tokens
+RESERVED = 256  # ids after the ranks, for control tokens
 
-# How Kimi cuts text before byte-pair encoding: Han runs, words, numbers of up to three digits, punctuation, space.
+# How Kimi splits text before byte-pair encoding: Han runs, words, numbers of up to three digits, punctuation, space.
 _WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -42,11 +42,11 @@ SPLIT = "|".join(
     )
 )
 
-# Moonshot's tokenizer cuts its input at these lengths before it encodes, so ids depend on them in very long texts.
-# They also keep a hostile text from costing more than its length.
+# Moonshot's tokenizer splits its input at these lengths before it encodes, so the ids of very long texts depend on
+# them. They also keep the cost of a hostile text linear in its length.
 _SLICE_CHARS = 400_000
 _RUN_CHARS = 25_000
-# The look-behinds let a search begin only where a run begins, which keeps it linear.
+# The look-behinds let a match begin only at the start of a run, which keeps the search linear.
 _LONG_RUN = re.compile(rf"(?<!\s)\s{{{_RUN_CHARS + 1},}}|(?<!\S)\S{{{_RUN_CHARS + 1},}}")
 
 
@@ -63,15 +63,15 @@ Piece = Special | str
 class Tokenizer:
     """The vocabulary of one checkpoint. Immutable; safe to share between threads.
 
-    `specials` has the id of every control token by its name, `stop_ids` the ids with which the model ends an answer,
-    `config` what tokenizer_config.json says, with the chat template, where it was read from a folder.
+    `specials` maps the name of every control token to its id, `stop_ids` has the ids with which the model ends an
+    answer, `config` is the content of tokenizer_config.json and the chat template, if it was read from a folder.
     """
 
     def __init__(self, ranks: dict[bytes, int], names: dict[int, str], kept: frozenset[int] = frozenset()) -> None:
         """ranks: the bytes of ordinary token 0, 1, 2 ..., in that order. names: the control tokens in use, by id.
 
-        kept: those of them that stay in plain text (the config's `special: false`, such as `<think>`). Every reserved
-        id without a name is `<|reserved_token_{id}|>`. Raises ConfigError where a name comes twice, or [EOS] or
+        kept: control tokens that stay in plain text (the config's `special: false`, such as `<think>`). Every reserved
+        id without a name is `<|reserved_token_{id}|>`. Raises ConfigError if a name occurs twice, or [EOS] or
         <|im_end|> is missing.
         """
         first = len(ranks)
@@ -90,12 +90,12 @@ class Tokenizer:
         )
         self.vocab_size = first + RESERVED
         self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
-        self.skipped = frozenset(reserved) - kept  # left out of text unless asked for
+        self.skipped = frozenset(reserved) - kept  # left out of text by default
         self.config: dict[str, Any] = {}
 
     @property
     def encoding(self) -> tiktoken.Encoding:
-        """The vocabulary as tiktoken holds it, for libraries that read that."""
+        """The vocabulary as a tiktoken Encoding, for libraries that need one."""
         return self._encoding
 
     @classmethod
@@ -108,13 +108,13 @@ class Tokenizer:
             tokenizer = cls(ranks, names, kept)
         except ConfigError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        with suppress(OSError, UnicodeDecodeError):  # nothing here renders it: clients may
+        with suppress(OSError, UnicodeDecodeError):  # kept for clients; this package never renders it
             config["chat_template"] = (folder / "chat_template.jinja").read_text("utf-8")
         tokenizer.config = config
         return tokenizer
 
     def special(self, name: str) -> int:
-        """The id of a control token. Raises ConfigError where the checkpoint has none of that name."""
+        """The id of a control token. Raises ConfigError if the checkpoint has none of that name."""
         token = self.specials.get(name)
         if token is None:
             raise ConfigError(f"the tokenizer has no control token {name}")
@@ -125,7 +125,7 @@ class Tokenizer:
         return self._names.get(token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; a control token that is spelled in it is text too."""
+        """Ids of plain text; a control token spelled out in it is text too."""
         return self.encode_pieces((text,))
 
     def encode_pieces(
@@ -136,13 +136,13 @@ class Tokenizer:
         known: KnownTexts | None = None,
         salt: str = "",
     ) -> list[int]:
-        """Ids of text with control tokens in between, equal to what upstream makes of the joined string.
+        """Ids of text with control tokens in between, equal to those of the upstream tokenizer for the joined string.
 
-        That string's own slices (see _cuts) fall on the same characters here, so the ids of long prompts agree too.
+        The slices of that string (see _cuts) end at the same characters here, so the ids of long prompts agree too.
         Encoding takes up to a second per million characters, so `between` is called before each slice, and may raise.
-        `known` keeps the ids of a slice's parts, under `salt`, and changes none. Raises ContextTooLong, without
-        encoding the rest, where there are more than `most` ids before the last slice (with `known`: its last part), and
-        ConfigError where the checkpoint has no control token of a name.
+        `known` caches the ids of a slice's parts, under `salt`, without changing any id. Raises ContextTooLong, without
+        encoding the rest, if there are more than `most` ids before the last slice (with `known`: its last part), and
+        ConfigError if the checkpoint has no control token of a given name.
         """
         pieces = tuple(pieces)
         joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
@@ -179,21 +179,21 @@ class Tokenizer:
         return ids
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that a token stands for; a control token stands for its name. Raises RequestError for no token."""
+        """The bytes of a token; for a control token its name. Raises RequestError for an invalid token id."""
         if not 0 <= token < self.vocab_size:
             raise RequestError(f"token id {token} is not in [0, {self.vocab_size})", "tokens")
         return self._bytes[token]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of many tokens, which need not be whole characters. Raises RequestError where an id is no token."""
+        """The bytes of several tokens, perhaps incomplete characters. Raises RequestError for an invalid token id."""
         return b"".join(map(self.token_bytes, ids))
 
 
 class TextStream:
-    """Tokens in, text out, one at a time: a character leaves when its last byte has come.
+    """Tokens in, text out, one at a time: a character is returned when its last byte has arrived.
 
-    Bytes that can never make a character leave as U+FFFD, exactly as if all bytes had been decoded at once. The
-    control tokens in `skipped` have no text.
+    Invalid bytes become U+FFFD, exactly as if all bytes had been decoded at once. The control tokens in `skipped` have
+    no text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
@@ -202,7 +202,7 @@ class TextStream:
         self._pending = b""
 
     def push(self, token: int) -> str:
-        """The text that this token completes, which may be empty. Raises RequestError for an id that is no token."""
+        """The text that this token completes, which may be empty. Raises RequestError for an invalid token id."""
         if token in self._skipped:
             return self.flush()
         data = self._pending + self._tokenizer.token_bytes(token)
@@ -212,11 +212,11 @@ class TextStream:
 
     @property
     def whole(self) -> bool:
-        """Whether no byte of an incomplete character is held."""
+        """Whether no bytes of an incomplete character are held back."""
         return not self._pending
 
     def flush(self) -> str:
-        """No more bytes will come: what is left of a character leaves as U+FFFD; empty where nothing is left."""
+        """No more bytes follow: the rest of an incomplete character becomes U+FFFD; empty if there is no rest."""
         pending, self._pending = self._pending, b""
         return pending.decode(errors="replace")
 
@@ -227,8 +227,8 @@ def _check_length(ids: Sequence[int], most: int) -> None:
 
 
 def _cuts(text: str) -> list[int]:
-    """Where upstream cuts a text: every 400,000 characters, and in each such slice every 25,000 of one run of
-    whitespace or of anything else."""
+    """The positions at which the upstream tokenizer splits a text: every 400,000 characters, and in each such slice
+    every 25,000 characters of one run of whitespace or of non-whitespace."""
     if len(text) <= _RUN_CHARS:
         return []
     cuts: list[int] = []
@@ -241,8 +241,8 @@ def _cuts(text: str) -> list[int]:
 
 
 def _long_runs(text: str) -> Iterator[re.Match[str]]:
-    """The runs of more than _RUN_CHARS. Each covers a whole window of half as many, without a space and a newline, or
-    of whitespace only; the expression, which looks at every character, is used where there is such a window."""
+    """The runs of more than _RUN_CHARS. Each covers a complete window of half that length, either without spaces and
+    newlines or of whitespace only; the expression, which reads every character, is used only if there is one."""
     window = _RUN_CHARS // 2
     for start in range(0, len(text) - window + 1, window):
         end = start + window
@@ -258,7 +258,7 @@ def _slices(text: str, cuts: list[int]) -> Iterator[str]:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """The bytes of token 0, 1, 2 ..., in that order, of a file of `base64 rank` lines. Raises CheckpointError."""
+    """The bytes of token 0, 1, 2 ..., in that order, from a file of `base64 rank` lines. Raises CheckpointError."""
     ranks: dict[bytes, int] = {}
     try:
         lines = path.read_bytes().splitlines()
@@ -281,7 +281,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def _read_config(path: Path, first: int) -> tuple[dict[str, Any], dict[int, str], frozenset[int]]:
-    """tokenizer_config.json, the control tokens that it names, and which of them are declared `special: false`."""
+    """tokenizer_config.json, its named control tokens by id, and those among them declared `special: false`."""
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
         added: dict[str, dict[str, Any]] = config["added_tokens_decoder"]
@@ -302,5 +302,5 @@ def _read_config(path: Path, first: int) -> tuple[dict[str, Any], dict[int, str]
 
 
 def _is_name(value: Any) -> bool:
-    """Whether a value can be a token's text: encodable as UTF-8, and not empty, as every prompt would spell that."""
+    """Whether a value can be a token's text: encodable as UTF-8 and not empty (every prompt would contain that)."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)

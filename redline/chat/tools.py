@@ -1,7 +1,7 @@
-"""How the functions that a model may call are written into its prompt.
+"""Writes the declarations of callable functions into the prompt.
 
 Kimi K2.5 and later were trained on TypeScript declarations; K2 and K2-Thinking on the OpenAI array as compact JSON.
-Both are written with every key sorted, as Moonshot's tokenizer does, so that equal tools give equal prompts.
+Both are written with every key sorted, as in Moonshot's tokenizer, so that equal tools give equal prompts.
 """
 
 import json
@@ -34,8 +34,8 @@ _PYTHON = {"string": str, "number": (int, float), "integer": int, "boolean": boo
 
 
 class _Paper:
-    """Where a text is written, piece by piece, up to `most` characters: a schema of a thousand lines that is nested 60
-    deep has 60 indents before each of them, so its length has to be known while it is written."""
+    """An output buffer limited to `most` characters: a schema of a thousand lines nested 60 deep has 60 indents before
+    each line, so the length has to be checked while writing."""
 
     def __init__(self, most: int) -> None:
         self._most = self._left = most
@@ -62,7 +62,7 @@ def declare_json(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
 
 
 def declare_typescript(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
-    """A TypeScript namespace of the tools; compact JSON where a schema has no TypeScript form, as upstream. Raises
+    """A TypeScript namespace of the tools; compact JSON if a schema has no TypeScript form, as upstream does. Raises
     ContextTooLong beyond `most` characters."""
     paper = _Paper(most)
     paper.write("# Tools\n\n## functions\nnamespace functions {\n")
@@ -70,14 +70,14 @@ def declare_typescript(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
         for tool in tools:
             _declare(_function(tool), paper)
             paper.write("\n")
-    except (ValueError, TypeError, KeyError, AttributeError):  # what a schema out of shape raises below
+    except (ValueError, TypeError, KeyError, AttributeError):  # raised for a malformed schema
         return declare_json(tools, most)
     paper.write("}\n")
     return paper.text()
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    """The tool as its client wrote it: what was left out stays out."""
+    """The tool as its client wrote it: omitted fields stay omitted."""
     fields = {"description": tool.description, "name": tool.name, "parameters": tool.parameters}
     return _sorted({key: value for key, value in fields.items() if value})
 
@@ -94,7 +94,7 @@ def _sorted(value: Any) -> Any:
 class _Type:
     """A type that can be written at any depth."""
 
-    write: Callable[[_Paper, str], None]  # onto the paper, with an indent
+    write: Callable[[_Paper, str], None]  # writes to the buffer, with an indent
     comments: tuple[str, ...] = ()  # lines, without indent
 
     def write_comments(self, paper: _Paper, indent: str) -> None:
@@ -124,7 +124,7 @@ def _declare(function: dict[str, Any], paper: _Paper) -> None:
     reader = _Reader()
     schema: dict[str, Any] = function.get("parameters", {})
     properties = reader.properties(schema)
-    named = reader.refers_to_root  # by a property; a definition that refers to it is read too late, as upstream
+    named = reader.refers_to_root  # by a property; a reference from a definition is read too late, as upstream
     if named:
         paper.write("interface parameters ")
         _Properties(properties.fields, None).write(paper, "", required_first=False)
@@ -156,7 +156,7 @@ def _lines(schema: dict[str, Any], constraints: Sequence[str] = ()) -> tuple[str
 
 
 class _Properties(NamedTuple):
-    """An object type: named fields, and perhaps others."""
+    """An object type: named fields, and perhaps additional ones."""
 
     fields: tuple[_Property, ...]  # by name
     others: _Type | None
@@ -177,14 +177,14 @@ class _Properties(NamedTuple):
 
 
 class _Reader:
-    """Reads the JSON schemas of one function, and remembers what they refer to."""
+    """Reads the JSON schemas of one function, and collects the definitions that they refer to."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self.refers_to_root = False
 
     def read(self, schema: Any, of_union: bool = False) -> _Type:
-        """of_union: upstream joins a union's types as strings, and fails at a type that is none, such as null."""
+        """of_union: upstream joins a union's types as strings, and fails at a type that is not one, such as null."""
         if isinstance(schema, bool):
             return _named("any" if schema else "null")
         if "$ref" in schema:
@@ -266,7 +266,7 @@ def _write_array(item: _Type, paper: _Paper, indent: str) -> None:
 
 
 def _check_enum(schema: dict[str, Any]) -> None:
-    """Raise ValueError where a value is not of the declared type: such an enum has no TypeScript form upstream."""
+    """Raise ValueError if a value is not of the declared type: such an enum has no TypeScript form upstream."""
     kind: Any = schema.get("type")
     if isinstance(kind, list):
         match [one for one in schema["type"] if one != "null"]:

@@ -1,6 +1,6 @@
-"""A checkpoint's vocabulary as llguidance reads it, which makes masks of it.
+"""A checkpoint's vocabulary in llguidance's format, for computing grammar masks.
 
-llguidance is imported where it is needed: an engine whose jobs have no grammar runs without it.
+llguidance is imported only when needed: an engine without grammar-constrained jobs runs without it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def grammar_tokens(tokenizer: Tokenizer, size: int | None = None) -> LLTokenizer:
-    """The tokens with which grammars are compiled; takes half a second with Kimi's 163,840.
+    """The vocabulary for compiling grammars; takes half a second with Kimi's 163,840 tokens.
 
-    size: of the model's logits; None: as many as there are tokens. Raises ImportError where llguidance is missing.
+    size: of the model's logits; None: the vocabulary size. Raises ImportError if llguidance is missing.
     """
     from llguidance.tiktoken import lltokenizer_from_encoding
 

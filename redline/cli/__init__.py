@@ -1,4 +1,4 @@
-"""The command line. Each verb is a module; those that compute import torch when they run: `--help` is instant."""
+"""The command line. Each command is a module; those that need torch import it only when run, so `--help` is instant."""
 
 import os
 import sys
@@ -47,10 +47,10 @@ def _version(asked: bool) -> None:
 @app.callback()
 def program(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """What stands before every verb."""
+    """Options before every command."""
 
 
 app.command()(quantize)
@@ -66,27 +66,27 @@ app.command()(simulate)
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="A server's address.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="Absent: the first that the server names.")] = None,
+    url: Annotated[str, typer.Option(help="The server's address.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Model name. Default: the first that the server lists.")] = None,
     instant: Annotated[bool, typer.Option("--instant", help="Answer without thinking first.")] = False,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: greedy.")] = 0.6,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     key: Annotated[
-        str | None, typer.Option(envvar="REDLINE_API_KEY", help="API key, where the server wants one.")
+        str | None, typer.Option(envvar="REDLINE_API_KEY", help="API key, if the server requires one.")
     ] = None,
     history: Annotated[
         Path | None,
         typer.Option(
             envvar="REDLINE_HISTORY",
-            help="A file that keeps the questions of conversations, for the arrows to bring back; /dev/null keeps "
-            "none. Absent: ~/.local/state/redline/questions.",
+            help="File for the history of questions, which the arrow keys bring back; /dev/null disables it. "
+            "Default: ~/.local/state/redline/questions.",
         ),
     ] = None,
     prompt: Annotated[
-        str | None, typer.Argument(help="Ask this and leave; -: standard input. Absent: a conversation.")
+        str | None, typer.Argument(help="Ask this and exit; -: read standard input. Default: a conversation.")
     ] = None,
 ) -> None:
-    """Talk to a server in the terminal: the thinking dimmed, the answer as it comes, tokens/s at the end."""
+    """Chat with a server in the terminal: dimmed thinking, a streamed answer, tokens/s at the end."""
     from redline.cli.chat import Client, talk
 
     client = Client(url, key, model, not instant, temperature, system)
@@ -100,17 +100,17 @@ def _questions() -> Path:
 
 @app.command()
 def agent(
-    join: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="The server: its `cluster.listen`.")],
-    key_file: Annotated[Path, typer.Option(help="The secret that the deployment's machines share.")],
+    join: Annotated[str, typer.Option(metavar="tcp://HOST:PORT", help="The server's `cluster.listen` address.")],
+    key_file: Annotated[Path, typer.Option(help="File with the secret shared by the deployment's machines.")],
     name: Annotated[
-        str | None, typer.Option(help="Of this machine, as `at` in [[workers]]. Absent: its host name.")
+        str | None, typer.Option(help="Name of this machine, as `at` in [[workers]]. Default: its host name.")
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Where this machine is reached. Absent: its address towards HOST."),
+        typer.Option(metavar="ADDRESS", help="Address of this machine for the others. Default: the one towards HOST."),
     ] = None,
 ) -> None:
-    """Run a deployment's workers on this machine, as its server orders, until told to leave (SIGTERM, Ctrl-C)."""
+    """Run a deployment's workers on this machine, as ordered by its server, until SIGTERM or Ctrl-C."""
     from redline.fleet.agent import AgentConfig, check_name, run_agent, this_host
 
     raise typer.Exit(run_agent(AgentConfig(join, key_file, check_name(name or this_host()), listen)))
@@ -119,12 +119,12 @@ def agent(
 @app.command()
 def explain(
     request: Annotated[
-        str, typer.Argument(metavar="REQUEST", help="Its id: X-Request-Id of the answer, or of the log.")
+        str, typer.Argument(metavar="REQUEST", help="Request id: X-Request-Id of the response, or from the log.")
     ],
-    url: Annotated[str, typer.Option(help="Where the admin routes are (`admin_port`).")] = "http://127.0.0.1:8001",
-    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key of `admin_keys_file`.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the admin routes (`admin_port`).")] = "http://127.0.0.1:8001",
+    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key from `admin_keys_file`.")] = None,
 ) -> None:
-    """Why a request went where it did: each worker that could have had it, what was expected, and what came."""
+    """Explain a request's routing: each candidate worker, the expected latency, and the measured one."""
     from redline.cli.explain import asked, show
 
     raise typer.Exit(show(asked(request, url, key), plain_console()))
@@ -132,12 +132,12 @@ def explain(
 
 @app.command()
 def profile(
-    seconds: Annotated[float, typer.Argument(metavar="SECONDS", help="From now on, 60 at most.")],
-    url: Annotated[str, typer.Option(help="Where the admin routes are (`admin_port`).")] = "http://127.0.0.1:8001",
-    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key of `admin_keys_file`.")] = None,
+    seconds: Annotated[float, typer.Argument(metavar="SECONDS", help="Duration from now on, at most 60.")],
+    url: Annotated[str, typer.Option(help="Address of the admin routes (`admin_port`).")] = "http://127.0.0.1:8001",
+    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key from `admin_keys_file`.")] = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("redline-trace.json.gz"),
 ) -> None:
-    """What a running server does in the next seconds, request by request and step by step, as a trace for Perfetto."""
+    """Profile a running server for some seconds: a trace of its requests and steps, for Perfetto."""
     from redline.cli.profile import taken, write
     from redline.disk import check_output
 
@@ -147,12 +147,12 @@ def profile(
 
 @app.command()
 def role(
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its name, as /admin/status has it.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name, from /admin/status.")],
     role: Annotated[Literal["prefill", "decode", "both"], typer.Argument(metavar="ROLE")],
-    url: Annotated[str, typer.Option(help="Where the admin routes are (`admin_port`).")] = "http://127.0.0.1:8001",
-    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key of `admin_keys_file`.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the admin routes (`admin_port`).")] = "http://127.0.0.1:8001",
+    key: Annotated[str | None, typer.Option(envvar="REDLINE_ADMIN_KEY", help="A key from `admin_keys_file`.")] = None,
 ) -> None:
-    """Give a worker another role while it serves: prefill, decode or both. No request is lost."""
+    """Switch a worker's role while it serves: prefill, decode or both. No request is lost."""
     from redline.cli.role import show, turn
 
     turn(worker, role, url, key)
@@ -162,21 +162,21 @@ def role(
 @app.command(name="eval")
 def evaluate(
     folder: Folder,
-    sets: Annotated[Path | None, typer.Option(help="The folder of prompts. Absent: FOLDER/eval.")] = None,
+    sets: Annotated[Path | None, typer.Option(help="The folder of prompts. Default: FOLDER/eval.")] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of each kind of each set, at most; always the same. Absent: all.")
+        int | None, typer.Option(min=1, help="Maximum prompts per kind and set; always the same ones. Default: all.")
     ] = None,
     run_code: Annotated[
         bool,
-        typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process."),
+        typer.Option("--run-code", help="Run the functions that the model writes, each in a restricted child process."),
     ] = False,
     against: Annotated[
-        Path | None, typer.Option(help="A second checkpoint, compared pair by pair.", callback=model)
+        Path | None, typer.Option(help="A second checkpoint for a pairwise comparison.", callback=model)
     ] = None,
-    kv_dtype: Annotated[str, typer.Option(help="Of the pages: bf16, fp8 or float32.")] = "bf16",
+    kv_dtype: Annotated[str, typer.Option(help="Dtype of the KV cache: bf16, fp8 or float32.")] = "bf16",
     save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
-    """Grade a model on the prompts in FOLDER/eval: greedy, thinking, a table by kind."""
+    """Grade a model on the prompts in FOLDER/eval: greedy, with thinking; prints a table by kind."""
     from redline.cli.eval import GradeConfig, run
 
     config = GradeConfig(
@@ -187,16 +187,16 @@ def evaluate(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path | None, typer.Argument(help="A checkpoint whose fit to check.", callback=geometry)] = None,
+    folder: Annotated[Path | None, typer.Argument(help="A checkpoint to check for fit.", callback=geometry)] = None,
     on: Annotated[
         str | None,
         typer.Option(
             metavar="MACHINE",
-            help="GPUs that are not here, as in '8 x H200': what they would give. Without FOLDER: of Kimi K2.6.",
+            help="Predict for these GPUs instead, as in '8 x H200'. Without FOLDER: for Kimi K2.6.",
         ),
     ] = None,
 ) -> None:
-    """What this machine has, what fits on it, and why: each number with its arithmetic."""
+    """Report this machine's hardware, what fits on it, and why: each number with its arithmetic."""
     if on is not None:
         from redline.cli.doctor_on import doctor_on
 
@@ -207,10 +207,10 @@ def doctor(
 
 
 def main() -> None:
-    """Run the verb of the command line and end the process with its exit code, by SystemExit.
+    """Run the command line and end the process with its exit code, by SystemExit.
 
-    An error is one line and exit code 1, a mistake in the flags typer's own message and code 2. REDLINE_DEBUG=1 prints
-    the traceback as well.
+    An error prints one line, exit code 1; a usage error prints typer's own message, code 2. REDLINE_DEBUG=1 prints the
+    traceback as well.
     """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         _accept_any_text(stream)
@@ -224,13 +224,13 @@ def main() -> None:
     except OSError as error:
         code = _report(": ".join(filter(None, [error.filename and str(error.filename), error.strerror or str(error)])))
     except Exception as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # Ctrl-C as a class was made: Python 3.11 says RuntimeError
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 turns Ctrl-C during __set_name__ into this
             raise error.__cause__ from None
         if isinstance(error, ImportError) and (why := unimportable(error)) is not None:
             sys.exit(_report(why))
         if isinstance(error, MemoryError):
-            sys.exit(_report("no memory is left: ulimit -v, or a container's limit, may bound it"))
-        code = _report(f"{type(error).__name__}: {one_line(str(error))}; this is a mistake of ours{_kept_traceback()}")
+            sys.exit(_report("no memory is left: check ulimit -v and the container's memory limit"))
+        code = _report(f"{type(error).__name__}: {one_line(str(error))}; this is a bug in Redline{_kept_traceback()}")
     else:
         code = 0
     finally:
@@ -239,8 +239,8 @@ def main() -> None:
 
 
 def _accept_any_text(stream: TextIO | None) -> None:
-    """Have a stream write a character that its encoding lacks, or half of one, as an escape instead of raising."""
-    reconfigure = getattr(stream, "reconfigure", None)  # None where the stream is closed
+    """Make a stream write characters that its encoding lacks, and lone surrogates, as escapes instead of raising."""
+    reconfigure = getattr(stream, "reconfigure", None)  # None if the stream is closed
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
 
@@ -257,7 +257,7 @@ def _report(message: str) -> int:
 
 
 def _kept_traceback() -> str:
-    """Where the traceback of the current exception is kept, as the end of a sentence."""
+    """Save the traceback of the current exception to a file; returns the end of a sentence that names the file."""
     if os.environ.get("REDLINE_DEBUG"):
         return ""
     try:
@@ -270,14 +270,14 @@ def _kept_traceback() -> str:
 
 
 def _flush_page() -> None:
-    """Write what a verb has printed and Python still holds. Raises OSError, unless the reader of a pipe has gone."""
+    """Flush stdout. Raises OSError, except for a broken pipe."""
     if sys.stdout is not None and not sys.stdout.closed:
         with suppress(BrokenPipeError):
             sys.stdout.flush()
 
 
 def _flush() -> None:
-    """Flush both outputs."""
-    open_ones: list[TextIO | None] = [sys.stdout, sys.stderr]  # None: closed before we began
+    """Flush stdout and stderr."""
+    open_ones: list[TextIO | None] = [sys.stdout, sys.stderr]  # None if closed before the process started
     for stream in filter(None, open_ones):
         drop_held(stream)

@@ -1,4 +1,4 @@
-"""What `explain`, `profile` and `role` ask of a deployment's admin routes, and what is said where that fails."""
+"""Requests of `explain`, `profile` and `role` to a deployment's admin routes, and the errors if they fail."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ ANSWER_S = 10.0
 def ask(
     method: str, url: str, path: str, key: str | None, *, answer_s: float = ANSWER_S, **more: Any
 ) -> httpx.Response:
-    """The answer (200) of a route. url: where the admin routes are. more: as httpx.request takes it.
+    """The 200 response of a route. url: address of the admin routes. more: arguments of httpx.request.
 
-    Raises ConfigError where nobody answers there, or with what is said of a request that is refused.
+    Raises ConfigError if there is no server, or with the server's message if it refuses the request.
     """
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     timeout = httpx.Timeout(ANSWER_S, read=answer_s)
@@ -35,4 +35,4 @@ def ask(
 
 
 def _nobody(url: str, why: str) -> ConfigError:
-    return ConfigError(f"no admin routes at {url} ({one_line(why)}); a deployment's admin_port says where they are")
+    return ConfigError(f"no admin routes at {url} ({one_line(why)}); see admin_port of the deployment")

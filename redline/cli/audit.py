@@ -1,4 +1,4 @@
-"""`redline audit`: reads texts, shows the progress, prints the tables, says what is beyond a bound."""
+"""`redline audit`: reads texts, shows the progress, prints the tables, and lists every excess over a limit."""
 
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from redline.quant.texts import chosen, halves
 from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
-NAMED = 20  # of what is beyond its bound
+NAMED = 20  # maximum number of excesses printed
 
 
 class AuditConfig(Record, frozen=True, kw_only=True):
-    """What `redline audit` is told."""
+    """The settings of `redline audit`."""
 
     a: Path
     b: Path
@@ -36,7 +36,7 @@ class AuditConfig(Record, frozen=True, kw_only=True):
 
 
 def run(config: AuditConfig, console: Console) -> int:
-    """0; 1 where a bound is exceeded. Raises ConfigError and CheckpointError."""
+    """Returns the exit code: 0, or 1 if a limit is exceeded. Raises ConfigError and CheckpointError."""
     for path in filter(None, (config.save, config.html)):
         check_output(path)
     a, b = Checkpoint.open(config.a), Checkpoint.open(config.b)

@@ -1,4 +1,4 @@
-"""`redline chat`: a conversation with a server in the terminal. Plain HTTP, so any OpenAI server will do."""
+"""`redline chat`: a conversation with a server in the terminal, over plain HTTP: works with any OpenAI server."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -19,10 +19,10 @@ from redline.cli.terminal import one_line
 from redline.errors import ConfigError
 from redline.progress import Working
 
-SHOWN_AFTER_S = 3.0  # without a word of an answer
-CONNECT_S, MODELS_S, ANSWER_S = 5, 30, 600  # to connect; for the list of models; between two pieces of an answer
-LOADING_S = 1800  # to wait for a server that is still loading its model
-MOST_LINE_BYTES = 4 << 20  # of one line of a stream of events
+SHOWN_AFTER_S = 3.0  # seconds without a token after which the waiting time is shown
+CONNECT_S, MODELS_S, ANSWER_S = 5, 30, 600  # timeouts: connecting; the list of models; between two pieces of an answer
+LOADING_S = 1800  # maximum wait for a server that is still loading its model
+MOST_LINE_BYTES = 4 << 20  # maximum length of a line of an event stream
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ class _Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """The part of a stream's event that is read here. A server may send more members, or fewer."""
+    """The fields of a stream event that are read here. A server may send more fields, or fewer."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -80,11 +80,11 @@ class _Models(msgspec.Struct):
 
 @dataclass
 class Client:
-    """One conversation with a server. `messages` holds what has been said, without the thinking.
+    """One conversation with a server. `messages` contains the conversation so far, without the thinking.
 
-    url: with or without a scheme and /v1. key: None sends none. model: None: the first that the server names. system: a
-    system prompt, if any. Raises ConfigError for a temperature beyond 0 to 2, and for a URL, a key or a proxy that
-    cannot be used.
+    url: with or without a scheme and /v1. key: None sends no key. model: None selects the first that the server lists.
+    system: a system prompt, or None. Raises ConfigError for a temperature outside 0 to 2, and for an invalid URL, key
+    or proxy.
     """
 
     url: str
@@ -97,11 +97,11 @@ class Client:
 
     def __post_init__(self) -> None:
         url = _base(self.url)
-        self.url = str(url.copy_with(userinfo=b""))  # which is shown; httpx sends a user and password of the address
-        if not 0 <= self.temperature <= 2:  # NaN neither
+        self.url = str(url.copy_with(userinfo=b""))  # for display; httpx sends the address's user and password
+        if not 0 <= self.temperature <= 2:  # false for NaN too
             raise ConfigError(f"--temperature is {self.temperature}; expected 0 to 2")
         if self.key is not None and not (self.key.isascii() and self.key.isprintable()):
-            raise ConfigError("--key: a key has letters, digits and signs of ASCII alone")
+            raise ConfigError("--key: an API key consists of printable ASCII characters only")
         self.instruct(self.system)
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
         here = url.host == "localhost" or url.host.startswith("127.") or url.host == "::1"
@@ -110,44 +110,44 @@ class Client:
                 base_url=url,
                 headers=headers,
                 timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S),
-                trust_env=not here,  # no proxy leads to this machine itself
+                trust_env=not here,  # no proxy for connections to this machine
             )
         except (ValueError, ImportError, OSError) as error:
             raise ConfigError(f"the proxy or certificates of the environment cannot be used: {error}") from None
 
     def instruct(self, system: str | None) -> None:
-        """A system prompt in the place of the one there is; None: none."""
+        """Replace the system prompt; None removes it."""
         if self.messages and self.messages[0]["role"] == "system":
             del self.messages[0]
         if system:
             self.messages.insert(0, {"role": "system", "content": _encodable(system)})
 
     def forget(self) -> None:
-        """What has been said, but for the system prompt."""
+        """Clear the conversation, except for the system prompt."""
         del self.messages[bool(self.messages) and self.messages[0]["role"] == "system" :]
 
     def connect(self, tell: Callable[[str], object], wait: Callable[[float], object] = clock.sleep) -> str:
-        """The model's name, once the server has loaded it. It is waited for, for LOADING_S seconds at most.
+        """Wait until the server has loaded the model, at most LOADING_S seconds, and return the model's name.
 
-        tell: called with a line before it waits. wait: sleeps for so many seconds (tests). Raises ConfigError where
-        nobody answers, or not as an OpenAI server does.
+        tell: called with one line before the wait. wait: sleep function (tests). Raises ConfigError if there is no
+        server, or if it does not respond like an OpenAI server.
         """
         place = f"{self.url}/v1/models"
         answer, waited = self._models(), 0
         while answer.status_code == 503 and waited < LOADING_S:
             if not waited:
-                tell(f"{self.url} is not ready ({_message(answer.content)}); waiting, Ctrl-C leaves")
+                tell(f"{self.url} is not ready ({_message(answer.content)}); waiting, Ctrl-C quits")
             wait(1)
             waited += 1
             answer = self._models()
         if answer.status_code != 200:
-            raise ConfigError(f"{place} answers {_refusal(answer, answer.content)}")
+            raise ConfigError(f"{place} returned {_refusal(answer, answer.content)}")
         try:
             models = _decode(answer.content, _Models).data
         except ValueError as error:
-            raise ConfigError(f"{place} answers, but not as an OpenAI server does: {error}; see --url") from None
+            raise ConfigError(f"{place}: not the response of an OpenAI server: {error}; see --url") from None
         if self.model is None and not models:
-            raise ConfigError(f"{place} names no model; name one with --model")
+            raise ConfigError(f"{place} lists no model; name one with --model")
         self.model = self.model or models[0].id
         return self.model
 
@@ -162,9 +162,9 @@ class Client:
             raise ConfigError(f"no server at {self.url} ({error}); start one with `redline serve FOLDER`") from None
 
     def ask(self, text: str) -> Iterator[Chunk]:
-        """Add a question to the conversation: the chunks of its answer, as the server streams them.
+        """Add a question to the conversation and yield the chunks of its answer as the server streams them.
 
-        Raises ConfigError with the server's words if it refuses, and where the answer breaks off or cannot be read.
+        Raises ConfigError with the server's message if it refuses, and if the answer breaks off or is malformed.
         """
         self.messages.append({"role": "user", "content": _encodable(text)})
         body = {
@@ -199,17 +199,17 @@ class Client:
         except httpx.HTTPError as error:
             raise ConfigError(f"the connection to {self.url} broke: {error}") from None
         if other:
-            raise ConfigError(f"the server answers, but not with a stream of events: {_head(other)}")
+            raise ConfigError(f"the server did not respond with a stream of events: {_head(other)}")
         if not ended:
-            raise ConfigError("the server ended the connection before the answer's end")
+            raise ConfigError("the server closed the connection before the end of the answer")
 
     def keep(self, content: str, whole: bool) -> bool:
-        """Add what was shown of the answer, after `ask`, to the conversation; False where the question is forgotten.
+        """Add the visible answer, after `ask`, to the conversation; returns False if the question was removed instead.
 
-        content: the answer without the thinking. whole: it came to its end.
+        content: the answer without the thinking. whole: whether it is complete.
 
-        What has been shown stays in the conversation, since the next question may speak of it. A question without a
-        word of an answer goes, so that the conversation never has two of them in a row.
+        Text that was shown stays in the conversation, since the next question may refer to it. A question without any
+        answer text is removed, so that the conversation never has two questions in a row.
         """
         if content or whole:
             self.messages.append({"role": "assistant", "content": _encodable(content)})
@@ -227,9 +227,9 @@ def talk(
 ) -> int:
     """Ask `prompt`, or converse until Ctrl-D; returns the exit code 0.
 
-    Without a prompt, where nobody sits at a terminal, and for the prompt "-", standard input is the question. beside:
-    standard error, which gets all but the answer where there is one question and `console` is no terminal. history: a
-    file that keeps the questions of conversations. Raises ConfigError.
+    Standard input is the question if there is no prompt and no terminal, or if the prompt is "-". beside: standard
+    error, which receives everything but the answer if there is a single question and `console` is not a terminal.
+    history: a file for the questions of conversations. Raises ConfigError.
     """
     once = prompt is not None or not is_interactive()
     notes = beside if beside is not None and once and not console.is_terminal else console
@@ -244,14 +244,14 @@ def talk(
         return 0
     with Prompt(history) as typed:
         model = client.connect(tell)
-        greeting = Text.assemble((model, "bold"), f" at {client.url}   (Ctrl-C stops an answer, Ctrl-D leaves, /help)")
+        greeting = Text.assemble((model, "bold"), f" at {client.url}   (Ctrl-C stops an answer, Ctrl-D quits, /help)")
         console.print(greeting, style="dim", soft_wrap=True)
         converse(client, typed.read, console)
     return 0
 
 
 def converse(client: Client, read: Callable[[], str], console: Console) -> None:
-    """Ask what `read` gives and print the answers until it raises EOFError. An error or Ctrl-C ends one answer only."""
+    """Ask the questions from `read` and print the answers, until EOFError. Errors and Ctrl-C end a single answer."""
     from redline.cli.commands import obey
 
     def tell(text: str) -> None:
@@ -265,7 +265,7 @@ def converse(client: Client, read: Callable[[], str], console: Console) -> None:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                console.print("(Ctrl-D leaves)", style="dim")
+                console.print("(Ctrl-D quits)", style="dim")
                 continue
             if text.strip() and not (text.startswith("/") and obey(text, client, tell)):
                 _answer(client, text, console, console)
@@ -277,10 +277,10 @@ def converse(client: Client, read: Callable[[], str], console: Console) -> None:
 
 
 class _Waiting:
-    """Says how long the first word has been waited for, once that is SHOWN_AFTER_S: a long prompt is computed first."""
+    """Shows the time until the first token once it exceeds SHOWN_AFTER_S: prefill of a long prompt takes a while."""
 
     def __init__(self, notes: Console) -> None:
-        self._working = Working("the prompt is computed", stream=cast(TextIO, notes.file))
+        self._working = Working("waiting for prefill", stream=cast(TextIO, notes.file))
         self._lock, self._shown, self._ended = threading.Lock(), False, False
         self._timer = threading.Timer(SHOWN_AFTER_S, self._show)
         self._timer.daemon = True
@@ -293,7 +293,7 @@ class _Waiting:
                 self._shown = True
 
     def end(self) -> None:
-        """The first word is here, or will not come."""
+        """Stop: the first token has arrived, or will not."""
         self._timer.cancel()
         with self._lock:
             if self._shown and not self._ended:
@@ -302,7 +302,7 @@ class _Waiting:
 
 
 def _answer(client: Client, text: str, console: Console, notes: Console) -> None:
-    """Asks, prints the answer, and all else to `notes`. Keeps the conversation sound however the answer ends."""
+    """Ask, print the answer, and everything else to `notes`. Keeps the conversation valid however the answer ends."""
     start, first, usage = clock.monotonic(), None, None
     content, thinking, whole = "", False, False
     said = Flow(console)
@@ -335,7 +335,7 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
         waiting.end()
         beside.end()
         said.end()
-        if not client.keep(content, whole) and notes is console:  # else nobody asks on
+        if not client.keep(content, whole) and notes is console:  # otherwise there is no further question
             notes.print("(the question is forgotten)", style="dim")
     if first is not None and usage is not None:
         tokens, seconds = usage.completion_tokens, clock.monotonic() - first
@@ -345,18 +345,18 @@ def _answer(client: Client, text: str, console: Console, notes: Console) -> None
 
 
 def _drafts(usage: _Usage) -> str:
-    """How the server's drafter did, where the server has one and says so."""
+    """The acceptance of draft tokens, if the server reports it; else empty."""
     details = usage.completion_tokens_details or _Details()
     accepted = details.accepted_prediction_tokens or 0
     drafts = accepted + (details.rejected_prediction_tokens or 0)
     return f", {accepted} of {drafts} drafts accepted ({accepted / drafts:.0%})" if drafts else ""
 
 
-# What servers say, and how they are reached.
+# Server responses and addresses.
 
 
 def _base(given: str) -> httpx.URL:
-    """A server's address, which people write with or without a scheme and /v1. Raises ConfigError for none."""
+    """Parse a server's address, with or without a scheme and /v1. Raises ConfigError for an invalid one."""
     text = given.strip()
     try:
         url = httpx.URL(text if "://" in text else f"http://{text}")
@@ -369,7 +369,7 @@ def _base(given: str) -> httpx.URL:
 
 
 def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """The lines of a stream of events. LF alone ends one; httpx's reader takes U+2028 too, which JSON may hold."""
+    """The lines of an event stream, split at LF only; httpx's reader also splits at U+2028, which JSON may contain."""
     rest = b""
     for data in answer.iter_bytes():
         *lines, rest = (rest + data).split(b"\n")
@@ -380,7 +380,7 @@ def _lines(answer: httpx.Response) -> Iterator[bytes]:
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
-    """JSON as `kind`. Raises ValueError, which says what was wrong and how the data begins."""
+    """Decode JSON as `kind`. Raises ValueError with the reason and the beginning of the data."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -388,14 +388,14 @@ def _decode(data: bytes, kind: type[T]) -> T:
 
 
 def _refusal(answer: httpx.Response, body: bytes) -> str:
-    """What to know of an answer that is not 200."""
+    """Describes a response other than 200, with a hint if there is one."""
     hints = {
         301: f"it has moved to {answer.headers.get('location')}; see --url",
         401: "give the server's key with --key or in REDLINE_API_KEY",
-        403: "is the key of --key one of this server's?",
-        404: "is that the address of an OpenAI server? see --url",
-        429: "it is busy; ask again",
-        503: "it is busy or loading; ask again",
+        403: "check that the key of --key belongs to this server",
+        404: "check that --url is the address of an OpenAI server",
+        429: "the server is busy; try again",
+        503: "the server is busy or loading; try again",
     }
     hints |= dict.fromkeys((302, 307, 308), hints[301])
     hint = hints.get(answer.status_code)
@@ -403,7 +403,7 @@ def _refusal(answer: httpx.Response, body: bytes) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The message of an error in OpenAI's shape, or the body's beginning."""
+    """The message of an error in OpenAI's format, or the beginning of the body."""
     try:
         return _said(msgspec.json.decode(body, type=dict[str, Any])["error"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
@@ -411,7 +411,7 @@ def _message(body: bytes) -> str:
 
 
 def _said(error: Any) -> str:
-    """The message in the `error` of a body: that of OpenAI's object, or whatever stands there instead."""
+    """The message in a body's `error`: from OpenAI's object, or the value itself if it has another form."""
     try:
         message = msgspec.convert(error, _Error).message
     except msgspec.ValidationError:
@@ -424,5 +424,5 @@ def _head(data: bytes) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Without halves of characters, which a shell or a server may hand us and JSON cannot carry."""
+    """Replace lone surrogates, which a shell or a server may pass and JSON cannot encode."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""`redline serve` and `redline config`: one set of flags, which become a deployment."""
+"""`redline serve` and `redline config`: one set of flags that define a deployment."""
 
 import functools
 import tomllib
@@ -23,35 +23,35 @@ def _flags(
         Path | None,
         typer.Argument(
             metavar="FOLDER|deployment.toml|OWNER/NAME",
-            help="A checkpoint's folder, a TOML file with the keys below, or a model on Hugging Face: it is fetched.",
+            help="A checkpoint's folder, a TOML file with the keys below, or a Hugging Face model to download.",
         ),
     ] = None,
     nano: Annotated[
         bool, typer.Option("--nano", help="Serve Kimi-Nano, the small model that comes with Redline, with its drafter.")
     ] = False,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on. 0.0.0.0: every network; then set keys_file.")
+        str | None, typer.Option(help="Address to listen on. 0.0.0.0: all networks; then set keys_file.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port. 0: any free one.")] = None,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(help="What clients call the model (repeatable). Absent: the folder's name.")
+        list[str] | None, typer.Option(help="Model name for clients (repeatable). Default: the folder's name.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of one request, prompt and answer. Absent: what fits.")
+        int | None, typer.Option(help="Maximum tokens of a request, prompt and answer. Default: whatever fits.")
     ] = None,
     kv_memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for all contexts, of each GPU: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB; "
-            "of a GPU that a worker has for itself nine tenths.",
+            help="KV cache memory per GPU: 500MB, 2GB. Default: a quarter of the free memory, at most 4 GiB; nine "
+            "tenths of a GPU that is not shared with other workers.",
         ),
     ] = None,
     kv_dtype: Annotated[
         str | None,
         typer.Option(
             metavar="bf16|fp8|float32",
-            help="How pages hold contexts. fp8 (e4m3): twice as many tokens fit, rounded to 4 bits. Absent: bf16.",
+            help="Dtype of the KV cache. fp8 (e4m3): twice the tokens, 4 significant bits. Default: bf16.",
         ),
     ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
@@ -59,55 +59,56 @@ def _flags(
         str | None,
         typer.Option(
             metavar="debug|info|warning|error",
-            help="What is written while it serves. Absent: info, a line per request.",
+            help="Log level while serving. Default: info, one line per request.",
         ),
     ] = None,
-    max_running: Annotated[int | None, typer.Option(metavar="N", help="Requests in one step. Absent: 64.")] = None,
+    max_running: Annotated[int | None, typer.Option(metavar="N", help="Maximum batch size. Default: 64.")] = None,
     admit_together: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Waiting requests begin once so many can: more throughput, later first tokens. Absent: 1."
+            metavar="N", help="Admit waiting requests once N can start: more throughput, later first token. Default: 1."
         ),
     ] = None,
     step_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Positions computed in one step. Absent: 512, on a GPU 8192."),
+        typer.Option(metavar="N", help="Maximum tokens per step. Default: 512, on a GPU 8192."),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU, if there is one.")] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="GPUs of this host that share the model (1, 2, 4 or 8); on a CPU, processes. Absent: 1.",
+            help="Tensor parallel size: GPUs of this host (1, 2, 4 or 8); on a CPU, processes. Default: 1.",
         ),
     ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
             metavar="FOLDER|suffix",
-            help="Speculate: the folder of an EAGLE-3 drafter of this model, or `suffix`, which repeats what the text "
-            "has said before. The answers are the same, sooner. Absent: no speculation.",
+            help="Speculative decoding: the folder of an EAGLE-3 drafter for this model, or `suffix`, which repeats "
+            "earlier parts of the text. Same answers, less time. Default: no speculation.",
         ),
     ] = None,
     draft_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="K",
-            help="Tokens drafted per step and request, 0 to 15 at most; fewer where they do not pay. Absent: 3.",
+            help="Draft tokens per step and request, 0 to 15 at most; fewer if they do not pay. Default: 3.",
         ),
     ] = None,
     draft_head_bits: Annotated[
         int | None,
         typer.Option(
             metavar="16|8",
-            help="How the drafter's head is kept: 8 halves the bytes of a pass's largest part on a GPU, and drafts are "
-            "rounded a little. Absent: 16.",
+            help="Precision of the drafter's head: 8 halves the bytes of the largest part of a pass on a GPU; drafts "
+            "are rounded a little. Default: 16.",
         ),
     ] = None,
     draft_trace: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="Write what was accepted where, for `redline draft mine`. The file holds users' text."
+            metavar="FILE",
+            help="Write a trace of accepted draft tokens, for `redline draft mine`. Contains users' text.",
         ),
     ] = None,
     synthetic_acceptance: Annotated[str | None, typer.Option(metavar="RATES|LENGTH", help=SYNTHETIC)] = None,
@@ -116,14 +117,14 @@ def _flags(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Any key of deployment.toml: engine.speculation.adaptive=false (repeatable).",
+            help="Set any key of deployment.toml: engine.speculation.adaptive=false (repeatable).",
         ),
     ] = None,
 ) -> None:
-    """Declares the flags, for typer to read."""
+    """Declares the flags for typer."""
 
 
-# What a flag is called in the file. Those of `engine.speculation` need one who drafts.
+# Key in the file by flag. Keys of `engine.speculation` need a drafter.
 _KEYS = {
     "host": "host",
     "port": "port",
@@ -147,15 +148,15 @@ _KEYS = {
 
 
 def _verb(act: Callable[[Path, dict[str, Any]], int]) -> Callable[..., None]:
-    """A verb with these flags. act: takes the source, and the flags by key of the file."""
+    """Make a command with these flags. act: takes the source, and the flags by key of the file."""
 
     @functools.wraps(_flags)
     def verb(source: Path | None = None, nano: bool = False, set_: list[str] | None = None, **given: Any) -> None:
         if (source is None) != nano:
             raise ConfigError(
-                "what to serve is not said: name a checkpoint's folder or a deployment.toml, or say --nano"
+                "no model given: name a checkpoint's folder or a deployment.toml, or use --nano"
                 if source is None
-                else f"--nano serves the model that comes with Redline, and {source} another; leave one of them out"
+                else f"--nano serves the model that comes with Redline, not {source}; leave one of them out"
             )
         flags = {_KEYS[name]: value for name, value in given.items() if value is not None}
         flags |= dict(map(_pair, set_ or ()))
@@ -170,7 +171,7 @@ def _verb(act: Callable[[Path, dict[str, Any]], int]) -> Callable[..., None]:
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """KEY=VALUE. The value is read as TOML has it, and is text where it is none of that."""
+    """Parse KEY=VALUE. The value is parsed as TOML, and is plain text if that fails."""
     key, sign, value = text.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"--set {text}: expected KEY=VALUE, as in --set requests.timeout_s=600")
@@ -183,9 +184,9 @@ def _pair(text: str) -> tuple[str, Any]:
 def _serve(source: Path, flags: dict[str, Any]) -> int:
     """Serve a model over the OpenAI API.
 
-    Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics,
-    and browsers with a page at /. Every flag is a key of deployment.toml (--draft and those after it: of its table
-    engine.speculation), and wins over the file; `redline config` shows what is in force.
+    Loads the checkpoint, then serves /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics,
+    and a page for browsers at /. Every flag is a key of deployment.toml (--draft and those after it: of its table
+    engine.speculation), and overrides the file; `redline config` shows the effective values.
     """
     from redline.fleet import config as deployment
     from redline.fleet.process import check_process
@@ -197,9 +198,9 @@ def _serve(source: Path, flags: dict[str, Any]) -> int:
 
 
 def _config(source: Path, flags: dict[str, Any]) -> int:
-    """What is in force, and why, as a deployment.toml: the keys of file and flags, and the defaults of all others.
+    """Show the effective configuration as a deployment.toml, with the origin of each value: file, flag or default.
 
-    `redline config FOLDER > deployment.toml` is a file to begin with. Nothing is loaded or served.
+    `redline config FOLDER > deployment.toml` makes a file to begin with. Loads and serves nothing.
     """
     from redline.fleet import config as deployment
     from redline.fleet.shown import as_toml
@@ -217,17 +218,17 @@ def manifests(
     source: Annotated[Path, typer.Argument(metavar="deployment.toml", help="A deployment.")],
     image: Annotated[str, typer.Option(help="The container's image, with Redline's version as its tag.")],
     kind: Annotated[
-        str, typer.Option(metavar="leaderworkerset|kuberay", help="Who keeps the workers' pods.")
+        str, typer.Option(metavar="leaderworkerset|kuberay", help="The resource that manages the workers' pods.")
     ] = "leaderworkerset",
-    name: Annotated[str, typer.Option(help="What the manifests call themselves.")] = "redline",
+    name: Annotated[str, typer.Option(help="Name of the resources in the manifests.")] = "redline",
     claim: Annotated[
-        str, typer.Option(help="A PersistentVolumeClaim with the folders of the weights and the drafter.")
+        str, typer.Option(help="A PersistentVolumeClaim with the folders of the model's and the drafter's weights.")
     ] = "redline-weights",
     secret: Annotated[
-        str, typer.Option(help="A Secret with cluster.key, and each file of keys that the deployment names.")
+        str, typer.Option(help="A Secret with cluster.key, and each file of keys that the deployment refers to.")
     ] = "redline",
 ) -> None:
-    """Kubernetes manifests of a deployment, for `kubectl apply`: a server, and pods whose agents join it."""
+    """Print the Kubernetes manifests of a deployment, for `kubectl apply`: a server, and pods with agents."""
     from redline.fleet import config as deployment
     from redline.fleet.manifests import Around, as_yaml, rendered
 

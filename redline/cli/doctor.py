@@ -1,4 +1,4 @@
-"""`redline doctor`: what this machine has, what fits on it, and why. A model's config.json is enough to ask."""
+"""`redline doctor`: this machine's hardware, what fits on it, and why. For a model, config.json is enough."""
 
 import platform
 import shlex
@@ -30,9 +30,9 @@ from redline.worker.ways import aside
 
 
 def doctor(folder: Path | None, console: Console) -> int:
-    """Measure and print; the exit code: 1 where the folder's files of weights are broken, else 0.
+    """Measure and print; returns the exit code: 1 if the folder's weight files are broken, else 0.
 
-    Raises CheckpointError where config.json cannot be read, or is of a model that cannot be served.
+    Raises CheckpointError if config.json cannot be read, or if its model is not supported.
     """
 
     def say(text: str) -> None:
@@ -45,24 +45,24 @@ def doctor(folder: Path | None, console: Console) -> int:
         machine = measure(device)
         found = None if folder is None or config is None else _found(folder, config, device)
     if found is None:
-        say("verdict          name a folder to learn whether its model fits; `redline serve --nano` fits anywhere")
+        say("verdict          name a folder to check whether its model fits; `redline serve --nano` fits anywhere")
     else:
         for line in _verdict(found):
             say(line)
     console.print("\nThis machine", style="bold")
     say(f"python           {platform.python_version()}, torch {torch.__version__}")
-    say(f"CPU              {cpu_name()}, {native.threads()} cores that this process may use")
+    say(f"CPU              {cpu_name()}, {native.threads()} cores available to this process")
     say(f"memory           {free_memory(torch.device('cpu')) / 1e9:.1f} GB free")
     built = native.library() is not None
-    chip = f"{native.instruction_set()}, as REDLINE_CPU_ISA says" if native.instruction_set() else "this chip"
+    chip = f"{native.instruction_set()}, set by REDLINE_CPU_ISA" if native.instruction_set() else "this chip"
     say(f"CPU kernels      {f'built for {chip}' if built else native.why_not()}")
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         say(f"GPU              {torch.cuda.get_device_name(device)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
         reason = why_not()
-        say(f"GPU kernels      {f'none: {reason}; the reference path runs' if reason else 'compiled when first used'}")
+        say(f"GPU kernels      {f'none: {reason}; the reference path is used' if reason else 'compiled at first use'}")
     else:
-        say("GPU              none that torch sees")
+        say("GPU              none found by torch")
     say(f"reads memory at  {machine.bytes_per_s / 1e9:.1f} GB/s (measured)")
     say(f"multiplies at    {machine.flops_per_s / 1e12:.2f} TFLOP/s (measured)")
     kimi = f"Kimi K2.6 (61 layers, INT4 experts) is {KIMI_K26.weight_bytes / 1e9:,.0f} GB of weights"
@@ -89,14 +89,14 @@ def doctor(folder: Path | None, console: Console) -> int:
 
 
 def _quantizing(folder: Path, checkpoint: Checkpoint) -> str:
-    """What `redline quantize` would take: of memory at the peak, and of the disk."""
+    """The peak memory and the disk space that `redline quantize` would take."""
     work = plan(QuantizeConfig(source=str(folder), out=str(folder)), checkpoint)
     needs = f"{human(work.bytes)} of disk, at most {human(work.memory)} of memory for {work.workers} workers"
     return f"to NVFP4         {needs} (`redline quantize`)"
 
 
 class _Files(NamedTuple):
-    """A folder's files of weights. checkpoint: None where there are none, or `broken` says what is wrong with them."""
+    """A folder's weight files. checkpoint: None if there are none, or if they are broken; `broken` is the error."""
 
     checkpoint: Checkpoint | None
     broken: str | None = None
@@ -104,10 +104,10 @@ class _Files(NamedTuple):
     @property
     def line(self) -> str:
         if self.broken is not None:
-            return f"files            {self.broken}; what follows is config.json's arithmetic"
+            return f"files            {self.broken}; the figures below are computed from config.json"
         if self.checkpoint is None:
-            return "files            config.json alone: what follows is arithmetic, and no weights are here yet"
-        return f"files            whole: {self.checkpoint.bytes / 1e9:,.2f} GB of weights, as stored"
+            return "files            config.json alone, no weights yet: the figures below are computed from it"
+        return f"files            complete: {self.checkpoint.bytes / 1e9:,.2f} GB of weights, as stored"
 
 
 def _files(folder: Path) -> _Files:
@@ -120,15 +120,15 @@ def _files(folder: Path) -> _Files:
 
 
 class _Floor(NamedTuple):
-    """The least time of a token, as a line, and the tokens/s that it allows."""
+    """The minimum time of a token, as a line of text, and the tokens/s that it allows."""
 
     tokens_per_s: float
     line: str
 
 
 class _Found(NamedTuple):
-    """How a folder's model fits here. free: bytes of the device's memory. layout: None where it does not fit, and
-    `why_not` says why."""
+    """How a folder's model fits this machine. free: bytes of free device memory. layout: None if the model does not
+    fit; `why_not` is then the reason."""
 
     folder: Path
     config: K2Config
@@ -153,43 +153,43 @@ def _found(folder: Path, config: K2Config, device: torch.device) -> _Found:
 
 
 def _verdict(found: _Found) -> Iterator[str]:
-    """Whether it fits, what it would give, and what to type."""
+    """Whether the model fits, the speed it would reach, and the commands to run."""
     where = shlex.quote(str(found.folder))
     if found.layout is None or found.floor is None:
         yield f"verdict          does not fit: {found.why_not}"
-        yield f"would do         {would_do(found.config)}: `redline doctor {where} --on MACHINE` says more"
+        yield f"would do         {would_do(found.config)}: see `redline doctor {where} --on MACHINE`"
         return
     speed = f"at most {found.floor.tokens_per_s:,.0f} tokens/s of one stream"
     yield f"verdict          fits: contexts of {found.layout.tokens:,} tokens, {speed}"
     if found.files.broken is not None:
         yield f"but              {found.files.broken}"
         return
-    yield f"run              redline serve {where}" + ("" if found.files.checkpoint else ", once its weights are there")
+    yield f"run              redline serve {where}" + ("" if found.files.checkpoint else ", once it has its weights")
     yield f"verify           redline verify {where}"
 
 
 def _memory(sizes: Sizes, free: int, layout: Layout) -> list[str]:
-    """What a server without flags takes, by the same figures as the server's own."""
+    """The memory of a server without flags, computed by the server's own code."""
     needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
-    lines = needs.explain()[1:]  # the weights stand above
+    lines = needs.explain()[1:]  # without the weights, which are listed above
     if sizes.gpu_kernels:
         lines.extend(sizes.recorded_steps(layout.max_model_len).explain())
     if handoffs := aside("auto", torch.device(sizes.device), sizes.ranks):
         lines.append(
-            f"handoff          {handoffs / 1e9:.2f} GB more where [[workers]] have roles, which is not in the sum"
+            f"handoff          {handoffs / 1e9:.2f} GB more if [[workers]] have roles, not included in the sum"
         )
     lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
-    share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
+    share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and at least enough for one job"
     if sizes.gpu_kernels:
         most = f"at most {KV_PAGES_ALONE:,} pages"
-        share = f"{KV_SHARE_ALONE:.0%} of that, {most}, where no other worker has the GPU (otherwise {share})"
+        share = f"{KV_SHARE_ALONE:.0%} of that, {most}, if no other worker uses the GPU (otherwise {share})"
     lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")
     return [*lines, *layout.explain()]
 
 
 def _floor(config: K2Config, device: torch.device) -> _Floor:
-    """The least time of a token. A small model's weights may live in a cache, which is faster than memory: bandwidth is
-    measured over as many bytes as a token reads, or over so many that no cache holds them.
+    """The minimum time of a token. A small model's weights may fit into a cache, which is faster than memory, so the
+    bandwidth is measured over the bytes that a token reads, up to a size that no cache holds.
     """
     read = config.bytes_per_token
     machine = measure(device, working_set_bytes=min(read, WORKING_SET_BYTES))
@@ -197,5 +197,5 @@ def _floor(config: K2Config, device: torch.device) -> _Floor:
     return _Floor(
         1 / seconds,
         f"floor            a token reads {read / 1e6:,.1f} MB of weights: {seconds * 1e3:.2f} ms at "
-        f"{machine.bytes_per_s / 1e9:.1f} GB/s (measured over so much), at most {1 / seconds:,.0f} tokens/s at batch 1",
+        f"{machine.bytes_per_s / 1e9:.1f} GB/s (measured over that size), at most {1 / seconds:,.0f} tokens/s, batch 1",
     )

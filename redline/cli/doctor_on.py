@@ -1,7 +1,7 @@
-"""`redline doctor --on "8 x H200"`: what GPUs that are not here would give, each line with its arithmetic.
+"""`redline doctor --on "8 x H200"`: predictions for GPUs that are not here, each line with its arithmetic.
 
-The model is Kimi K2.6, or that of a folder with a config.json. Nothing is measured: predictions rest on what one and
-two H200s took (`bench/step/predict.py`) and on what is known of the chips (`bench/step/machines.py`).
+The model is Kimi K2.6, or that of a folder with a config.json. Nothing is measured: predictions are based on
+measurements on one and two H200s (`bench/step/predict.py`) and on known data of the chips (`bench/step/machines.py`).
 """
 
 import shlex
@@ -41,22 +41,22 @@ from redline.run.fit import KV_PAGES_ALONE, KV_SHARE_ALONE, Sizes, fit
 from redline.tune.synthetic import GOLDEN
 from redline.wire.job import PAGE_TOKENS
 
-LABEL = 17  # columns of a line's name
+LABEL = 17  # columns of a line's label
 WIDEST = 120
 MOST_DRAFTS = max(ROUNDS)
 KIMI_BITS = KIMI_K26.bits_per_routed_parameter
-Lines = Iterator[tuple[str, str]]  # (name, text); a table's lines have no name
+Lines = Iterator[tuple[str, str]]  # (label, text); a table's lines have no label
 MARKS = (
-    "measured: by this repository, on one H200 and on two. published: by the maker. derived: arithmetic on those and "
-    "on the model's sizes. assumed: neither"
+    "measured: by this repository, on one H200 and on two. published: by the manufacturer. derived: arithmetic on "
+    "those and on the model's sizes. assumed: neither"
 )
 
 
 def doctor_on(text: str, folder: Path | None, console: Console) -> int:
-    """Print what the machine named by `text` would give; the exit code, 0.
+    """Print the predictions for the machine named by `text`; returns the exit code, 0.
 
-    Raises ConfigError where that is no machine that is known, or the model does not come apart into so many ranks;
-    CheckpointError where config.json cannot be read.
+    Raises ConfigError if the machine is unknown, or if the model cannot be split into that number of ranks;
+    CheckpointError if config.json cannot be read.
     """
     on = machine(text)
     config = KIMI_K26 if folder is None else K2Config.from_folder(folder)
@@ -90,7 +90,7 @@ def doctor_on(text: str, folder: Path | None, console: Console) -> int:
 
 
 def say_line(console: Console, name: str, line: str) -> None:
-    """A line under its name, wrapped between words; without a name, a table's line as it is."""
+    """Print a line after its label, wrapped between words; without a label, a table's line unchanged."""
     whole = line
     if name:
         whole = textwrap.fill(
@@ -101,7 +101,7 @@ def say_line(console: Console, name: str, line: str) -> None:
 
 
 def _verdict(config: K2Config, on: Several, machines: Machines | None, folder: Path | None) -> Lines:
-    """Whether it fits, what it would give, and what to type."""
+    """Whether the model fits, the speed it would reach, and the commands to run."""
     if not fits(config, on):
         yield "verdict", f"does not fit: {would_do(config)} would do"
         return
@@ -121,7 +121,7 @@ def _verdict(config: K2Config, on: Several, machines: Machines | None, folder: P
 
 
 def fits(config: K2Config, on: Several) -> bool:
-    """Whether a machine's ranks hold the model and a page of context: what all that is said of machines rests on."""
+    """Whether a machine's ranks hold the model and one page of context; the basis of every verdict on a machine."""
     try:
         check_ranks(config, on.count)
     except ConfigError:
@@ -131,7 +131,7 @@ def fits(config: K2Config, on: Several) -> bool:
 
 
 def would_do(config: K2Config) -> str:
-    """The fewest GPUs of each chip that hold the model."""
+    """The smallest number of GPUs of each chip that holds the model."""
     found = (
         next((one for ranks in RANKS if fits(config, one := Several(ranks, chip))), None) for chip in CHIPS.values()
     )
@@ -139,7 +139,7 @@ def would_do(config: K2Config) -> str:
 
 
 def capacity(sizes: Sizes, memory: int) -> int:
-    """Tokens of context that all the memory that is left holds."""
+    """The tokens of context that fit into all the remaining memory."""
     try:
         length = fit(sizes, memory, alone=True).max_model_len
     except ConfigError:
@@ -171,7 +171,7 @@ def _bytes(config: K2Config, on: Several) -> Lines:
     share = f" / {ranks} ranks" if ranks > 1 else ""
     experts = c.moe_layers * c.n_routed_experts
     bits = c.bits_per_routed_parameter
-    alike = "; NVFP4 takes as much" if bits == KIMI_BITS else ""
+    alike = "; NVFP4 takes the same" if bits == KIMI_BITS else ""
     yield (
         "routed experts",
         f"{c.moe_layers} layers x {c.n_routed_experts} experts x {c.expert_parameters:,} x {bits:g} bits{share} = "
@@ -218,14 +218,14 @@ def _drafter_part(drafter: Eagle3Config, ranks: int) -> str:
 
 
 def _pages(sizes: Sizes, memory: int) -> str:
-    """Tokens that all the memory that is left holds; one line."""
+    """The tokens of context that fit into all the remaining memory, as one line."""
     tokens = capacity(sizes, memory)
     if not tokens:
         return f"none: {sizes.needs(PAGE_TOKENS).sentence()} do not fit into {_gb(memory)}"
     length = fit(sizes, memory, alone=True).max_model_len
     left, beside = sizes.left(memory, length), _gb(sizes.needs(length).whole)
     return (
-        f"{_gb(memory)} - {beside} of weights, scratch and recorded steps = {_gb(left)} / "
+        f"{_gb(memory)} - {beside} of weights, scratch and CUDA graphs = {_gb(left)} / "
         f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it "
         f"{min(KV_SHARE_ALONE * tokens, KV_PAGES_ALONE * PAGE_TOKENS):,.0f})"
     )
@@ -235,7 +235,7 @@ def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
     needs = sizes.needs(PAGE_TOKENS)
     return (
         f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {would_do(config)} would do. "
-        "What follows is what this machine would give if it did"
+        "The figures below are what this machine would give if it did"
     )
 
 
@@ -257,20 +257,20 @@ def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: di
         of, ms = f"1 stream, {drafts} draft{'s' * (drafts > 1)}", step.ms + drafting
         yield "", _row(of, None, ms, step.nvfp4, GOLDEN[drafts - 1], took)
     if on.count > 1:
-        yield "floor", "of what a rank reads: what every rank reads whole counts once per rank (`whole` below)"
-    yield "contexts", f"{SHORT:,} and bf16 pages where nothing else is said; uniform routing"
-    yield "NVFP4", f"INT4 + {NVFP4_OVER_INT4:.0%} of reading the experts: measured by a probe, of one token"
+        yield "floor", "of the bytes a rank reads: data that every rank reads counts once per rank (`whole` below)"
+    yield "contexts", f"{SHORT:,} and bf16 pages unless given otherwise; uniform routing"
+    yield "NVFP4", f"INT4 + {NVFP4_OVER_INT4:.0%} of reading the experts: measured by a probe, with one token"
     if measured and on.count in STEPS:
         yield (
             "measured",
             f"commit {FITTED[on.count]} of decode-h200.json, and rounds-h200.json; later runs are in docs/speed.md. "
-            "Steps are predicted from these very rows, and differ by the bandwidth of their runs; rounds of two GPUs "
-            "are not, and each GPU had the drafter's whole body then, which predicted ones divide",
+            "Steps are predicted from these same rows, and differ by the bandwidth of their runs; rounds of two GPUs "
+            "are not, and each GPU then held the drafter's whole body, which the prediction divides",
         )
 
 
 def _row(of: str, floor: float | None, ms: float, nvfp4: float, tokens: float, took: float | None) -> str:
-    """A line of the summary; tokens: that `ms` gives."""
+    """A line of the summary; tokens: tokens produced in `ms` milliseconds."""
     low = "" if floor is None else f"{floor:.2f}"
     beside = "" if took is None else f"{took:.2f}"
     speeds = f"{ms:>8.2f}{1e3 * tokens / ms:>10.0f}{ms + nvfp4:>8.2f}{1e3 * tokens / (ms + nvfp4):>10.0f}"
@@ -291,31 +291,31 @@ def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Li
     )
     yield (
         "kept, divided",
-        "measured, on H200s: what solves kept + divided = a step of one GPU - its reading, and kept + divided / 2 = "
-        "one of two GPUs - its reading - its sums"
-        + ("" if on.chip.name == "H200" else f"; assumed to be a {on.chip.name}'s too")
-        + ("" if on.count <= 2 else f"; that {on.count} ranks share as two do is assumed"),
+        "measured, on H200s: the solution of kept + divided = a step of one GPU - its reading, and kept + divided / 2 "
+        "= a step of two GPUs - its reading - its sums"
+        + ("" if on.chip.name == "H200" else f"; assumed to hold for a {on.chip.name} too")
+        + ("" if on.count <= 2 else f"; assumed: {on.count} ranks divide it as two do"),
     )
     yield (
         f"long: {LONG:,}",
         "kept has "
         + " and ".join(f"{long_ms(kv_dtype):.2f} ms ({kv_dtype})" for kv_dtype in LONG_STEPS)
-        + " more, measured on one GPU; that ranks do not share it is assumed",
+        + " more, measured on one GPU; assumed: ranks do not divide it",
     )
     if on.count > 1:
         yield (
             "whole",
             "what each rank reads beyond its part: contexts and the projections into attention, which the floor counts "
-            "once over all ranks. Measured steps read both whole; that ranks divide them now where it pays is left out",
+            "once over all ranks. Measured steps read both whole; ranks now divide them if it pays, which is left out",
         )
         each = ", ".join(f"{machines.sum_us(tokens):.2f}" for tokens in TOKENS)
         logits = ", ".join(f"{machines.gather_us(tokens):.1f}" for tokens in TOKENS)
         more = (
             ""
             if on.count == 2
-            else "; beyond two ranks' (measured) what each further one is sent, at the link's speed: assumed"
+            else "; beyond two ranks (measured), the bytes sent to each further rank at the link's speed: assumed"
         )
-        yield "sums", f"{SUMS} of {each} us, and gathering logits {logits} us{more}"
+        yield "sums", f"{SUMS} all-reduces of {each} us, and the all-gather of logits {logits} us{more}"
 
 
 def _columns(on: Several) -> str:
@@ -355,11 +355,11 @@ def _rounds(machines: Machines, rounds: dict[int, tuple[Step, float]]) -> Lines:
     yield (
         "drafting",
         "EAGLE-3 with latent attention, of the public size, 16 bits"
-        + (", divided by the ranks but for what fuses states and projects into attention" if on.count > 1 else "")
-        + ": its floor, derived, what one GPU took above it, measured"
-        + (", and of each pass two sums and gathering its logits" if on.count > 1 else ""),
+        + (", divided by the ranks except for fusing states and projecting into attention" if on.count > 1 else "")
+        + ": its floor, derived, and the time above the floor on one GPU, measured"
+        + (", and per pass two all-reduces and an all-gather of its logits" if on.count > 1 else ""),
     )
-    yield "acceptance", "tokens of a round as InferenceX's golden curve for Kimi's EAGLE-3 has them, published"
+    yield "acceptance", "tokens per round from InferenceX's golden curve for Kimi's EAGLE-3, published"
 
 
 def _gb(size: float) -> str:

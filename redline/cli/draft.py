@@ -1,4 +1,4 @@
-"""`redline draft`: the factory's verbs. Flags become a configuration; a module of `redline.draft` does the work."""
+"""`redline draft`: commands for training drafters. Flags make a configuration; a module of `redline.draft` runs it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,49 +18,49 @@ app = typer.Typer(
     synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe,
     [bold]export[/bold] writes a drafter for other engines.
 
-    Every verb goes on where it was stopped, by the same command. The story is in docs/draft.md.""",
+    Every command resumes from the point at which it was stopped, if run again. Overview: docs/drafters.md.""",
 )
 
 Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.", callback=model)]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")]
-Seed = Annotated[int, typer.Option(help="The same seed, the same result.")]
-Temperature = Annotated[float | None, typer.Option(help="Absent: what the checkpoint asks for.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Absent: what the checkpoint asks for.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU, if there is one.")]
+Seed = Annotated[int, typer.Option(help="Random seed; results are reproducible.")]
+Temperature = Annotated[float | None, typer.Option(help="Default: from the checkpoint's generation config.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Default: from the checkpoint's generation config.")]
 Domains = Annotated[
     list[str] | None,
     typer.Option(
-        help="A domain of our own templates (repeatable): code, math, agent, science, multilingual, chat, long."
+        help="A domain of the built-in templates (repeatable): code, math, agent, science, multilingual, chat, long."
     ),
 ]
-Corpus = Annotated[list[Path], typer.Option(help="A corpus that synth has written (repeatable).")]
+Corpus = Annotated[list[Path], typer.Option(help="A corpus written by synth (repeatable).")]
 
 
 @app.command()
 def synth(
     target: Target,
-    out: Annotated[Path, typer.Option(help="The corpus, one example a line. What it holds is not asked again.")],
+    out: Annotated[Path, typer.Option(help="The corpus, one example per line. Existing answers are not repeated.")],
     prompts: Annotated[
         list[Path] | None,
         typer.Option(
-            help='A file of prompts (repeatable), a line each: {"domain": "law", "messages": [{"role": "user", ...}]}.'
+            help='A file of prompts (repeatable), one per line: {"domain": "law", "messages": [{"role": "user", ...}]}.'
         ),
     ] = None,
     turns: Annotated[
-        str, typer.Option(help="Of conversations in files: all, so that each answer in them is asked for, or last.")
+        str, typer.Option(help="For conversations in files: all regenerates every answer in them; last, only the last.")
     ] = "all",
     domain: Domains = None,
-    count: Annotated[int, typer.Option(help="Prompts of each domain.")] = 1000,
-    samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 2048,
+    count: Annotated[int, typer.Option(help="Prompts per domain.")] = 1000,
+    samples: Annotated[int, typer.Option(help="Answers per prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 2048,
     temperature: Temperature = None,
     top_p: TopP = None,
     shard: Annotated[str, typer.Option(metavar="i/n", help="Answer only this part of the prompts.")] = "1/1",
-    batch: Annotated[int, typer.Option(help="Answers in a step.")] = 64,
+    batch: Annotated[int, typer.Option(help="Maximum batch size.")] = 64,
     draft: Annotated[str | None, typer.Option(help="A drafter to answer faster with, or suffix.")] = None,
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
-    """Prompts answered by the target itself, as it is served: a corpus."""
+    """Generate a corpus: prompts answered by the target itself, with the serving engine."""
     if draft not in (None, "suffix"):
         check_drafter(Path(draft))
     from redline.draft.corpus.synth import SynthConfig, run
@@ -82,7 +82,7 @@ def synth(
         "shard": shard,
     }
     speculation = None if draft is None else drafts_of(draft)
-    step = batch if batch > 512 else None  # a step needs a token for each answer; fewer is the device's own choice
+    step = batch if batch > 512 else None  # a step needs a token per answer; up to 512, use the device's default
     engine = EngineConfig(max_running=batch, step_tokens=step, device=device, speculation=speculation)
     raise typer.Exit(_worked(run, fill(SynthConfig, "synth", values, {"engine": engine})))
 
@@ -91,18 +91,19 @@ def synth(
 def capture(
     target: Target,
     corpus: Corpus,
-    out: Annotated[Path, typer.Option(help="A folder of shards and their index. What it holds is not computed again.")],
-    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Stops before it takes more: 500GB.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longer sequences are stored in windows of so many.")] = None,
+    out: Annotated[Path, typer.Option(help="A folder of shards and their index. Existing shards are not recomputed.")],
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Stop before it takes more space: 500GB.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Split longer sequences into windows of this size.")] = None,
     layer_ids: Annotated[
-        list[int] | None, typer.Option("--layer", help="Layer whose input is kept (repeatable). Absent: as engines do.")
+        list[int] | None,
+        typer.Option("--layer", help="Layer to capture the input of (repeatable). Default: as in vLLM and SGLang."),
     ] = None,
     other_answers: Annotated[
-        bool, typer.Option("--other-answers", help="Also a corpus that another target has answered.")
+        bool, typer.Option("--other-answers", help="Accept a corpus answered by another target.")
     ] = False,
     device: Device = None,
 ) -> None:
-    """The target's states over a corpus, stored for training."""
+    """Capture the target's hidden states over a corpus, stored for training."""
     from redline.draft.corpus.capture import CaptureConfig, run
     from redline.fleet.config import size
 
@@ -122,35 +123,35 @@ def capture(
 @app.command()
 def train(
     target: Target,
-    out: Annotated[Path, typer.Option(help="The drafter's folder. Training that was interrupted there goes on.")],
-    capture: Annotated[Path | None, typer.Option(help="What `redline draft capture` has stored.")] = None,
-    corpus: Annotated[list[Path] | None, typer.Option(help="Or a corpus, the target beside (repeatable).")] = None,
+    out: Annotated[Path, typer.Option(help="The drafter's folder. An interrupted training in it is resumed.")],
+    capture: Annotated[Path | None, typer.Option(help="A folder written by `redline draft capture`.")] = None,
+    corpus: Annotated[list[Path] | None, typer.Option(help="Or a corpus; the target runs too (repeatable).")] = None,
     start: Annotated[
-        Path | None, typer.Option(help="A drafter to begin with. Absent: a new one.", callback=drafter)
+        Path | None, typer.Option(help="A drafter to start from. Default: a new one.", callback=drafter)
     ] = None,
     settings: Annotated[
         Path | None,
-        typer.Option(help="A TOML file: a recipe, or the keys of its table 'train' alone. Flags win over it."),
+        typer.Option(help="A TOML file: a recipe, or only the keys of its table 'train'. Flags override it."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Ends after so many optimiser steps.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Ends after so many tokens.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Ends after so many seconds. The first that is spent.")] = None,
-    lr: Annotated[float | None, typer.Option(help="The highest learning rate. \\[default: 0.001]")] = None,
-    tokens_per_batch: Annotated[int | None, typer.Option(help="Of an optimiser step. \\[default: 32768]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget in optimizer steps.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Budget in training tokens.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Budget in seconds. The first exhausted budget counts.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The peak learning rate. \\[default: 0.001]")] = None,
+    tokens_per_batch: Annotated[int | None, typer.Option(help="Tokens per optimizer step. \\[default: 32768]")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longer sequences are cut. \\[default: 4096]")] = None,
     loss: Annotated[str | None, typer.Option(help="kl, or lk: the hybrid. \\[default: kl]")] = None,
     steps_ahead: Annotated[int | None, typer.Option(help="Steps of training-time test. \\[default: 7]")] = None,
-    l2_sp: Annotated[float | None, typer.Option("--l2-sp", help="Holds it near --start. \\[default: 0]")] = None,
+    l2_sp: Annotated[float | None, typer.Option("--l2-sp", help="Penalty towards --start. \\[default: 0]")] = None,
     architecture: Annotated[str | None, typer.Option(help="mla or llama. \\[default: mla]")] = None,
     draft_vocab_size: Annotated[
-        int | None, typer.Option(help="Tokens that it knows. Absent: all; 0: no head of its own, the target's.")
+        int | None, typer.Option(help="Tokens in its vocabulary. Default: all; 0: no head of its own, the target's.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same result. \\[default: 1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; reproducible. \\[default: 1]")] = None,
     device: Device = None,
 ) -> None:
-    """A drafter from the target's states: EAGLE-3 with training-time test. Several GPUs: under `accelerate launch`.
+    """Train an EAGLE-3 drafter from the target's states, with training-time test. Several GPUs: `accelerate launch`.
 
-    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/draft_training.md has every key.
+    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/drafters.md has every key.
     """
     from redline.draft.recipe import read_train
     from redline.draft.train.train import run
@@ -183,35 +184,35 @@ def mine(
     target: Target,
     draft: Drafter,
     corpus: Corpus,
-    out: Annotated[Path, typer.Option(help="A folder for report, picture and corpora. mixed.jsonl is to train on.")],
+    out: Annotated[Path, typer.Option(help="A folder for report, picture and corpora. Train on its mixed.jsonl.")],
     traces: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[DOMAIN=]FILE", help="Acceptance traces of a server, `serve --draft-trace` (repeatable)."
+            metavar="[DOMAIN=]FILE", help="Acceptance traces of a server, from `serve --draft-trace` (repeatable)."
         ),
     ] = None,
-    k: Annotated[int, typer.Option("--k", help="Drafts of a round.")] = 3,
+    k: Annotated[int, typer.Option("--k", help="Draft tokens per round.")] = 3,
     proposals: Annotated[str, typer.Option(help="onehot or sampled: how drafts are proposed.")] = "onehot",
     temperature: Temperature = None,
     top_p: TopP = None,
-    examples: Annotated[int, typer.Option(help="Scored of each domain, at most. 0: all.")] = 0,
+    examples: Annotated[int, typer.Option(help="Maximum scored examples per domain. 0: all.")] = 0,
     traffic: Annotated[
-        list[str] | None, typer.Option(metavar="DOMAIN=SHARE", help="Share of the traffic (repeatable).")
+        list[str] | None, typer.Option(metavar="DOMAIN=SHARE", help="A domain's share of the traffic (repeatable).")
     ] = None,
     budget: Annotated[int, typer.Option(help="Answer tokens to train on.")] = 1_000_000,
-    replay: Annotated[float, typer.Option(help="Share of them from the base set, at least.")] = 0.5,
-    cap: Annotated[float, typer.Option(help="Share of the hard ones in one bucket, at most.")] = 0.5,
-    equal_domains: Annotated[bool, typer.Option("--equal-domains", help="As many tokens of every domain.")] = False,
+    replay: Annotated[float, typer.Option(help="Minimum share of them from the base set.")] = 0.5,
+    cap: Annotated[float, typer.Option(help="Maximum share of the hard ones in one bucket.")] = 0.5,
+    equal_domains: Annotated[bool, typer.Option("--equal-domains", help="The same tokens for every domain.")] = False,
     choose: Annotated[str, typer.Option(help="gap, or uniform: the control arm.")] = "gap",
-    answers: Annotated[int, typer.Option(help="Fresh answers to each chosen prompt.")] = 4,
-    windows: Annotated[float, typer.Option(help="Share of the hard ones that are cut from answers that exist.")] = 0.25,
-    window_tokens: Annotated[int, typer.Option(help="Tokens of such a window.")] = 2048,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a fresh answer, at most.")] = 4096,
-    batch: Annotated[int, typer.Option(help="Answers in a step.")] = 64,
+    answers: Annotated[int, typer.Option(help="New answers per selected prompt.")] = 4,
+    windows: Annotated[float, typer.Option(help="Share of the hard ones cut from existing answers.")] = 0.25,
+    window_tokens: Annotated[int, typer.Option(help="Tokens per such window.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per new answer.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Maximum batch size.")] = 64,
     seed: Seed = 0,
     device: Device = None,
 ) -> None:
-    """Where the drafter struggles and could do better; what to train on next."""
+    """Find where the drafter is weak and could improve; selects the next training data."""
     from redline.draft.mine.mine import run
     from redline.draft.recipe import mine_config
 
@@ -248,23 +249,25 @@ def evaluate(
     target: Target,
     draft: Drafter,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, JSONL.")] = None,
-    corpus: Annotated[Path | None, typer.Option(help="Or a corpus, whose prompts are asked again.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Or a corpus; its prompts are answered again.")] = None,
     domain: Domains = None,
-    count: Annotated[int, typer.Option(help="Prompts of each such domain.")] = 200,
-    k: Annotated[list[int] | None, typer.Option("--k", help="Drafts of a round (repeatable). Absent: 1 to 7.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="greedy or sampled (repeatable). Absent: both.")] = None,
-    rounds: Annotated[int, typer.Option(help="Of each domain, k and mode. 0: every prompt once.")] = 2000,
-    temperature: Annotated[float, typer.Option(help="Of the sampled mode.")] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Of the sampled mode.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 1024,
-    batch: Annotated[int, typer.Option(help="Answers in a step.")] = 16,
-    suffix: Annotated[bool, typer.Option("--suffix", help="Suffix matches too, under the drafter.")] = False,
-    offline: Annotated[int, typer.Option(help="Answers of each domain scored by teacher forcing too.")] = 64,
+    count: Annotated[int, typer.Option(help="Prompts per such domain.")] = 200,
+    k: Annotated[list[int] | None, typer.Option("--k", help="Drafts per round (repeatable). Default: 1 to 7.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="greedy or sampled (repeatable). Default: both.")] = None,
+    rounds: Annotated[int, typer.Option(help="Rounds per domain, k and mode. 0: every prompt once.")] = 2000,
+    temperature: Annotated[float, typer.Option(help="Temperature of the sampled mode.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Top-p of the sampled mode.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Maximum batch size.")] = 16,
+    suffix: Annotated[
+        bool, typer.Option("--suffix", help="Also propose suffix matches; long ones replace the drafter's.")
+    ] = False,
+    offline: Annotated[int, typer.Option(help="Answers per domain also scored by teacher forcing.")] = 64,
     seed: Seed = 0,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON, with pictures.")] = None,
     device: Device = None,
 ) -> None:
-    """Acceptance length by domain and k, greedy and sampled, measured by the engine itself."""
+    """Measure the acceptance length by domain and k, greedy and sampled, in the engine itself."""
     from redline.bench.record import provenance
     from redline.draft.evaluate import run
     from redline.draft.recipe import eval_config
@@ -296,18 +299,18 @@ def evaluate(
 def export(
     target: Target,
     draft: Drafter,
-    out: Annotated[Path, typer.Option(help="The folder that is written; it may be the drafter's own.")],
+    out: Annotated[Path, typer.Option(help="The output folder; may be the drafter's own.")],
     latent: Annotated[
         str,
         typer.Option(
             metavar="target|own",
-            help="target: a latent narrower than the target's is padded with zeros to its width, which vLLM needs, as "
-            "it keeps both in one cache; no value changes. own: as narrow as it was trained, a smaller file. Redline "
-            "reads either and drops the padding.",
+            help="target: pad a latent narrower than the target's with zeros to its width, as vLLM requires (it keeps "
+            "both in one cache); no value changes. own: the width it was trained with, a smaller file. Redline reads "
+            "either and drops the padding.",
         ),
     ] = "target",
 ) -> None:
-    """A drafter's folder for other engines: config.json and model.safetensors. `train` and `run` write the same."""
+    """Export a drafter for other engines: config.json and model.safetensors, the same files as of `train` and `run`."""
     from redline.draft.export import ExportConfig, run
     from redline.draft.stages import fill
 
@@ -318,15 +321,15 @@ def export(
 @app.command(name="run")
 def run_recipe(
     recipe: Annotated[
-        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/draft.md.")
+        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/drafters.md.")
     ],
-    out: Annotated[Path | None, typer.Option(help="The folder of everything. Absent: what the recipe says.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The output folder. Default: from the recipe.")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda, of every stage. Absent: what the recipe says, else the GPU, if any."),
+        typer.Option(help="cpu or cuda, for every stage. Default: from the recipe, else the GPU, if there is one."),
     ] = None,
 ) -> None:
-    """The whole factory from one file. What is done is passed over; OUT/drafter is what `serve --draft` takes."""
+    """Run all stages from one file, skipping finished ones; OUT/drafter is the argument for `serve --draft`."""
     from redline.bench.record import provenance
     from redline.draft.recipe import RunConfig, run
 
@@ -336,7 +339,7 @@ def run_recipe(
 
 def _worked(run: Callable[..., int], config: Any, *more: Any) -> int:
     console = plain_console()
-    return until_interrupted(lambda: run(config, console, *more), console, "the same command goes on")
+    return until_interrupted(lambda: run(config, console, *more), console, "run the same command to resume")
 
 
 def _names(paths: list[Path] | None) -> tuple[str, ...]:
@@ -344,7 +347,7 @@ def _names(paths: list[Path] | None) -> tuple[str, ...]:
 
 
 def _shares(given: list[str] | None) -> dict[str, float]:
-    """["code=0.5"] -> {"code": 0.5}. typer.BadParameter for anything else."""
+    """Parse ["code=0.5"] into {"code": 0.5}. Raises typer.BadParameter for anything else."""
     shares: dict[str, float] = {}
     for text in given or ():
         domain, sign, share = text.partition("=")

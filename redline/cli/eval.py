@@ -21,26 +21,26 @@ from redline.wire.base import Record
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, kv_dtype_of
 
-KEPT = "what was answered is kept, and the same command goes on"
-CONTEXT = 8192  # the longest evaluation prompt and its answer
+KEPT = "the answers so far are kept; run the same command to resume"
+CONTEXT = 8192  # tokens: the longest evaluation prompt with its answer
 
 
 class GradeConfig(Record, frozen=True):
-    """What `redline eval` is told."""
+    """The settings of `redline eval`."""
 
-    folder: Path  # the checkpoint's
+    folder: Path  # the checkpoint's folder
     sets: Path | None = None  # a folder of prompts; None: FOLDER/eval
-    limit: int | None = None  # prompts of each kind of each set, at most; None: all
+    limit: int | None = None  # maximum prompts of each kind of each set; None: all
     run_code: bool = False  # run the functions that the model writes
     against: Path | None = None  # a second checkpoint's folder
-    kv_dtype: str = "bf16"  # of the pages
-    save: Path | None = None  # a file for the report
+    kv_dtype: str = "bf16"  # of the KV cache
+    save: Path | None = None  # file for the report
 
 
 def run(config: GradeConfig, console: Console) -> int:
-    """Grade, print, save; the exit code: 0, or 130 after Ctrl-C.
+    """Grade, print, save; returns the exit code: 0, or 130 after Ctrl-C.
 
-    Raises ConfigError or CheckpointError, where possible before anything is loaded.
+    Raises ConfigError or CheckpointError, if possible before anything is loaded.
     """
     kv_dtype_of(config.kv_dtype)
     for folder in filter(None, (config.folder, config.against)):
@@ -83,6 +83,6 @@ def _run(config: GradeConfig, console: Console) -> int:
 
 
 def _state() -> Path:
-    """Where answers are kept until an evaluation is whole."""
+    """The folder in which answers are kept until an evaluation is complete."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "redline"

@@ -1,4 +1,4 @@
-"""`redline explain`: why a request went where it did, and what was expected of it beside what came."""
+"""`redline explain`: why a request was routed as it was, with expected and measured latencies."""
 
 from typing import Any
 from urllib.parse import quote
@@ -12,15 +12,15 @@ from redline.errors import ConfigError
 
 
 def asked(request: str, url: str, key: str | None) -> dict[str, Any]:
-    """What the admin routes tell of a request. Raises ConfigError where nobody answers, or nothing is known of it."""
+    """The admin route's data on a request. Raises ConfigError if there is no server, or if the request is unknown."""
     try:
         return ask("GET", url, f"/admin/requests/{quote(request, safe='')}", key).json()
     except ValueError:
-        raise ConfigError(f"no admin routes at {url}; a deployment's admin_port says where they are") from None
+        raise ConfigError(f"no admin routes at {url}; see admin_port of the deployment") from None
 
 
 def show(told: dict[str, Any], console: Console) -> int:
-    """Prints it: 0."""
+    """Print the data; returns the exit code, 0."""
     for job in told["jobs"]:
         at = f", at {one_line(str(job['replica']))}" if "replica" in job else ""
         console.print(
@@ -36,7 +36,7 @@ def show(told: dict[str, Any], console: Console) -> int:
                 "cached",
                 "to compute",
                 "waiting there",
-                "forgotten for it",
+                "evicted for it",
                 "answers",
                 "first token expected",
                 box=None,
@@ -57,15 +57,15 @@ def show(told: dict[str, Any], console: Console) -> int:
 
 
 def _lines(job: dict[str, Any]) -> list[str]:
-    """What came of a job."""
+    """The lines on a job's progress and result."""
     found: list[str] = []
     if (brought := job["brought"]) is not None:
         found.append(_of_tiers(brought))
     pauses = list(zip(job["paused"], [*job["paused"], None][1:], strict=True))
-    early = [each for each in pauses if not each[0]["after_tokens"]]  # while its prompt was computed
+    early = [each for each in pauses if not each[0]["after_tokens"]]  # during prefill
     found += [_of_pause(*each, job["tokens"]) for each in early]
     if job["first_token_s"] is None:
-        return [*found, "no token has come" + ("" if job["finish"] is None else f"; it ended: {job['finish']}")]
+        return [*found, "no token yet" + ("" if job["finish"] is None else f"; it ended: {job['finish']}")]
     since = job["first_token_since_sent_s"]
     queued = f", {job['queued_s']:.3f} of them in the queue" if job["queued_s"] else ""
     found.append(
@@ -73,14 +73,14 @@ def _lines(job: dict[str, Any]) -> list[str]:
         f"{job['cached_tokens']:,} tokens were cached"
     )
     if (untold := job["preemptions"] - len(job["paused"])) > 0:
-        found.append(f"pre-empted {untold:,} times before the newest {len(job['paused'])}")
+        found.append(f"pre-empted {untold:,} times before the latest {len(job['paused'])}")
     found += [_of_pause(*each, job["tokens"]) for each in pauses if each[0]["after_tokens"]]
     drafts = job["drafts"]
     if drafts["rounds"]:
         each = drafts["verified"] / drafts["rounds"]
         share = drafts["accepted"] / max(1, drafts["verified"])
         found.append(
-            f"drafts: {each:.1f} in each of {drafts['rounds']:,} steps, of which {share:.0%} held{_of_steps(job)}"
+            f"drafts: {each:.1f} in each of {drafts['rounds']:,} steps, {share:.0%} of them accepted{_of_steps(job)}"
         )
     if job["ended_s"] is not None:
         found.append(f"{job['ended_s']:.3f} s  {job['finish']}, after {job['tokens']:,} tokens")
@@ -99,30 +99,30 @@ def _of_tiers(brought: dict[str, Any]) -> str:
 
 
 def _of_pause(paused: dict[str, Any], following: dict[str, Any] | None, tokens: int) -> str:
-    """One pre-emption: when, why, what it cost. following: the next one. tokens: of the whole answer; 0 until its
-    end."""
+    """One preemption: time, reason, cost. following: the next one. tokens: of the whole answer; 0 until it has
+    ended."""
     by = "its own" if paused["by"] is None else f"job {one_line(paused['by'])}"
     expected_s = paused["wait_expected_s"] + paused["again_expected_s"]
     line = (
         f"{paused['at_s']:.3f} s  pre-empted on {one_line(paused['worker'])} after {paused['after_tokens']:,} tokens, "
-        f"for a page of {by}: all {paused['pages']:,} were held, and it began last of {paused['running'] + 1}; "
-        f"expected to go on in {expected_s:.3f} s ({paused['wait_expected_s']:.3f} until there are pages, "
-        f"{paused['again_expected_tokens']:,} tokens to compute again)"
+        f"for a page of {by}: all {paused['pages']:,} were in use, and it began last of {paused['running'] + 1}; "
+        f"expected to resume in {expected_s:.3f} s ({paused['wait_expected_s']:.3f} until pages are free, "
+        f"{paused['again_expected_tokens']:,} tokens to recompute)"
     )
     if paused["again_tokens"] is None:
         if (tokens if following is None else following["after_tokens"]) > paused["after_tokens"]:
-            return f"{line}; it went on elsewhere"
+            return f"{line}; it resumed on another worker"
         return f"{line}; it has not" if following is None else f"{line}; it was pre-empted again before"
     if paused["paused_s"] is None:
-        return f"{line}; it did, with {paused['again_tokens']:,} tokens computed again"
+        return f"{line}; it did, with {paused['again_tokens']:,} tokens recomputed"
     return (
-        f"{line}; it did in {paused['paused_s']:.3f} ({paused['waited_s'] or 0.0:.3f} until there were, "
-        f"{paused['again_tokens']:,} tokens computed again)"
+        f"{line}; it did in {paused['paused_s']:.3f} ({paused['waited_s'] or 0.0:.3f} until pages were free, "
+        f"{paused['again_tokens']:,} tokens recomputed)"
     )
 
 
 def _of_steps(job: dict[str, Any]) -> str:
-    """What the steps with drafts took, beside what was expected."""
+    """The duration of steps with drafts, compared with the expected one."""
     steps, drafts = job["steps_with_drafts"], job["drafts"]
     if steps is None:
         return ""

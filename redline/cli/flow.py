@@ -1,4 +1,4 @@
-"""Text that comes piece by piece, wrapped between words as it comes."""
+"""Wraps streamed text between words as it arrives."""
 
 import re
 
@@ -7,30 +7,30 @@ from rich.console import Console
 
 from redline.cli.terminal import visible
 
-# A line end, blanks, a character after which a line may break (two columns wide, as Chinese has them), a word's part.
+# A line end, blanks, a character after which a line may break (two columns wide, as in Chinese), a part of a word.
 _WIDE = r"\u1100-\u115f\u2e80-\u303e\u3041-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff01-\uff60"
 _PARTS = re.compile(rf"\n|[^\S\n]+|[{_WIDE}]|[^\s{_WIDE}]+")
 _FENCE = re.compile(r"\s*(`{3,}(?=[^`]*$)|~{3,})")  # opens lines of code in Markdown
-LINE_CHARS = 200  # of a line that are looked at for a fence
+LINE_CHARS = 200  # characters of a line that are examined for a fence
 
 
 class Flow:
-    """Prints one text on a console. On a terminal its lines are broken between words, and so the newest word is held
-    until it ends, or is longer than a line; lines of code, between Markdown's fences, are never broken.
+    """Prints one text on a console. On a terminal, lines are broken between words, so the newest word is held back
+    until it ends, or is longer than a line; lines of code, between Markdown fences, are never broken.
     """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._style: str | None = None
-        self._out: list[str] = []  # to be printed at once
+        self._out: list[str] = []  # to be printed together
         self._column = 0
-        self._held = ""  # the newest word, and the blanks before it where the line has no room for it
-        self._long = False  # within a word that is longer than a line
-        self._line = ""  # how the line begins
-        self._fence = ""  # that has opened the lines of code
+        self._held = ""  # the newest word, and the blanks before it if they do not fit on the line
+        self._long = False  # inside a word that is longer than a line
+        self._line = ""  # the beginning of the current line
+        self._fence = ""  # the fence that opened the current lines of code
 
     def add(self, text: str, style: str | None, *, whole: bool = False) -> None:
-        """The text goes on. style: one of rich's. whole: its lines are not broken."""
+        """Append text. style: one of rich's. whole: do not break its lines."""
         if style != self._style or whole:
             self.flush()
         self._style = style
@@ -42,12 +42,12 @@ class Flow:
         self._print()
 
     def flush(self) -> None:
-        """Print the word that is held."""
+        """Print the word that is held back."""
         self._release()
         self._print()
 
     def end(self) -> None:
-        """Print what is held, and end the line."""
+        """Print the text that is held back, and end the line."""
         self._release()
         if self._column:
             self._put("\n")
@@ -65,7 +65,7 @@ class Flow:
             self._long = False
         if self._fence or self._long or (blank and self._column + cell_len(visible(part)) < self._console.width):
             self._put(part)
-        else:  # blanks without room for a word behind them, too: it may be a line's end that follows
+        else:  # also for blanks that leave no room for a following word: a line end may follow
             self._held += part
             if wide or cell_len(self._held) > self._console.width:
                 self._long = not wide

@@ -1,4 +1,4 @@
-"""A model that is named as on Hugging Face, OWNER/NAME: what it takes is said first, then it is fetched."""
+"""Downloads a model named as on Hugging Face, OWNER/NAME, after printing the required space."""
 
 import importlib.util
 import re
@@ -13,20 +13,20 @@ from redline.errors import ConfigError
 
 NAME = re.compile(r"[\w-]+/[\w.-]+")
 WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja"]  # no code, no figures
-HEADROOM = 1.02  # of the disk: what is written beside the files themselves
+HEADROOM = 1.02  # of the disk space: for files written in addition to the model's
 
 
 def fetched(source: Path, console: Console) -> Path:
-    """The folder of the model, fetched where it is not here yet; any other source as it is.
+    """The folder of the model, downloaded if it is not here yet; any other source is returned unchanged.
 
-    Files go to Hugging Face's own cache (HF_HOME), which vLLM and transformers read too. An interrupted download goes
-    on where it was. Raises ConfigError where it cannot be fetched, and, before a byte is, where the disk or this
-    machine's memory is too small.
+    Files go to Hugging Face's own cache (HF_HOME), which vLLM and transformers read too. An interrupted download is
+    resumed. Raises ConfigError if the download fails, and, before it begins, if the disk or this machine's memory is
+    too small.
     """
     if source.exists() or source.parent.exists() or not NAME.fullmatch(str(source)):
         return source
     if importlib.util.find_spec("huggingface_hub") is None:
-        return source  # `deployment.read` says which command fetches it
+        return source  # the error of `deployment.read` contains the command to download it
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -35,16 +35,16 @@ def fetched(source: Path, console: Console) -> Path:
         _look(name, _snapshot(name, dry_run=True), Path(constants.HF_HUB_CACHE), console)
         return Path(_snapshot(name))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = error.__cause__ or error  # a dry run says only that it cannot be done
+        why = error.__cause__ or error  # a dry run's own error has no details
         if isinstance(why, GatedRepoError):
-            raise ConfigError(f"{name}: its owner must let you in first; then `hf auth login`") from None
+            raise ConfigError(f"{name}: its owner must grant you access first; then run `hf auth login`") from None
         if isinstance(why, RepositoryNotFoundError):
             raise ConfigError(f"{name}: no such folder here, and no such model at {constants.ENDPOINT}") from None
         return _kept(name, why)
 
 
 def _snapshot(name: str, **how: bool) -> Any:
-    """Where the model's files are; with dry_run a list of them instead, and whether each is here."""
+    """The folder of the model's files; with dry_run a list of the files, and whether each is here."""
     import huggingface_hub
     from huggingface_hub import utils
 
@@ -57,18 +57,18 @@ def _snapshot(name: str, **how: bool) -> Any:
 
 
 def _kept(name: str, error: BaseException) -> Path:
-    """The folder of what was fetched before, where nobody can be asked now. Raises ConfigError."""
+    """The folder of an earlier download, if the hub cannot be reached. Raises ConfigError if there is none."""
     from huggingface_hub import constants
 
     try:
         return Path(_snapshot(name, local_files_only=True))
-    except Exception:  # whatever it is, the first error says why
+    except Exception:  # of any kind: the first error has the reason
         why = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{name}: cannot be fetched from {constants.ENDPOINT}: {why}") from None
 
 
 def _look(name: str, files: list[Any], cache: Path, console: Console) -> None:
-    """Say what the download takes. Raises ConfigError where the disk or the memory is too small."""
+    """Print the required space. Raises ConfigError if the disk or the memory is too small."""
     from redline.worker.engine import free_memory, pick_device
 
     whole = sum(file.file_size for file in files)
@@ -85,21 +85,21 @@ def _look(name: str, files: list[Any], cache: Path, console: Console) -> None:
 
         memory *= torch.cuda.device_count()
     if not weights:
-        raise ConfigError(f"{name}: it holds no *.safetensors; Redline serves checkpoints as Moonshot publishes them")
+        raise ConfigError(f"{name}: it has no *.safetensors; Redline serves checkpoints as published by Moonshot")
     if weights > memory:
         raise ConfigError(
             f"{name}: its weights are {human(weights)}, and this machine has {human(memory)} of memory for them; "
-            "`redline doctor --on '8 x H200'` says what other machines would give"
+            "see `redline doctor --on '8 x H200'` for predictions on other machines"
         )
     if missing * HEADROOM > free:
         raise ConfigError(
-            f"{name}: {human(missing)} are to be fetched, and {cache} has {human(free)} free; "
-            "HF_HOME names a folder on another disk"
+            f"{name}: {human(missing)} to fetch, and {cache} has {human(free)} free; "
+            "set HF_HOME to a folder on another disk"
         )
     if missing:
         console.print(
             f"{name}: {human(missing)} of {human(whole)} to fetch into {cache} ({human(free)} free there, "
-            f"{human(memory)} of memory free); Ctrl-C stops it, and the same command goes on",
+            f"{human(memory)} of memory free); Ctrl-C stops it, the same command resumes",
             highlight=False,
             soft_wrap=True,
         )

@@ -1,4 +1,4 @@
-"""Arguments and words of help that several verbs share."""
+"""Arguments and help texts shared by several commands."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,28 +8,28 @@ import typer
 from redline.folder import check_drafter, check_model
 
 SYNTHETIC = (
-    "For benchmarks: drafting and verifying run in full, and a draw says how many drafts hold. 0.83,0.6,0.45: the "
-    "share of rounds in which the first 1, 2, 3 all hold; 2.88: the mean tokens of a round. Answers are not the "
-    "model's, so a server listens on this machine alone. Absent: drafts are verified."
+    "For benchmarks: drafting and verification run in full, but acceptance is drawn at random. 0.83,0.6,0.45: the "
+    "share of rounds in which the first 1, 2, 3 drafts are all accepted; 2.88: the mean tokens per round. Answers are "
+    "not the model's, so the server listens on localhost only. Default: real verification."
 )
 
 
 def model(context: typer.Context, folder: Path | None) -> Path | None:
-    """A callback of an argument: a folder that holds no model is named as what it is, before torch is imported."""
+    """Callback of an argument: checks that the folder contains a model, before torch is imported."""
     if folder is not None and not context.resilient_parsing:
         check_model(folder)
     return folder
 
 
 def geometry(context: typer.Context, folder: Path | None) -> Path | None:
-    """As `model`, where config.json alone is enough."""
+    """As `model`, but config.json is enough."""
     if folder is not None and not context.resilient_parsing:
         check_model(folder, weights=False)
     return folder
 
 
 def drafter(context: typer.Context, folder: Path | None) -> Path | None:
-    """As `model`, of a drafter's folder."""
+    """As `model`, for a drafter's folder."""
     if folder is not None and not context.resilient_parsing:
         check_drafter(folder)
     return folder

@@ -1,8 +1,8 @@
-"""Where a question is typed or pasted. A paste is one question, however many lines it has, and no shell gets any of it.
+"""The prompt for questions, typed or pasted. A paste of several lines is one question; none of it reaches a shell.
 
-Terminals mark what is pasted (bracketed paste) for programs that ask for it. This asks for it while an answer streams,
-too, and keeps what is typed meanwhile for the next question. Where a terminal marks nothing, or the paste came before
-it was asked to, an Enter that more text follows at once is taken for a line's end in a paste.
+Terminals mark pasted text (bracketed paste) for programs that request it. This program requests it also while an answer
+streams, and keeps text typed during that time for the next question. If a terminal marks nothing, or the paste came
+before the request, an Enter that is immediately followed by more text is taken for a line end in a paste.
 """
 
 import os
@@ -26,22 +26,22 @@ from prompt_toolkit.utils import is_dumb_terminal
 from redline.disk import save
 from redline.errors import ConfigError
 
-MOST_HISTORY_BYTES = 1 << 20  # of earlier questions; the older half of a longer file goes
-FOLLOWS_S = 0.02  # no one types the next key so soon after Enter; a terminal that pastes does not pause so long
+MOST_HISTORY_BYTES = 1 << 20  # of earlier questions; the older half of a longer file is dropped
+FOLLOWS_S = 0.02  # longer than a terminal's pause in a paste, shorter than a person's before the key after Enter
 
 
 def is_interactive() -> bool:
-    """Whether somebody sits at a terminal: standard input is one, and so is standard output or standard error."""
+    """Whether a user is at a terminal: standard input is one, and so is standard output or standard error."""
     typed, *shown = (stream is not None and stream.isatty() for stream in _streams())
     return typed and any(shown)
 
 
 def _streams() -> tuple[TextIO | None, ...]:
-    return sys.stdin, sys.stdout, sys.stderr  # None: closed before we began
+    return sys.stdin, sys.stdout, sys.stderr  # None if closed before the process started
 
 
 def piped() -> str:
-    """All of standard input, as one question. Raises ConfigError where it is blank."""
+    """All of standard input, as one question. Raises ConfigError if it is blank."""
     stream = _streams()[0]
     text = stream.read() if stream is not None else ""
     if not text.strip():
@@ -52,7 +52,7 @@ def piped() -> str:
 class Prompt:
     """Reads questions from the terminal; a context manager around a conversation, which restores the terminal.
 
-    history: a file with earlier questions, which the arrows bring back; this conversation's are added to it.
+    history: a file with earlier questions for the arrow keys; the questions of this conversation are added to it.
     """
 
     def __init__(self, history: Path | None = None) -> None:
@@ -60,7 +60,7 @@ class Prompt:
         self._before = termios.tcgetattr(self._input)
         output = create_output(always_prefer_tty=True)
         if isinstance(output, Vt100_Output):
-            output.enable_cpr = False  # its answer comes as input, and would be the shell's if we have left by then
+            output.enable_cpr = False  # the terminal's reply is input, and would reach the shell after an early exit
         self._output = None if is_dumb_terminal() else output
         keys = KeyBindings()
         keys.add("enter")(self._enter)
@@ -70,7 +70,7 @@ class Prompt:
         )
 
     def read(self) -> str:
-        """The next question, as typed or pasted. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        """The next question, typed or pasted. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         try:
             return self._session.prompt(FormattedText([("bold", "> ")]))
         except _Terminated:
@@ -88,7 +88,7 @@ class Prompt:
         event.current_buffer.insert_text("\n")
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
-        """At SIGTERM. The prompt's loop ends by itself: what is raised in one of its tasks would be shown there."""
+        """SIGTERM handler. The prompt's loop ends by itself: an exception in one of its tasks would be printed."""
         app = self._session.app
         if app.loop is None or not app.is_running:
             sys.exit(128 + number)
@@ -109,7 +109,7 @@ class Prompt:
         mode: list[Any] = termios.tcgetattr(self._input)
         mode[0] &= ~termios.ICRNL  # input modes
         mode[3] &= ~(termios.ICANON | termios.ECHO)  # local modes; Ctrl-C still interrupts,
-        mode[3] |= termios.NOFLSH  # and takes nothing with it that was typed for the next question
+        mode[3] |= termios.NOFLSH  # and does not discard text typed for the next question
         mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
         termios.tcsetattr(self._input, termios.TCSANOW, mode)
         self._bracket_pastes()
@@ -118,8 +118,8 @@ class Prompt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(termios.error):  # the terminal has gone
-            # What was meant for the chat and has not been read must not be run by the shell: none of a long paste.
+        with suppress(termios.error):  # the terminal is gone
+            # Discard unread input, such as the rest of a long paste, so that the shell does not run it.
             for _ in range(100):
                 if not select.select([self._input], [], [], FOLLOWS_S)[0]:
                     break
@@ -132,7 +132,7 @@ class Prompt:
 
 
 def _history(path: Path | None) -> History:
-    """The file's, for its owner alone; of this conversation alone where there is none, or it cannot be written."""
+    """History from the file, readable by its owner alone; in memory if there is no file or it cannot be written."""
     if path is None:
         return InMemoryHistory()
     try:
@@ -147,4 +147,4 @@ def _history(path: Path | None) -> History:
 
 
 class _Terminated(Exception):
-    """SIGTERM came while a question was typed."""
+    """Raised when SIGTERM arrives while a question is typed."""

@@ -1,4 +1,4 @@
-"""`redline role`: another role for a worker of a deployment that serves."""
+"""`redline role`: switches the role of a running deployment's worker."""
 
 from urllib.parse import quote
 
@@ -9,15 +9,15 @@ from redline.cli.terminal import one_line
 
 
 def turn(worker: str, role: str, url: str, key: str | None) -> None:
-    """Asks the admin routes for it. Raises ConfigError where nobody answers there, or the worker cannot."""
+    """Send the role switch to the admin routes. Raises ConfigError if there is no server, or if it refuses."""
     ask("POST", url, f"/admin/workers/{quote(worker, safe='')}/role", key, json={"role": role})
 
 
 def show(worker: str, role: str, console: Console) -> int:
-    """Prints what comes of it: 0."""
+    """Print the result; returns the exit code, 0."""
     console.print(
-        f"{one_line(worker)} becomes {role}: what is new goes by it at once; `turning_s` in /admin/status is null once "
-        "it has ended what it had begun",
+        f"{one_line(worker)} becomes {role}: new requests follow the new role at once; `turning_s` in /admin/status is "
+        "null once the requests of the old role have ended",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,4 +1,4 @@
-"""Figures of simulated fleets as cells of a table, and as sections of a page."""
+"""Formats the figures of simulated fleets as table cells and as sections of a page."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,7 +24,7 @@ COLUMNS = (
 
 
 def cells(each: Figures) -> tuple[str, ...]:
-    """A run as cells below COLUMNS."""
+    """The cells of a run, in the order of COLUMNS."""
 
     def number(value: float | None, form: str) -> str:
         return "never" if value is None else format(value, form)
@@ -48,50 +48,50 @@ def cells(each: Figures) -> tuple[str, ...]:
 
 
 def roles_of(each: Bucket | Change) -> str:
-    """Workers for prompts and for answers, or how many do both."""
+    """The number of prefill and decode workers, or of workers with both roles."""
     return f"{each.both} both" if each.both else f"{each.prefill} : {each.decode}"
 
 
 def _over_time(name: str, run: Figures, value: Callable[[Bucket], float]) -> Series:
-    """A number of each piece of a run's time."""
+    """A figure of a run over time."""
     pieces = run.over_time
     return Series(name=name, x=tuple(one.at_s for one in pieces), y=tuple(map(value, pieces)), style="steps")
 
 
 def sections(runs: Sequence[Figures], priced: bool) -> list[Section]:
-    """A page's sections. priced: costs are money; else GPU-hours."""
+    """A page's sections. priced: costs are in money; else in GPU-hours."""
     names = COLUMNS if priced else tuple(name.replace("cost", "GPU-h") for name in COLUMNS)
     found: list[Section] = [
         Words(
-            text="A simulation: routing and roles are chosen by the code that a server runs, steps take what a model "
-            "of them says, and nothing was measured here."
+            text="A simulation: routing and roles are chosen by the server's own code, step times come from a model, "
+            "and nothing was measured here."
         ),
         Table(title="All of them", columns=names, rows=tuple(map(cells, runs))),
         Plot(
-            title="Requests, and those that kept their targets",
+            title="Requests, and those within their SLO targets",
             x_label="time of the trace, s",
             y_label="a second",
             series=(
                 _over_time("came", runs[0], lambda one: one.requests_s),
                 *(_over_time(f"good, {each.name}", each, lambda one: one.good_s) for each in runs),
             ),
-            note="A request is counted when it comes.",
+            note="A request is counted at its arrival.",
         ),
         Plot(
-            title="Workers that compute prompts alone",
+            title="Prefill workers",
             x_label="time of the trace, s",
             y_label="% of all workers",
             series=tuple(
                 _over_time(each.name, each, lambda one, all_=each.workers: 100 * one.prefill / all_) for each in runs
             ),
-            note="0: every worker computes prompts and answers.",
+            note="0: every worker runs prefill and decode.",
         ),
         Plot(
-            title="Workers that run",
+            title="Running workers",
             x_label="time of the trace, s",
             y_label="workers",
             series=tuple(_over_time(each.name, each, lambda one: one.running) for each in runs),
-            note="On the mean of each piece of time. One that starts, or ends what it has, runs and is paid for.",
+            note="Mean of each interval. A worker that is starting or draining counts as running, and is paid for.",
         ),
     ]
     for each in runs:

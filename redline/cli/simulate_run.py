@@ -1,4 +1,4 @@
-"""`redline simulate` at work: the trace is played for each choice of roles, and what came of it is shown."""
+"""Runs `redline simulate`: simulates the trace for each choice of roles, and shows the results."""
 
 import re
 import sys
@@ -29,13 +29,13 @@ from redline.wire.base import Record
 DEFAULT = Targets(ttft_s=2.0, itl_s=0.05)
 MOST_WORKERS = 20_000
 MOST_SECONDS = 7 * 24 * 3600.0
-ROWS = 20  # of the table over time
+ROWS = 20  # maximum rows of the table over time
 _PHASE = re.compile(r"([a-z]+):([0-9.]+)@([0-9.]+)")
 _GOAL = re.compile(r"(?:(.+)\.)?(ttft|itl):([0-9.]+)")
 
 
 class SimulateConfig(Record, frozen=True):
-    """What `redline simulate` is told."""
+    """The settings of `redline simulate`."""
 
     trace: str
     gpus: int
@@ -56,7 +56,7 @@ class SimulateConfig(Record, frozen=True):
 
 
 class Result(Record, frozen=True):
-    """What `--json` prints: what was asked, where it was computed, and the figures of each choice of roles."""
+    """The output of `--json`: the command, the machine and versions, and the figures of each choice of roles."""
 
     command: tuple[str, ...]
     provenance: dict[str, Any]
@@ -67,7 +67,7 @@ class Result(Record, frozen=True):
 
 
 def run(config: SimulateConfig, console: Console) -> int:
-    """Plays, prints, saves; the exit code: 0, or 130 after Ctrl-C. Raises ConfigError."""
+    """Simulate, print, save; returns the exit code: 0, or 130 after Ctrl-C. Raises ConfigError."""
     return until_interrupted(lambda: _run(config, console), console)
 
 
@@ -75,7 +75,7 @@ def _run(config: SimulateConfig, console: Console) -> int:
     model = worker_model(config.worker)
     workers = _workers(config.gpus, model)
     if config.least is not None and config.least > workers:
-        raise ConfigError(f"--least {config.least}: there are {workers} workers; give at most as many")
+        raise ConfigError(f"--least {config.least}: there are only {workers} workers")
     targets = _targets(config.goodput)
     asked = [(text, _roles(text, workers)) for text in config.roles]
     for path in (config.html, config.keep_trace):
@@ -102,7 +102,7 @@ def _run(config: SimulateConfig, console: Console) -> int:
             subtitle=f"{config.gpus} GPUs, {workers} workers of {model.name}",
             provenance=made,
         )
-        save(config.html, page.encode())  # before anything is printed: a pipe may be closed
+        save(config.html, page.encode())  # before printing, since a pipe may be closed
     if config.json:
         console.file.write(msgspec.json.format(msgspec.json.encode(result), indent=1).decode() + "\n")
     else:
@@ -141,7 +141,7 @@ def _played(
 
 
 class _Trace:
-    """Requests, as often as they are wanted. seconds: from the beginning to the last, or to the end of a made one."""
+    """The requests, for any number of runs. seconds: time of the last request, or the end of a synthetic trace."""
 
     def __init__(self, config: SimulateConfig) -> None:
         self._scale, self._seed = config.time_scale, config.seed
@@ -151,7 +151,7 @@ class _Trace:
         self.seconds = max(1.0, last * self._scale)
         if self.seconds > MOST_SECONDS:
             raise ConfigError(
-                f"{config.trace}: takes {self.seconds:,.0f} s; at most {MOST_SECONDS:,.0f} are simulated: give a "
+                f"{config.trace}: takes {self.seconds:,.0f} s; at most {MOST_SECONDS:,.0f} can be simulated: use a "
                 "smaller --time-scale"
             )
 
@@ -161,7 +161,7 @@ class _Trace:
 
 
 def phases(text: str) -> list[Phase]:
-    """The phases of a made trace, none where the text names a file. Raises ConfigError, with an example."""
+    """The phases of a synthetic trace; none if the text names a file. Raises ConfigError, with an example."""
     words = text.split(",")
     if not any(word.partition(":")[0] in KINDS and "@" in word for word in words):
         return []
@@ -175,7 +175,7 @@ def phases(text: str) -> list[Phase]:
                 f"TRACE {word!r}: expected KIND:SECONDS@RATE such as chat:600@20; kinds: {', '.join(KINDS)}"
             ) from None
         if not (seconds >= 1 and 0 < rate <= 1e5):
-            raise ConfigError(f"TRACE {word!r}: give a second or more, and above 0 to 100,000 requests a second")
+            raise ConfigError(f"TRACE {word!r}: give at least one second, and above 0 to 100,000 requests per second")
         found.append(Phase(kind, seconds, rate))
     return found
 
@@ -190,7 +190,7 @@ def _workers(gpus: int, model: WorkerModel) -> int:
 
 
 def _roles(text: str, workers: int) -> Roles | None:
-    """None: chosen as the traffic goes."""
+    """The roles; None: chosen from the traffic."""
     if text == "auto":
         return None
     if text == "both":
@@ -198,7 +198,7 @@ def _roles(text: str, workers: int) -> Roles | None:
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match is None or int(match[1]) + int(match[2]) != workers or not int(match[2]):
         raise ConfigError(
-            f"--roles {text!r}: expected auto, both, or P:D of {workers} workers in all, one at least to answer, "
+            f"--roles {text!r}: expected auto, both, or P:D with {workers} workers in total, at least one for decode, "
             f"such as {max(0, workers // 4)}:{workers - workers // 4}"
         )
     return Roles(prefill=int(match[1]), decode=int(match[2]))
@@ -212,7 +212,7 @@ def _targets(words: Sequence[str]) -> dict[str, Targets]:
         if match is None or match[3].count(".") > 1 or not float(match[3]) > 0:
             raise ConfigError(f"--goodput {word!r}: expected [CLASS.]NAME:MS such as ttft:2000 or agents.itl:30")
         matches.append(match)
-    for match in sorted(matches, key=lambda match: match[1] is not None):  # a class begins with what holds for all
+    for match in sorted(matches, key=lambda match: match[1] is not None):  # a class starts from the general targets
         of = match[1] or ""
         found[of] = found.get(of, found[""])._replace(**{f"{match[2]}_s": float(match[3]) / 1e3})
     return found

@@ -1,7 +1,7 @@
-"""Printing for people, where text is only ever shown as text.
+"""Printing for people, with all text shown literally.
 
-Names, paths, answers and errors are others' words. None of them is markup here, and none of their control characters
-reaches the terminal, where it could move the cursor, recolour what follows or set the clipboard.
+Names, paths, answers and errors come from outside. They are never interpreted as markup, and their control characters
+do not reach the terminal: they could move the cursor, change colours or set the clipboard.
 """
 
 import copy
@@ -20,8 +20,8 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # C0, DEL and C1, but 
 class Terminal(Console):
     """A rich Console without markup and emoji codes, which shows control characters as \\x1b and the like.
 
-    Styles go beside the text, as `style=` or as a rich Text. A table that is too wide becomes several, and no number is
-    broken. On a terminal a long line (`soft_wrap`) is broken between words alone: paths and addresses stay whole.
+    Styles are passed separately, as `style=` or in a rich Text. A table that is too wide is split into several without
+    breaking a number. On a terminal, a long line (`soft_wrap`) is broken between words only: paths and URLs stay whole.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Terminal(Console):
         )
 
     def print(self, *objects: Any, end: str = "\n", soft_wrap: bool | None = None, **how: Any) -> None:
-        """As rich's, but for tables and long lines."""
+        """Like rich's, except for tables and long lines."""
         parts = [part for one in objects for part in (self._fitting(one) if isinstance(one, Table) else [one])]
         if any(isinstance(one, Table) for one in objects):
             for part in parts:
@@ -49,7 +49,7 @@ class Terminal(Console):
             super().print(*parts, end=end, soft_wrap=soft_wrap, **how)
 
     def _fitting(self, table: Table) -> Iterator[Table]:
-        """The table, or tables of some of its columns, the first one in each: as few as this width takes."""
+        """The table, or, if it is too wide, the fewest tables with some of its columns and the first one in each."""
         for column in table.columns:
             column.no_wrap = column.no_wrap or column.justify == "right"
         first, *rest = range(len(table.columns)) if table.columns else [0]
@@ -68,11 +68,11 @@ class Terminal(Console):
 
     def _needs(self, table: Table, places: list[int]) -> int:
         part = _columns(table, places)
-        part.title = part.caption = None  # which wrap
+        part.title = part.caption = None  # these wrap, so they need no width
         return Measurement.get(self, self.options.update(width=1 << 16), part).minimum
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything that is printed passes here, cells of tables too."""
+        """Escape control characters. All printed text passes through here, including cells of tables."""
         for segment in super().render(renderable, options):
             if segment.control is None and _CONTROLS.search(segment.text):
                 yield Segment(visible(segment.text), segment.style)
@@ -81,7 +81,7 @@ class Terminal(Console):
 
 
 def _columns(table: Table, places: list[int]) -> Table:
-    """A table of some of the columns, whose cells are not copied."""
+    """A table with some of the columns; the cells are shared, not copied."""
     part = copy.copy(table)
     part.columns = [table.columns[place] for place in places]
     return part
@@ -93,6 +93,6 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str, most: int = 500) -> str:
-    """The beginning of a text by others, for a message: `most` characters, every run of white space as one space."""
+    """The beginning of an external text, for a message: `most` characters, each run of white space as one space."""
     short = " ".join(text[: 4 * most].split())
     return short if len(short) <= most else f"{short[:most]}..."

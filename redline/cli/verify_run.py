@@ -18,11 +18,11 @@ from redline.folder import check_model
 from redline.progress import Working
 from redline.worker.engine import pick_device
 
-NAMED = 50  # files with problems, or answers, that are printed; the report has all
+NAMED = 50  # maximum number of files with problems, or answers, printed; the report has all
 
 
 class FolderChecks(NamedTuple):
-    """A folder, and where the report goes. again: shards that an earlier run found sound are read too."""
+    """A folder, and the path of the report. again: also read shards that passed in an earlier run."""
 
     folder: Path
     save: Path
@@ -31,7 +31,7 @@ class FolderChecks(NamedTuple):
 
 
 class ServerChecks(NamedTuple):
-    """A server, what it is asked, and where the report goes."""
+    """A server, the requests to send, and the path of the report."""
 
     url: str
     requests: Path
@@ -42,9 +42,9 @@ class ServerChecks(NamedTuple):
 
 
 def check_folder(checks: FolderChecks, console: Console) -> int:
-    """0; 1 if there is a problem. Raises ConfigError if the report cannot be written."""
+    """Returns the exit code: 0, or 1 if there is a problem. Raises ConfigError if the report cannot be written."""
     if not checks.folder.is_dir():
-        check_model(checks.folder)  # which says what it is instead
+        check_model(checks.folder)  # raises an error that names what it is instead
     check_output(checks.save)
     device = pick_device(checks.device)
     held = hold(checks.save)
@@ -92,7 +92,7 @@ def _print(report: Report, console: Console) -> None:
 
 
 def _of(file: str, problems: Sequence[Problem]) -> Iterator[str]:
-    """The lines about a file: its tensors, what is wrong with each, the fix."""
+    """The lines on a file: its tensors, the problem of each, the fix."""
     yield f"\n{file}"
     for problem in problems:
         more = f" (and {problem.tensors - 1:,} more tensors alike)" if problem.tensors > 1 else ""
@@ -111,11 +111,11 @@ def _measured(report: Report) -> Iterator[str]:
             f"({best.gb_per_s:.2f}): the whole model in {_time(rates.whole_load_s)} by one process"
         )
     if (steps := report.steps) is not None:
-        predicted = "doctor predicts no step of this machine and model"
+        predicted = "doctor has no prediction for this machine and model"
         if steps.predicted_ms is not None:
             predicted = f"doctor predicts {steps.predicted_ms:.2f} ms for a whole step on {steps.on}"
         yield (
-            f"a step of one token: {steps.measured_ms:.2f} ms for all layers, added up from those measured; "
+            f"a step of one token: {steps.measured_ms:.2f} ms for all layers, extrapolated from the measured ones; "
             f"floor {steps.floor_ms:.2f} ({steps.floor_ms / steps.measured_ms:.0%}); {predicted}"
         )
 
@@ -137,8 +137,8 @@ def _layers(report: Report) -> Table:
 
 
 def check_server(checks: ServerChecks, console: Console) -> int:
-    """0; 1 if a call or an answer was wrong. Raises ConfigError for requests that cannot be read, and if no server is
-    there."""
+    """Returns the exit code: 0, or 1 if a call or an answer was wrong. Raises ConfigError for invalid requests, and if
+    there is no server."""
     check_output(checks.save)
     asked = read_requests(checks.requests)
     url, headers = address(checks.url, "--server")
@@ -167,5 +167,5 @@ def _print_counts(counts: Counts, model: str, url: str, console: Console) -> Non
         say(
             console,
             f"schema accuracy: {counts.accurate:,} of {counts.with_calls:,} answers that ended with tool_calls have "
-            f"valid calls alone ({counts.accurate / counts.with_calls:.2%})",
+            f"only valid calls ({counts.accurate / counts.with_calls:.2%})",
         )

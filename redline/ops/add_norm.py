@@ -1,7 +1,7 @@
 """residual += partial; y = residual / rms(residual) * w.        T tokens, D hidden.
 
-The addition belongs to the next sublayer's norm: a sublayer returns its partial sum, so that an all-reduce can later
-stand in its place.
+The addition belongs to the next sublayer's norm: a sublayer returns its partial sum, so that the addition can later
+be replaced by an all-reduce.
 """
 
 from collections.abc import Iterator
@@ -20,11 +20,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class AddNormArgs(NamedTuple):
-    """Adds a sublayer's partial sum to the residual, and norms the result."""
+    """Adds a sublayer's partial sum to the residual, and normalizes the result."""
 
     residual_TD: Tensor  # [T, D], float32 on a CPU; may be changed in place, and must not be used after the call
-    partial_TD: Tensor | None  # [T, D] in the residual's dtype; None: nothing to add, in front of the first layer
-    weight_D: Tensor  # float32 [D]: of the norm
+    partial_TD: Tensor | None  # [T, D] in the residual's dtype; None before the first layer: nothing to add
+    weight_D: Tensor  # float32 [D]: weight of the norm
     eps: float  # added to the mean square
 
 
@@ -40,7 +40,7 @@ def cost(args: AddNormArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """With and without a partial sum, at widths of nano and of Kimi and at one that fills no vector."""
+    """With and without a partial sum, at the widths of nano and Kimi, and at one that is no multiple of a vector."""
 
     def make(tokens: int, d: int, first: bool):
         def inputs(g: torch.Generator) -> AddNormArgs:

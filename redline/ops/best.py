@@ -1,6 +1,6 @@
-"""The likeliest token of each row, the first one where several are equal.        R rows, V vocabulary.
+"""Argmax of each row (greedy sampling); the first index wins ties.        R rows, V vocabulary.
 
-The op also tells whether the whole row is finite: one pass over the logits answers both.
+The op also returns whether the whole row is finite: one pass over the logits computes both.
 """
 
 from collections.abc import Iterator
@@ -13,9 +13,9 @@ from redline.ops.op import Case, Cost, Op
 
 
 class BestArgs(NamedTuple):
-    """Finds the likeliest token of each row, and whether the whole row is finite."""
+    """Finds the argmax of each row, and whether the whole row is finite."""
 
-    logits_RV: Tensor  # float32 [R, V]; rows may lie apart
+    logits_RV: Tensor  # float32 [R, V]; the row stride may exceed V
 
 
 def reference(args: BestArgs) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,10 @@
-"""The checksum of bytes that travel: 64 bits, seeded, a sum over words that may be added up in any order.
+"""The checksum of transferred bytes: 64 bits, seeded, a sum over words that may be added in any order.
 
     checksum = sum over i of mix(w[i] ^ (mix(seed) + i * GAMMA))  mod 2^64
 
-w[0] is the count of bytes, w[1], w[2], ... are the bytes eight at a time, the first the lowest, filled with zeros. mix
-is one to one, so one word that is changed always changes the sum; of several, or of words and blocks that change
-places, one in 2^64 escapes. It tells accidents; somebody who means to deceive can compute it too.
+w[0] is the byte count; w[1], w[2], ... are the bytes in groups of eight, little-endian, padded with zeros. mix is one
+to one, so a change of a single word always changes the sum; a change of several words, or of the order of words or
+blocks, goes undetected with probability 2^-64. It detects accidents, not attacks: an attacker can compute it too.
 """
 
 from collections.abc import Iterator
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from redline.ops.op import Case, Cost, Op
 
-# Of splitmix64 (Steele, Lea and Flood 2014), with Stafford's thirteenth mixer.
+# Constants of splitmix64 (Steele, Lea and Flood 2014), with Stafford's mixer 13.
 GAMMA = 0x9E3779B97F4A7C15
 FIRST = 0xBF58476D1CE4E5B9
 SECOND = 0x94D049BB133111EB
 
 
 class ChecksumArgs(NamedTuple):
-    """Adds up the words of some bytes, each mixed with its place and the seed."""
+    """Adds up the words of a buffer, each mixed with its position and the seed."""
 
     data_N: Tensor  # uint8 [N], contiguous
     seed: int  # [0, 2^64)
 
 
 class ChecksumsArgs(NamedTuple):
-    """The checksum of each row of some bytes, under its own seed."""
+    """The checksum of each row of a buffer, with a seed per row."""
 
     data_RN: Tensor  # uint8 [R, N], contiguous
     seeds: tuple[int, ...]  # R, [0, 2^64)
@@ -48,7 +48,7 @@ def signed(word: int) -> int:
 
 
 def number(checksum: Tensor) -> int:
-    """The checksum as a number of [0, 2^64); on a GPU this waits for it."""
+    """The checksum as a number in [0, 2^64); on a GPU this synchronizes."""
     return int(checksum) % 2**64
 
 
@@ -63,7 +63,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def reference(args: ChecksumArgs) -> Tensor:
-    """-> int64 [], whose bits are the checksum."""
+    """-> int64 []: the bits of the checksum."""
     data_N = args.data_N
     count = data_N.numel()
     words = torch.zeros(1 + -(-count // 8), dtype=torch.int64, device=data_N.device)
@@ -74,7 +74,7 @@ def reference(args: ChecksumArgs) -> Tensor:
 
 
 def reference_rows(args: ChecksumsArgs) -> Tensor:
-    """-> int64 [R], whose bits are the checksums."""
+    """-> int64 [R]: the bits of the checksums."""
     sums = [reference(ChecksumArgs(row, seed)) for row, seed in zip(args.data_RN, args.seeds, strict=True)]
     return torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64, device=args.data_RN.device)
 
@@ -85,7 +85,7 @@ def cost(args: ChecksumArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """No bytes, less than a word, words and a rest, more than one part of a GPU's, a parcel."""
+    """No bytes, less than a word, words and a remainder, more than one block of a GPU kernel, a KV chunk."""
 
     def make(count: int, seed: int | None = None):
         def inputs(g: torch.Generator) -> ChecksumArgs:
@@ -105,12 +105,12 @@ def cases() -> Iterator[Case]:
 
 
 def cost_rows(args: ChecksumsArgs) -> Cost:
-    """As of one, for each row."""
+    """The cost of `checksum`, for each row."""
     return Cost(args.data_RN.nbytes + 8 * len(args.seeds))
 
 
 def cases_rows() -> Iterator[Case]:
-    """One row, rows of less than a GPU's part and of more, pages."""
+    """One row, rows below and above one block of a GPU kernel, pages."""
 
     def make(rows: int, count: int):
         def inputs(g: torch.Generator) -> ChecksumsArgs:

@@ -1,29 +1,30 @@
-"""Random numbers that are functions of (seed, stream, position), as tensors: the same bits as the host's own.
+"""Counter-based random numbers as tensors, functions of (seed, stream, position): bit-equal to those of the host.
 
-`run.sampling.on_host` has them for one number; generators with a state would make an answer depend on its company.
+`run.sampling.on_host` has the scalar versions. A generator with state would make an answer depend on the rest of its
+batch.
 """
 
 import torch
 from torch import Tensor
 
-VERDICT = 1 << 20  # the stream of synthetic acceptance, behind those of drafting and verifying (run/drafting/verify.py)
+VERDICT = 1 << 20  # stream of synthetic acceptance; drafting and verifying use lower numbers (run/drafting/verify.py)
 
 
 def uniforms(seed_T: Tensor, position_T: Tensor) -> Tensor:
-    """`on_host.uniform` of each pair, float64 [T]. seed_T: as `signed` gives them, int64."""
+    """`on_host.uniform` of each pair, float64 [T]. seed_T: int64, in the representation of `signed`."""
     bits_T = _mix(seed_T ^ _mix(position_T))
     return _shifted(bits_T, 11).double() * 2.0**-53
 
 
 def uniforms_of(seed_T: Tensor, stream_T: Tensor | int, position_T: Tensor) -> Tensor:
-    """`on_host.uniform_of` of each triple, float64 [T]; all int64, the seeds as `signed` gives them."""
+    """`on_host.uniform_of` of each triple, float64 [T]; all int64, seeds in the representation of `signed`."""
     stream = -1 - stream_T
     of_stream = _mix(stream) if isinstance(stream, Tensor) else _mix(torch.full_like(position_T, stream))
     return uniforms(_mix(seed_T ^ of_stream), position_T)
 
 
 def signed(bits: int) -> int:
-    """The int64 that has the lowest 64 bits of this number."""
+    """The int64 with the lowest 64 bits of this number."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -35,5 +36,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """Shifted to the right with zeros from the left, although int64 has a sign."""
+    """Logical shift right (zeros come in from the left), although int64 is signed."""
     return (x >> count) & ((1 << (64 - count)) - 1)

@@ -1,4 +1,4 @@
-"""Weights as ops take them, and packed weights as plain dataclasses, whose docstring is the formula.
+"""Weights in the form that ops take; packed formats are plain dataclasses with their formula as docstring.
 
 E experts (or any leading axes), N outputs, K inputs.
 """
@@ -15,7 +15,7 @@ INT8_STEPS = 127
 
 
 class Weight(Protocol):
-    """A bf16 weight [..., N, K], laid out as its chip wants it."""
+    """A bf16 weight [..., N, K] in the layout of its chip."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -24,19 +24,19 @@ class Weight(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the layout takes, its padding counted."""
+        """Bytes of the layout, including its padding."""
         ...
 
     def dense(self) -> Tensor:
-        """[..., N, K] bf16, bit for bit."""
+        """[..., N, K] bf16, bit-exact."""
         ...
 
 
-W = TypeVar("W", bound=Weight, covariant=True)  # the layout in which an op's record holds its weights
+W = TypeVar("W", bound=Weight, covariant=True)  # the layout of the weights in an op's record
 
 
 class ExpertWeights(Protocol):
-    """One projection of all experts of a layer, [E, N, K], in any format, laid out as its chip wants it."""
+    """One projection of all experts of a layer, [E, N, K], in any format, in the layout of its chip."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,17 +45,17 @@ class ExpertWeights(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts, scales and padding counted."""
+        """Bytes of all experts, including scales and padding."""
         ...
 
     def matrix(self, expert: int) -> Tensor:
-        """[N, K] of one expert: bf16 as it is, float32 where it is dequantised from 4 bits."""
+        """[N, K] of one expert: bf16 if stored as bf16, float32 if dequantized from 4 bits."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A bf16 weight [..., N, K] as it is: a `Weight`, and with three axes also an `ExpertWeights`."""
+    """A bf16 weight [..., N, K] without packing: a `Weight`, and with three axes also an `ExpertWeights`."""
 
     data: Tensor
 
@@ -91,12 +91,12 @@ class Int4:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., N, K) of the weight that the codes stand for."""
+        """(..., N, K) of the unpacked weight."""
         return (*self.packed.shape[:-1], self.packed.shape[-1] * 8)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales: 4.5 bits a weight."""
+        """Bytes of codes and scales: 4.5 bits per weight."""
         return self.packed.nbytes + self.scale.nbytes
 
     def codes(self) -> Tensor:
@@ -105,19 +105,19 @@ class Int4:
         return (self.packed[..., None] >> shifts & 15).flatten(-2)
 
     def matrix(self, expert: int) -> Tensor:
-        """[N, K] float32 of one expert, where the weight is [E, N, K]."""
+        """[N, K] float32 of one expert; the weight is [E, N, K]."""
         return Int4(self.packed[expert], self.scale[expert]).dequantize()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., N, K]. Exact in float32: a code of 4 bits times a bf16 scale's 8 significant bits fit in 24."""
+        """[..., N, K]. Exact in float32: a 4-bit code times a bf16 scale (8 significant bits) fits in 24 bits."""
         groups = (self.codes() - 8).float().unflatten(-1, (-1, INT4_GROUP))
         return (groups * self.scale.float()[..., None]).flatten(-2).to(dtype)
 
 
 def int8_round(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds each row to 127 steps up and down to its largest magnitude -> (q int8 [N, K], scale float32 [N]).
+    """Round each row symmetrically to 127 steps of its largest magnitude -> (q int8 [N, K], scale float32 [N]).
 
-    A weight is q * scale. The scale of a row that is not all finite is NaN, and so is then the whole row.
+    A weight is q * scale. If a row contains a number that is not finite, its scale is NaN, and so the whole row is.
     """
     weight_NK = weight_NK.float()
     most_N = weight_NK.abs().amax(1)
@@ -127,9 +127,9 @@ def int8_round(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def int4_scale(weight: Tensor, steps: float = 7.5) -> Tensor:
-    """The scale of each group of 32 inputs: max |w| / steps, rounded to bf16; 1 where the group is zero.
+    """The scale of each group of 32 inputs: max |w| / steps, rounded to bf16; 1 if the group is zero.
 
-    weight [..., N, K] -> bf16 [..., N, K // 32]. With 7.5 steps it is that of compressed-tensors' minmax observer.
+    weight [..., N, K] -> bf16 [..., N, K // 32]. 7.5 steps equal compressed-tensors' minmax observer.
     """
     amax = weight.float().unflatten(-1, (-1, INT4_GROUP)).abs().amax(-1)
     return torch.where(amax > 0, amax / steps, torch.ones_like(amax)).to(torch.bfloat16)
@@ -152,13 +152,13 @@ def quantize_int4(weight: Tensor) -> Int4:
 
 
 def fake_int4(weight: Tensor) -> Tensor:
-    """Quantise and dequantise, float32 [..., N, K]: for quantisation-aware training, which adds straight-through."""
+    """Quantize and dequantize, float32 [..., N, K]; for quantization-aware training by a straight-through estimator."""
     q, scale = int4_round(weight)
     return (q.unflatten(-1, (-1, INT4_GROUP)) * scale.float()[..., None]).flatten(-2)
 
 
 NVFP4_GROUP = 16
-NVFP4_MOST = 6.0  # the largest e2m1
+NVFP4_MOST = 6.0  # the largest e2m1 value
 E4M3_MOST = 448.0
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes by the low three bits of a code; bit 3 is the sign
 
@@ -167,9 +167,9 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes by the low three 
 class Nvfp4:
     """w[n, k] = e2m1(code[n, k]) * scales[n, k // 16] * scale[n S // N], as NVIDIA's ModelOpt defines it.
 
-    compressed-tensors stores 1 / scale. Rows are S stacked matrices of equal height (gate, up), each with a scale.
+    compressed-tensors stores 1 / scale. Rows are S stacked matrices of equal height (gate, up), with one scale each.
 
-    codes   uint8          [..., N, K // 2]   of column 2c the low four bits of byte c, of 2c + 1 the high ones
+    codes   uint8          [..., N, K // 2]   column 2c in the low four bits of byte c, 2c + 1 in the high ones
     scales  float8_e4m3fn  [..., N, K // 16]
     scale   float32        [..., S]
     """
@@ -180,20 +180,20 @@ class Nvfp4:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(..., N, K) of the weight that the codes stand for."""
+        """(..., N, K) of the unpacked weight."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and both kinds of scales: 4.5 bits a weight, and 4 bytes a stacked matrix."""
+        """Bytes of codes and both kinds of scales: 4.5 bits per weight, and 4 bytes per stacked matrix."""
         return self.codes.nbytes + self.scales.nbytes + self.scale.nbytes
 
     def matrix(self, expert: int) -> Tensor:
-        """[N, K] float32 of one expert, where the weight is [E, N, K]."""
+        """[N, K] float32 of one expert; the weight is [E, N, K]."""
         return Nvfp4(self.codes[expert], self.scales[expert], self.scale[expert]).dequantize()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., N, K]. Rounded once in float32: a code times its block's scale is exact, 2 significant bits times 4."""
+        """[..., N, K]. One rounding in float32: code times block scale is exact (2 and 4 significant bits)."""
         values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=self.codes.device)
         codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
         blocks = values[codes.int()].unflatten(-1, (-1, NVFP4_GROUP)) * self.scales.float()[..., None]
@@ -202,10 +202,10 @@ class Nvfp4:
 
 
 def quantize_nvfp4(weight: Tensor) -> Nvfp4:
-    """weight [..., N, K], K divisible by 16 -> Nvfp4 of one matrix, as ModelOpt's max calibration does it.
+    """weight [..., N, K], K divisible by 16 -> Nvfp4 of one matrix, as ModelOpt's max calibration computes it.
 
-    The matrix's scale is max |w| / (6 x 448), a block's is its max |w| / 6 over that, rounded to e4m3; codes are the
-    nearest, and of two equally near ones the even one.
+    The matrix's scale is max |w| / (6 x 448); a block's scale is its max |w| / 6 divided by the matrix's scale, rounded
+    to e4m3. Codes are rounded to nearest, ties to even.
     """
     w = weight.float()
     scale = w.abs().amax((-2, -1)) / (NVFP4_MOST * E4M3_MOST)
@@ -219,7 +219,7 @@ def quantize_nvfp4(weight: Tensor) -> Nvfp4:
 
 
 def _nearest_e2m1(magnitude: Tensor) -> Tensor:
-    """The nearest code of each magnitude, uint8 0..7: of two equally near ones the even one, above 6 the largest."""
+    """The nearest code of each magnitude, uint8 0..7: ties to even, magnitudes above 6 saturate."""
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for low, (below, above) in enumerate(itertools.pairwise(_E2M1)):
         middle = (below + above) / 2

@@ -1,8 +1,8 @@
-"""Grouped-query attention over pages, for the Llama-style body of a drafter.   H heads, G key heads, X width of a head.
+"""Grouped-query attention over pages, for a drafter with Llama-style layers.   H heads, G key heads, X head width.
 
-Plain torch: no target of ours has such a body, and the drafters that have one are other people's. On a GPU
-`kernels/hopper/decode/grouped.py` does it. A page row is [rotated keys (G X) | values (G X)]; head h reads key head
-h // (H / G). Arguments are those of `ops.mla`, whose records tell their shapes.
+Plain torch: none of our target models has such layers; only third-party drafters do. The GPU version is
+`kernels/hopper/decode/grouped.py`. A page row is [rotated keys (G X) | values (G X)]; head h reads key head
+h // (H / G). Arguments are those of `ops.mla`; its records document their shapes.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class GqaWeights(Generic[W]):
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the pairs (i, i + X / 2) of the last axis by their angles, cos and sin [..., X / 2]: Llama's order."""
+    """Rotate the pairs (i, i + X / 2) of the last axis by their angles, cos and sin [..., X / 2]: Llama's order."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
 
 def heads_and_row(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Heads [..., H, X], [..., G, X] twice, as projected; cos, sin float32 [..., X / 2] -> query heads, rotated, and
+    """Projected heads q [..., H, X], k and v [..., G, X]; cos, sin float32 [..., X / 2] -> rotated query heads, and
     the page row, float32 [..., 2 G X]."""
     cos, sin = cos[..., None, :], sin[..., None, :]
     row = torch.cat([rotate_halves(k.float(), cos, sin), v.float()], -2).flatten(-2)
@@ -40,7 +40,7 @@ def heads_and_row(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> 
 
 
 def unfold(rows: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Page rows [..., 2 G X] -> keys and values [..., H, X], a key head repeated for each head that reads it."""
+    """Page rows [..., 2 G X] -> keys and values [..., H, X]; each key head is repeated for all heads that read it."""
     keys, values = rows.unflatten(-1, (2, -1, width)).unbind(-3)
     times = heads // keys.shape[-2]
     return keys.repeat_interleave(times, -2), values.repeat_interleave(times, -2)
@@ -57,7 +57,7 @@ def gqa_decode(
     out_THX: Tensor,
     skip: int = 0,
 ) -> None:
-    """Query i, token tokens_Q[i] of q [T, H, X], sees rows [skip, lengths_Q[i]) of slot slots_Q[i], its own the last.
+    """Query i, token tokens_Q[i] of q [T, H, X], attends to rows [skip, lengths_Q[i]) of slot slots_Q[i], its own last.
 
     plane [pages, 64, 2 G X]. Writes out_THX at the query tokens.
     """
@@ -68,7 +68,7 @@ def gqa_decode(
 def gqa_prefill(
     q_CHX: Tensor, scale: float, start: int, table: Tensor, plane: Tensor, out_CHX: Tensor, skip: int = 0
 ) -> None:
-    """q_CHX [C, H, X]: a slot's tokens at positions [start, start + C), their rows in their pages. Writes out_CHX."""
+    """q_CHX [C, H, X]: a slot's tokens at positions [start, start + C); their rows are in the pages. Writes out_CHX."""
     count, heads, width = q_CHX.shape
     keys_SHX, values_SHX = unfold(context_rows(plane, table, start + count)[skip:], heads, width)
     scores = torch.einsum("chx,shx->hcs", q_CHX.float(), keys_SHX) * scale

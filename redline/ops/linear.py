@@ -12,24 +12,24 @@ from torch import Tensor
 from redline.ops.formats import Plain, W, Weight
 from redline.ops.op import Case, Cost, Op
 
-ROUNDED = 4e-3  # relative error of a result (of norms) that rounding x to bf16 may make: 2^-9 a number at most
+ROUNDED = 4e-3  # relative error (of norms) from rounding x to bf16: at most 2^-9 per number
 
 
 class LinearArgs(NamedTuple, Generic[W]):
     """Computes y = x W^T."""
 
     x_TK: Tensor  # [T, K]; float32 on a CPU, bf16 on a GPU
-    weight: W  # bf16 [N, K], in its chip's layout
+    weight: W  # bf16 [N, K], in the layout of its chip
     rounded: bool = False  # whether a kernel may round x to bf16; the reference never does
 
 
 def reference(args: LinearArgs[Weight]) -> Tensor:
-    """-> y [T, N] in x's dtype, which the weight is brought to first."""
+    """-> y [T, N] in x's dtype; the weight is converted to that dtype first."""
     return args.x_TK @ args.weight.dense().to(args.x_TK.dtype).T
 
 
 def cost(args: LinearArgs[Weight]) -> Cost:
-    """x, the weight and y move once; two operations for each weight and token."""
+    """x, the weight and y move once; two operations per weight and token."""
     x_TK, weight = args.x_TK, args.weight
     tokens, k = x_TK.shape
     y_bytes = tokens * weight.shape[-2] * x_TK.element_size()
@@ -37,7 +37,7 @@ def cost(args: LinearArgs[Weight]) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Nano's o_proj over few and many tokens, exact and rounded, an N that fills no panel, and two products of Kimi."""
+    """Nano's o_proj over few and many tokens, exact and rounded; an N that is no multiple of a panel; Kimi's sizes."""
 
     def make(tokens: int, k: int, n: int, rounded: bool = False):
         def inputs(g: torch.Generator) -> LinearArgs[Weight]:

@@ -1,12 +1,12 @@
 """Latent attention (MLA) in three ops.        T tokens, D hidden, H heads, N nope, P rope, R latent rank, V value.
 
-`mla_qkv`      projections: the query heads, and each token's latent row written into its page
-`mla_prefill`  expanded form, for a chunk of a prompt: keys and values unfolded from the cached latents
-`mla_decode`   absorbed form, for tokens that were generated: multi-query attention over the latents themselves
+`mla_qkv`      projections: the query heads, and each token's latent row, written into its page
+`mla_prefill`  expanded form, for a chunk of a prompt: keys and values are computed from the cached latents
+`mla_decode`   absorbed form, for generated tokens: multi-query attention over the latents themselves
 
-A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads. On a CPU each op's bits depend on a
-token's own position and context alone; the two forms of attention agree to rounding. Over float32 pages a kernel's
-products are exact; over bf16 and e4m3 pages it may round to bf16 what enters one.
+A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads. On a CPU each op's bits depend only
+on a token's own position and context; the two forms of attention agree to rounding. With float32 pages a kernel's
+products are exact; with bf16 and e4m3 pages a kernel may round the inputs of a product to bf16.
 """
 
 import functools
@@ -26,14 +26,14 @@ from redline.ops.op import Case, Cost, Op
 from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
-FILL = 64  # tokens, to a multiple of which `prefill_whole` fills its chunks
+FILL = 64  # tokens: `prefill_whole` pads its chunks to a multiple of this
 FP8 = torch.float8_e4m3fn
-FP8_STEPS = 1e-2  # relative error of e4m3 rows computed in two ways: some numbers round to different neighbours
+FP8_STEPS = 1e-2  # relative error between two computations of e4m3 rows: some numbers round to different neighbours
 
 
 @dataclass(frozen=True)
 class MlaWeights(Generic[W]):
-    """One layer's latent attention without its output projection. Rq is the rank of the queries."""
+    """One layer's latent attention without its output projection. Rq is the rank of the query projection."""
 
     w_a: W  # bf16 [Rq + R + P, D]: q_a and kv_a stacked
     q_norm: Tensor  # float32 [Rq]
@@ -41,13 +41,13 @@ class MlaWeights(Generic[W]):
     w_q: W  # bf16 [H (N + P), Rq]: q_b
     w_uk: W  # bf16 [H, R, N]: W_UK transposed, from latents to keys
     w_uv: W  # bf16 [H, V, R]: from latents to values
-    eps: float  # of both low-rank norms
+    eps: float  # for both low-rank norms
 
-    # Read at every step, so worked out once: these objects never change.
+    # Cached, since every step reads them; these objects never change.
 
     @functools.cached_property
     def heads(self) -> int:
-        """H: how many query heads there are."""
+        """H: the number of query heads."""
         return self.w_uk.shape[0]
 
     @functools.cached_property
@@ -57,7 +57,7 @@ class MlaWeights(Generic[W]):
 
     @functools.cached_property
     def nope(self) -> int:
-        """N: the width of a head's part that is not rotated."""
+        """N: the width of the part of a head without rotary embedding."""
         return self.w_uk.shape[2]
 
     @functools.cached_property
@@ -67,7 +67,7 @@ class MlaWeights(Generic[W]):
 
     @functools.cached_property
     def rope(self) -> int:
-        """P: the width of a head's part that is rotated."""
+        """P: the width of the part of a head with rotary embedding."""
         return self.w_q.shape[0] // self.heads - self.nope
 
     @functools.cached_property
@@ -82,7 +82,7 @@ class MlaWeights(Generic[W]):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the interleaved pairs (2i, 2i + 1) of the last axis [..., P] by their angles, cos and sin [..., P / 2]."""
+    """Rotate the interleaved pairs (2i, 2i + 1) of the last axis [..., P] by their angles, cos and sin [..., P / 2]."""
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
@@ -94,23 +94,23 @@ def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate_heads(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """[..., H, N + P]: query heads, all behind their first `nope` turned by cos, sin [..., P / 2]."""
+    """[..., H, N + P]: query heads with all but their first `nope` numbers rotated by cos, sin [..., P / 2]."""
     rope = q[..., nope:]
     return torch.cat([q[..., :nope], rotate(rope.float(), cos[..., None, :], sin[..., None, :]).to(q.dtype)], -1)
 
 
 def cache_row(latent: Tensor, key: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """[..., R] and [..., P] as projected -> a token's row, [..., R + P]: [latent, normed | key, rotated]."""
+    """Projections [..., R] and [..., P] -> a token's row, [..., R + P]: [latent after its norm | rotated key]."""
     return torch.cat([rms_norm(latent, norm, eps), rotate(key.float(), cos, sin).to(key.dtype)], -1)
 
 
 def rounds(plane: Tensor) -> bool:
-    """Whether kernels over these pages may round to bf16 what enters a product."""
+    """Whether kernels over these pages may round the inputs of a product to bf16."""
     return plane.dtype != torch.float32
 
 
 def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers as pages of this dtype hold them: rounded to nearest even; e4m3 saturates at 448."""
+    """Numbers as stored in pages of this dtype: rounded to nearest even; e4m3 saturates at 448."""
     return (row.clamp(-E4M3_MOST, E4M3_MOST) if dtype == FP8 else row).to(dtype)
 
 
@@ -121,10 +121,10 @@ class MlaQkvArgs(NamedTuple, Generic[W]):
     """Projects each token to its query heads, and writes its latent row into its page."""
 
     x_TD: Tensor  # [T, D], normed; float32 on a CPU
-    w: MlaWeights[W]  # weights in their chip's layout
-    cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
-    sin: Tensor  # float32 [T, P / 2]
-    slots_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
+    w: MlaWeights[W]  # weights in the layout of their chip
+    cos: Tensor  # float32 [T, P / 2]: cosine of the angles of each token's position
+    sin: Tensor  # float32 [T, P / 2]: sine
+    slots_T: Tensor  # int64 [T]: page * 64 + place: the destination of each token's row
     plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3; written at slots_T
 
 
@@ -140,7 +140,7 @@ def _qkv_reference(args: MlaQkvArgs[Weight]) -> Tensor:
 
 
 def _qkv_cost(args: MlaQkvArgs[Weight]) -> Cost:
-    """x, queries, page rows and the two weights, each once."""
+    """x, queries, page rows and the two weights, each moved once."""
     x_TD, w = args.x_TD, args.w
     tokens, d = x_TD.shape
     n_a, n_q = w.w_a.shape[-2], w.w_q.shape[-2]
@@ -158,22 +158,22 @@ def context_rows(plane: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 class MlaDecodeArgs(NamedTuple, Generic[W]):
-    """Attends with each query token to its slot's context, in the absorbed form; Q queries."""
+    """Attends from each query token to its slot's context, in the absorbed form; Q queries."""
 
     q_THX: Tensor  # [T, H, N + P], the last P of each head rotated; float32 on a CPU
-    w: MlaWeights[W]  # weights in their chip's layout; only w_uk and w_uv are read
-    scale: float  # what the scores are multiplied by before the softmax
+    w: MlaWeights[W]  # weights in the layout of their chip; only w_uk and w_uv are read
+    scale: float  # factor of the scores before the softmax
     tokens_Q: Tensor  # int32 [Q]: the query's row in q and out
-    slots_Q: Tensor  # int32 [Q]: its row in tables
-    lengths_Q: Tensor  # int32 [Q]: rows of its context, its own row the last; all are in their pages
+    slots_Q: Tensor  # int32 [Q]: the query's row in tables
+    lengths_Q: Tensor  # int32 [Q]: rows of its context, its own row last; all are already in their pages
     tables: Tensor  # int32 [slots, pages per slot]: the pages of each slot, in order
     plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3; read
     out_THV: Tensor  # [T, H, V] in q's dtype; written at tokens_Q, and nowhere else
-    skip: int = 0  # leading rows of every slot that hold nothing and are not read: 0, or 1 of a drafter
+    skip: int = 0  # leading rows of every slot that are empty and not read: 0, or 1 for a drafter
 
 
 def _decode_reference(args: MlaDecodeArgs[Weight]) -> None:
-    """Query i sees rows [skip, lengths_Q[i]) of slot slots_Q[i]. In float32, whatever the pages hold."""
+    """Query i attends to rows [skip, lengths_Q[i]) of slot slots_Q[i]. In float32, whatever the pages' dtype."""
     w = args.w
     w_uk, w_uv = w.w_uk.dense().float(), w.w_uv.dense().float()
     for token, slot, length in zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
@@ -186,7 +186,7 @@ def _decode_reference(args: MlaDecodeArgs[Weight]) -> None:
 
 
 def _decode_cost(args: MlaDecodeArgs[Weight]) -> Cost:
-    """Each slot's context once, however many of its tokens ask; the two weights once; queries and outputs."""
+    """Each slot's context once, however many of its tokens read it; the two weights once; queries and outputs."""
     w = args.w
     heads, nope, rope, rank, value = w.sizes
     longest: dict[int, int] = {}
@@ -203,20 +203,20 @@ def _decode_cost(args: MlaDecodeArgs[Weight]) -> Cost:
 
 
 class MlaPrefillArgs(NamedTuple, Generic[W]):
-    """Attends with a chunk of a prompt to what came before it and causally to itself, in the expanded form."""
+    """Attends from a chunk of a prompt to all earlier positions and causally to itself, in the expanded form."""
 
     q_CHX: Tensor  # [C, H, N + P]: the chunk's C tokens, the last P of each head rotated; float32 on a CPU
-    w: MlaWeights[W]  # weights in their chip's layout; only w_uk and w_uv are read
-    scale: float  # what the scores are multiplied by before the softmax
+    w: MlaWeights[W]  # weights in the layout of their chip; only w_uk and w_uv are read
+    scale: float  # factor of the scores before the softmax
     start: int  # the position of the chunk's first token
     table: Tensor  # int32 [pages per slot]: the slot's pages, in order
     plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3; read: rows [0, start + C) are in their pages
     out_CHV: Tensor  # [C, H, V] in q's dtype; all of it is written
-    skip: int = 0  # leading rows of the slot that hold nothing and are not read: 0 or 1, at most `start`
+    skip: int = 0  # leading rows of the slot that are empty and not read: 0 or 1, at most `start`
 
 
 def _prefill_reference(args: MlaPrefillArgs[Weight]) -> None:
-    """The token at position p sees rows [skip, p]. In float32, whatever the pages hold."""
+    """The token at position p attends to rows [skip, p]. In float32, whatever the pages' dtype."""
     q_CHX, w, start = args.q_CHX, args.w, args.start
     count = q_CHX.shape[0]
     rows_SW = context_rows(args.plane, args.table, start + count)[args.skip :]
@@ -232,7 +232,7 @@ def _prefill_reference(args: MlaPrefillArgs[Weight]) -> None:
 
 
 def _prefill_cost(args: MlaPrefillArgs[Weight]) -> Cost:
-    """The context and both weights once; unfolding it once, and scores and values of every pair that sees another."""
+    """The context and both weights once; computing keys and values once; scores and values of every visible pair."""
     w = args.w
     heads, nope, rope, rank, value = w.sizes
     count = args.q_CHX.shape[0]
@@ -258,7 +258,7 @@ class Unfolding(Protocol):
 
 
 def _rows_of(plane: Tensor, rows: Tensor) -> Tensor:
-    """Rows (int64: page * 64 + place) of plane [pages, 64, W], whose pages may lie apart. -> [rows, W]"""
+    """Rows (int64: page * 64 + place) of plane [pages, 64, W], which need not be contiguous. -> [rows, W]"""
     if plane.is_contiguous():
         return plane.view(-1, plane.shape[-1])[rows]
     return plane[rows // PAGE_TOKENS, rows % PAGE_TOKENS]
@@ -273,9 +273,9 @@ def prefill_whole(
     plane: Tensor,
     out_THV: Tensor,
 ) -> None:
-    """Attention of chunks that begin their slots, all at once, by torch's fused attention.
+    """Attention of chunks that begin at position 0 of their slots, in one call, by torch's fused attention.
 
-    For GPUs, where one reference call per chunk is hundreds of launches per sequence. q_THX [T, H, N + P] and plane are
+    For GPUs: one reference call per chunk takes hundreds of launches per sequence. q_THX [T, H, N + P] and plane are
     as in `mla_prefill`. spans: (first token, tokens) of each chunk. rows_T int64 [T]: page * 64 + place of each token's
     row, already in its page. Writes out_THV [T, H, V] at the chunks' tokens.
     """
@@ -290,24 +290,24 @@ def prefill_whole(
     queries = q_THX[index]
     for group in groups:
         q, k, v = (x[group.place_CS].transpose(1, 2) for x in (queries, keys, values))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # filling stands behind, unseen
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # padding comes last, so is masked
         out_THV[group.token_R] = o.transpose(1, 2).flatten(0, 1)[group.real_R]
 
 
 class _Group(NamedTuple):
-    """C chunks of like lengths side by side, filled to S tokens each; R of these tokens are no filling."""
+    """C chunks of similar lengths, padded to S tokens each; R of these tokens are real, not padding."""
 
-    place_CS: Tensor  # int64: where the token lies among those of all chunks
-    real_R: Tensor  # int64: where the tokens that are no filling lie in the flattened [C * S]
-    token_R: Tensor  # int64: where they lie in the step
+    place_CS: Tensor  # int64: index of the token among the tokens of all chunks
+    real_R: Tensor  # int64: indices of the real tokens in the flattened [C * S]
+    token_R: Tensor  # int64: their indices in the step
 
 
-@functools.lru_cache(maxsize=2)  # all layers of a step ask the same
+@functools.lru_cache(maxsize=2)  # all layers of a step make the same call
 def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, list[_Group]]:
-    """The step's tokens that are in `spans`, int64, and their groups; on the device, which is not waited for.
+    """The step's tokens that are in `spans`, int64, and their groups; on the device, without a synchronization.
 
-    Of like lengths, so that at most half is filling; and of few different sizes, lines of filling among them, since a
-    library plans anew for each shape, which takes it longer than many such steps.
+    Groups have similar lengths, so that at most half is padding; and few different sizes, padding rows included, since
+    a library makes a new plan for each shape, which takes longer than many such steps.
     """
     tokens = [torch.arange(first, first + count) for first, count in spans]
     places = list(accumulate((count for _, count in spans), initial=0))
@@ -316,7 +316,7 @@ def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> t
         by_size.setdefault(count.bit_length(), []).append(number)
     groups: list[_Group] = []
     for bits, numbers in by_size.items():
-        fill = max(FILL, 1 << max(0, bits - 3))  # four lengths between two powers of two
+        fill = max(FILL, 1 << max(0, bits - 3))  # four padded lengths between two powers of two
         longest = -(-max(spans[number][1] for number in numbers) // fill) * fill
         place_CS = torch.zeros(_lines(len(numbers)), longest, dtype=torch.int64)
         real: list[Tensor] = []
@@ -330,7 +330,7 @@ def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> t
 
 
 def _lines(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    """`count` rounded up to one of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if count <= power * 3 // 4 and power > 2 else power
 
@@ -341,7 +341,7 @@ def _lines(count: int) -> int:
 def random_weights(
     g: torch.Generator, d: int, rq: int, heads: int, nope: int, rope: int, rank: int, value: int
 ) -> MlaWeights[Plain]:
-    """Weights of these sizes: normal numbers over sqrt(inputs) in bf16, norms of 0.5 to 1.5, an eps of 1e-5."""
+    """Weights of these sizes: normal numbers over sqrt(inputs) in bf16; norms of 0.5 to 1.5; eps 1e-5."""
 
     def weight(*shape: int) -> Plain:
         return Plain((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
@@ -402,7 +402,7 @@ def _decode_cases() -> Iterator[Case]:
 
     bf16 = 1e-2  # queries, probabilities and latents are rounded, one after another
     yield Case("1 token of context, nano", make((1,), NANO, torch.bfloat16), rtol=bf16)
-    # The mean of so many latents is small beside each of them: of 300 draws one was off by 0.0093, all by 0.0043.
+    # The mean of 200 latents is small compared with each: in 300 draws the largest error was 0.0093, of all 0.0043.
     yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=2 * bf16)
     yield Case("64, 65, 1000, 257, nano float32 pages", make((64, 65, 1000, 257), NANO, torch.float32))
     yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16), rtol=bf16)

@@ -1,7 +1,7 @@
-"""SwiGLU experts.        T tokens, D hidden, E experts, K chosen, I expert width.
+"""SwiGLU experts.        T tokens, D hidden, E experts, K chosen per token, I expert width.
 
 y = shared(x) + sum over k of weight[k] * expert[ids[k]](x);  expert(x) = W_down (silu(W_gate x) * W_up x).
-The same op without routed experts is the dense MLP of layer 0.
+Without routed experts, the same op is the dense MLP of layer 0.
 """
 
 from collections.abc import Iterator
@@ -15,23 +15,23 @@ from torch import Tensor
 from redline.ops.formats import ExpertWeights, Nvfp4, Plain, W, Weight, quantize_int4, quantize_nvfp4
 from redline.ops.op import Case, Cost, Op
 
-# Relative error of a result (of norms) where what enters two products, one behind the other, may be rounded to bf16: of
-# 300 draws of one token 0.0029 on the mean and at most 0.0044.
+# Relative error of a result (of norms) if the inputs of two consecutive products may be rounded to bf16: over 300 draws
+# of one token 0.0029 on average and at most 0.0044.
 TWICE = 6e-3
 
 
 @dataclass(frozen=True)
 class Routed:
-    """The routed experts of a layer, and which of them each token goes to."""
+    """The routed experts of a layer, and the experts that each token is routed to."""
 
     gate_up: ExpertWeights  # [E, 2 I, D], gate first; bf16 or 4 bits
     down: ExpertWeights  # [E, D, I], in the same format
     ids_TK: Tensor  # int32 [T, K]: a token's experts, each at most once
-    weights_TK: Tensor  # float32 [T, K]: how much of each
+    weights_TK: Tensor  # float32 [T, K]: the weight of each expert
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """[..., I] each -> what an expert's down projection takes."""
+    """[..., I] each -> the input of an expert's down projection."""
     return F.silu(gate) * up
 
 
@@ -41,19 +41,19 @@ def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 class MoeArgs(NamedTuple, Generic[W]):
-    """Adds up the SwiGLU experts of each token, the shared one and the weighted routed ones."""
+    """Adds up the SwiGLU experts of each token: the shared one and the weighted routed ones."""
 
     x_TD: Tensor  # [T, D], normed; float32 on a CPU
-    # bf16 [2 I, D], gate first: of the shared expert or of the dense MLP, whose width I need not be the
-    # routed experts'; None, as `shared_down`: there is none
+    # bf16 [2 I, D], gate first: of the shared expert or the dense MLP (their I may differ from the routed experts');
+    # None, together with `shared_down`: no shared expert
     shared_gate_up: W | None
     shared_down: W | None  # bf16 [D, I]
     routed: Routed | None  # None: a dense MLP
-    rounded: bool = False  # whether a kernel may round to bf16 what enters a product; the reference never does
+    rounded: bool = False  # whether a kernel may round the inputs of a product to bf16; the reference never does
 
 
 def reference(args: MoeArgs[Weight]) -> Tensor:
-    """-> y [T, D] in x's dtype. A token's choices are added in the order of expert ids."""
+    """-> y [T, D] in x's dtype. A token's experts are added in the order of expert ids."""
     x_TD, routed = args.x_TD, args.routed
     y_TD = torch.zeros_like(x_TD)
     if args.shared_gate_up is not None and args.shared_down is not None:
@@ -67,7 +67,7 @@ def reference(args: MoeArgs[Weight]) -> Tensor:
 
 
 def cost(args: MoeArgs[Weight]) -> Cost:
-    """Bytes of the experts that are really chosen, once each, of x and of y; operations of each pair's products."""
+    """Bytes of the experts that are chosen, once each, of x and of y; operations of each (token, expert) pair."""
     shared_gate_up, routed = args.shared_gate_up, args.routed
     total = Cost(2 * args.x_TD.nbytes)
     tokens, d = args.x_TD.shape
@@ -121,7 +121,7 @@ def cases() -> Iterator[Case]:
 
 
 def in_format(kind: str, *weights: Tensor) -> ExpertWeights:
-    """bf16 weights [E, N, K] above one another, as INT4, NVFP4 (of which each keeps its scale) or bf16."""
+    """bf16 weights [E, N, K], concatenated along N, as INT4, NVFP4 (each matrix keeps its scale) or bf16."""
     match kind:
         case "INT4":
             return quantize_int4(torch.cat(weights, 1))

@@ -1,7 +1,7 @@
-"""An op: what it means (reference), what it must cost (cost), where it is tried (cases).
+"""An op: its meaning (reference), its minimum cost (cost), the inputs that it is tested with (cases).
 
-How a chip does it is a `Kernel` (`redline.kernels`), which names its op and is held equal to the reference at the op's
-cases (law 1). An op knows no chip. Weights come as handles (`formats.Weight`), which each chip lays out in its own way.
+A `Kernel` (`redline.kernels`) implements an op on a chip; it names its op and is held equal to the reference at the
+op's cases (law 1). An op knows no chip. Weights come as handles (`formats.Weight`); each chip has its own layout.
 """
 
 import math
@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do at best, measured (see `bench.machine`)."""
+    """The measured peak rates of this machine (see `bench.machine`)."""
 
     name: str
     bytes_per_s: float
@@ -28,13 +28,13 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """The work that no implementation can avoid: bytes that must move, operations that must happen."""
+    """The work that no implementation can avoid: bytes to move, operations to perform."""
 
     bytes: int
     flops: int = 0
 
     def seconds(self, machine: Machine) -> float:
-        """The least time on this machine: bytes and operations overlap, so the slower of the two decides."""
+        """The roofline time on this machine: bytes and operations overlap, so the slower of the two decides."""
         return max(self.bytes / machine.bytes_per_s, self.flops / machine.flops_per_s)
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -45,23 +45,24 @@ class Cost:
 class Case:
     """Fresh random inputs of one shape.
 
-    make: returns the op's record. small: whether an interpreter and every test run have the time for it.
+    make: returns the op's record. small: whether the case is fast enough for an interpreter and every test run.
     """
 
     name: str
     make: Callable[[torch.Generator], Any]
     small: bool = True
-    rtol: float | None = None  # the relative error that this case may have; None: the op's
+    rtol: float | None = None  # the relative error allowed in this case; None: the op's rtol
 
 
 @dataclass(frozen=True)
 class Op(Generic[P, A, R]):
-    """One operation of the arithmetic, apart from any chip. A call takes the record's fields, and is the reference.
+    """One operation of the arithmetic, independent of any chip. Calling it with the record's fields runs the reference.
 
-    args: the record of what a call takes, a NamedTuple; it is written once, and all else reads it by name.
-    writes: names of the fields whose tensors a call changes and does not return; tests compare those too.
-    rtol: relative error of sums in float32 that are added up in another order. roundings: how often a GPU's kernel
-    rounds to an output's format what the reference keeps in float32, beside the output itself, which both round.
+    args: the record of the op's arguments, a NamedTuple; it is defined once, and all other code reads it by name.
+    writes: names of fields with tensors that a call modifies and does not return; tests compare those too.
+    rtol: relative error of float32 sums that are added in another order. roundings: how many times a GPU kernel rounds
+    an intermediate to the output's format that the reference keeps in float32; the output itself, which both round, is
+    not counted.
     """
 
     name: str
@@ -79,16 +80,17 @@ class Op(Generic[P, A, R]):
 
 
 def limit_of(op: Op[Any, Any, Any], case: Case, output: Tensor) -> float:
-    """The relative error (of norms) that the CUDA kernel's arithmetic allows an output of the reference.
+    """The relative error (of norms) that the CUDA kernel's arithmetic allows for an output of the reference.
 
     Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings are
-    independent, so `roundings` of them add up as squares; sums of products carry their factors' errors on.
+    independent, so `roundings` of them add up as squares; sums of products propagate their factors' errors.
 
-    What is rounded in the end was apart by that error e already. Two numbers that are e of a step apart are rounded to
-    different neighbours in e of all cases, so of n numbers about e n are a whole step apart. By chance it is more: each
-    counts by its square, whose variance follows from the output's fourth moment, and the largest number may be among
-    them. Products of gates and weights have few numbers that make up most of the norm (2026-11-28: `experts_up` of one
-    token of nano at 4.6e-4 of 4.0e-4, while all numbers were taken to be alike).
+    Before the final rounding the two results already differ by that error e. Two numbers that differ by e of a step are
+    rounded to different neighbours with probability e, so of n numbers about e n differ by a whole step. By chance it
+    is more: each number contributes its square, the variance of this sum follows from the output's fourth moment, and
+    the largest number may be among them. In products of gates and weights a few numbers make up most of the norm
+    (2026-11-28: `experts_up` of one token of nano reached 4.6e-4 of the 4.0e-4 allowed by a formula that took all
+    numbers to be alike).
     """
     error = op.rtol if case.rtol is None else case.rtol
     if output.dtype == torch.float32:

@@ -1,8 +1,8 @@
-"""Which experts, and how much of each.        T tokens, D hidden, E experts, K chosen.
+"""Expert routing: the experts of each token and their weights.        T tokens, D hidden, E experts, K chosen.
 
-s = sigmoid(x W^T); the K largest of s + bias are chosen; weights are s without the bias, over their sum + 1e-20,
-times the scale (DeepSeek-V3's noaux_tc with one group). In float32. A GPU does it from logits that `gates` or a product
-has made: `kernels/hopper/decode/choose_experts.py`, and `kernels/hopper/block.py` for many tokens.
+s = sigmoid(x W^T); the K largest of s + bias are chosen; weights are s without the bias, divided by their sum + 1e-20,
+times the scale (DeepSeek-V3's noaux_tc with one group). In float32. A GPU routes from logits that `gates` or a matrix
+product computed: `kernels/hopper/decode/choose_experts.py`, and `kernels/hopper/block.py` for many tokens.
 """
 
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from redline.ops.op import Case, Cost, Op
 
 
 class RouteExpertsArgs(NamedTuple, Generic[W]):
-    """Chooses the experts of each token, and weighs them."""
+    """Chooses the experts of each token, and computes their weights."""
 
     x_TD: Tensor  # [T, D], normed; float32 on a CPU
     weight: W  # bf16 [E, D]: the router
-    bias_E: Tensor  # float32 [E]: counts for the choice, not for the weights
-    k: int  # experts of a token
+    bias_E: Tensor  # float32 [E]: added to the scores for the choice, not for the weights
+    k: int  # experts per token
     normalise: bool  # whether the weights are divided by their sum
-    scale: float  # what the weights are multiplied by in the end
+    scale: float  # final factor of the weights
 
 
 def reference(args: RouteExpertsArgs[Weight]) -> tuple[Tensor, Tensor]:
@@ -44,8 +44,8 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """The router's choice from its logits -> (ids int32 [T, K], best first; weights [T, K]).
 
-    bias_E: float32, or None for zeros. forced_TK: int32, experts that are given; their weights are still the scores'.
-    ties: whether of equal scores the lower id comes first; without an order a GPU does not have to sort.
+    bias_E: float32, or None for zeros. forced_TK: int32, given experts; their weights still come from the scores.
+    ties: whether the lower id comes first among equal scores; without this order a GPU does not have to sort.
     """
     scores = torch.sigmoid(logits_TE)
     if forced_TK is None:
@@ -59,7 +59,7 @@ def choose(
 
 
 def cost(args: RouteExpertsArgs[Weight]) -> Cost:
-    """x, the router and the bias are read once, an id and a weight of 4 bytes each written for each choice."""
+    """x, the router and the bias are read once; an id and a weight of 4 bytes each are written per choice."""
     tokens, d = args.x_TD.shape
     return Cost(
         args.x_TD.nbytes + args.weight.nbytes + args.bias_E.nbytes + tokens * args.k * 8,
@@ -68,7 +68,7 @@ def cost(args: RouteExpertsArgs[Weight]) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Sizes of nano and of Kimi, the weights normalised and scaled as Kimi's are."""
+    """Sizes of nano and Kimi; the weights are normalized and scaled as in Kimi."""
 
     def make(tokens: int, d: int, e: int, k: int):
         def inputs(g: torch.Generator) -> RouteExpertsArgs[Weight]:

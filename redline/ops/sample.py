@@ -1,8 +1,8 @@
-"""Draws a token of each row: after temperature, top-k, top-p of what is left, and min-p.      R rows, V vocabulary.
+"""Samples a token per row: temperature, top-k, top-p on the remaining tokens, min-p.      R rows, V vocabulary.
 
-The token drawn is the first one, in the order of ids, at which the cumulative probability of the tokens kept passes u
-times its total. It is -1 where nothing can be drawn: a logit is NaN or +inf, or all of them are -inf. A single logit of
--inf is a banned token's. Tokens exactly as likely as the last one kept are kept too. Probabilities are float32, and
+The sampled token is the first one, in the order of ids, at which the cumulative probability of the kept tokens exceeds
+u times its total. It is -1 if nothing can be sampled: a logit is NaN or +inf, or all of them are -inf. A single logit
+of -inf marks a banned token. Tokens exactly as likely as the last kept one are kept too. Probabilities are float32, and
 sums float64: float32 would lose the many tokens that are each less likely than 2^-24.
 """
 
@@ -14,35 +14,35 @@ from torch import Tensor
 
 from redline.ops.op import Case, Cost, Op
 
-TEMPERATURE, TOP_P, MIN_P, TOP_K, U = range(5)  # columns of the odds
+TEMPERATURE, TOP_P, MIN_P, TOP_K, U = range(5)  # columns of the odds (the sampling parameters of a row)
 COLUMNS = 5
-AT_ONCE = 32  # rows that the reference computes side by side: while it sorts, it holds six numbers a token
+AT_ONCE = 32  # rows that the reference computes at once: while it sorts, it holds six numbers per token
 
 
 class SampleArgs(NamedTuple):
-    """Draws a token of each row from the logits, by the row's own odds and its own random number."""
+    """Samples a token of each row from the logits, with the row's own sampling parameters and random number."""
 
     logits_RV: Tensor  # float32 [R, V]
     odds_R5: Tensor  # float64 [R, 5]: temperature > 0, top_p, min_p, top_k (0: all tokens), u in [0, 1 - 2^-53]
-    narrowed: bool  # whether any row has top_k, top_p or min_p: False saves the reference a sort
+    narrowed: bool  # whether any row has top_k, top_p or min_p (is filtered): False saves the reference a sort
 
 
 def reference(args: SampleArgs) -> Tensor:
-    """-> ids int64 [R]; -1 where nothing can be drawn. No shape depends on a number, so a graph can record it."""
+    """-> ids int64 [R]; -1 if nothing can be sampled. No shape depends on a value, so a CUDA graph can capture it."""
     logits_RV, odds_R5 = args.logits_RV, args.odds_R5
     if logits_RV.shape[0] > AT_ONCE:
         parts = zip(logits_RV.split(AT_ONCE), odds_R5.split(AT_ONCE), strict=True)
         return torch.cat([reference(SampleArgs(logits, odds, args.narrowed)) for logits, odds in parts])
     mass_RV = _mass(logits_RV, odds_R5, args.narrowed)
-    # u * total rounds to less than the total, so the search ends at a token that is possible.
+    # u * total rounds to less than the total, so the search ends at a token with nonzero probability.
     reached_R = odds_R5[:, U] * mass_RV[:, -1]
     token_R = torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
-    # One logit that is NaN or infinite, or -inf in all of them, makes every weight NaN.
+    # A logit of NaN or +inf, or -inf in all logits, makes every weight NaN.
     return token_R.masked_fill(~(mass_RV[:, -1] > 0), -1)
 
 
 def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
-    """The cumulative weights of the tokens kept, float64 [R, V]."""
+    """The cumulative weights of the kept tokens, float64 [R, V]."""
     weight_RV = (logits_RV / odds_R5[:, TEMPERATURE, None].float()).softmax(-1)
     if narrowed:
         best_RV = weight_RV.sort(-1, descending=True).values
@@ -52,11 +52,11 @@ def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
 
 
 def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
-    """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p. float32 [R]
+    """The minimum weight of a kept token, by top_k, by top_p on the tokens that top_k leaves, and by min_p. float32 [R]
 
-    - best_RB: float32, the weights of each row's B likeliest tokens, largest first: all, or as many as decide: top_k,
-      where the row has one; else enough to have top_p of the whole row; else the first.
-    - whole_R: float64, the weights of the whole row added up; read for rows that have top_p without top_k.
+    - best_RB: float32, the weights of each row's B likeliest tokens, largest first: all of them, or the number that
+      decides: top_k tokens, if the row has top_k; else enough tokens to reach top_p of the whole row; else the first.
+    - whole_R: float64, the sum of weights of the whole row; read for rows that have top_p without top_k.
     """
     top_p_R, top_k_R = odds_R5[:, TOP_P], odds_R5[:, TOP_K].long()
     mass_RB = best_RB.cumsum(-1, dtype=torch.float64)
@@ -71,20 +71,20 @@ def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
 
 
 def cost(args: SampleArgs) -> Cost:
-    """Logits and odds are read once, and an id of 8 bytes is written for each row."""
+    """Logits and parameters are read once, and an id of 8 bytes is written per row."""
     return Cost(args.logits_RV.nbytes + args.odds_R5.nbytes + 8 * args.logits_RV.shape[0])
 
 
 def cases() -> Iterator[Case]:
-    """Every kind of odds at sizes of nano and of Kimi, vocabularies that fill no vector, rows that cannot be drawn."""
+    """All kinds of parameters, at sizes of nano and Kimi and in small vocabularies; rows that cannot be sampled."""
 
     def make(
         rows: int, vocabulary: int, *kinds: tuple[float, float, float, int], step: float = 0.125, spread: float = 3
     ):
-        """kinds: temperature, top_p, min_p and top_k, in turn.
+        """kinds: temperature, top_p, min_p and top_k; rows cycle through them.
 
-        No answer hangs on a last bit. Logits are multiples of `step`, so weights are equal or far apart; and u is the
-        middle of the share of a token that has one to speak of.
+        No result depends on the last bit. Logits are multiples of `step`, so weights are equal or far apart; and u is
+        in the middle of the interval of a token with a noticeable probability.
         """
 
         def inputs(g: torch.Generator) -> SampleArgs:
@@ -100,7 +100,7 @@ def cases() -> Iterator[Case]:
         return inputs
 
     def impossible(g: torch.Generator) -> SampleArgs:
-        """Banned tokens, which may be nearly all; and rows of which nothing can be drawn."""
+        """Rows with banned tokens, in some of them nearly all; and rows from which nothing can be sampled."""
         logits_RV, odds_R5, narrowed = make(48, 77, whole, nucleus, all_three)(g)
         logits_RV[6:9, 1:76], logits_RV[6:9, 0], logits_RV[6:9, 76] = -torch.inf, -20, 20
         for first, token, wrong in ((12, 0, torch.nan), (15, 76, torch.nan), (18, 3, torch.inf), (21, 76, torch.inf)):

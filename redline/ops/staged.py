@@ -1,4 +1,4 @@
-"""Numbers that the host has made, brought to a device without waiting for what that device still has to do."""
+"""Copies numbers from the host to a device without waiting for the device's pending work."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ def staged(
 ) -> Tensor:
     """The numbers as a tensor on `device`. On a CPU it may share the memory of an array.
 
-    For a GPU they go through pinned memory, in the order of the current stream: a copy out of ordinary memory would
-    wait for all that the stream was given before. Torch keeps the pinned memory until the copy is done, then gives it
-    to the next.
+    For a GPU they are copied through pinned memory, in the order of the current stream: a copy from pageable memory
+    would wait for all work already queued on the stream. Torch keeps the pinned memory until the copy is done, then
+    reuses it.
     """
     host = torch.as_tensor(values, dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,8 +1,8 @@
-"""A job in flight, as the planner sees it. Private to plan.
+"""The scheduler's state of one job. Private to plan.
 
-The planner runs ahead of the results: `planned` and `length` say what has been launched, `generated` and `computed`
-what has been settled. Between the two lie the steps in flight. Their drafts count as if all of them held, so `planned`
-and `length` are the most that it can come to; `slack` says by how much less it may be.
+The scheduler runs ahead of the results: `planned` and `length` describe launched steps, `generated` and `computed`
+settled ones. The difference is in the steps in flight. Draft tokens in flight are counted as accepted, so `planned` and
+`length` are upper bounds; `slack` is the number of draft tokens that may still be rejected.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
 
 
 class ActiveJob:
-    """One job that has not ended, or that has and still has steps in flight.
+    """A job that has not ended, or has ended and still has steps in flight.
 
-    arrival: its place in the order in which jobs came. limit: the most tokens, prompt and generated, that it may have.
+    arrival: index in the order of arrival. limit: maximum number of tokens, prompt and generated.
     """
 
     __slots__ = (
@@ -62,66 +62,66 @@ class ActiveJob:
 
     def __init__(self, job: Job, arrival: int, limit: int) -> None:
         self.job = job
-        self.arrival = arrival  # its place among all jobs that have come
-        self.entry: int | None = None  # its place among all that have begun
-        self.came = 0.0  # when, by the planner's clock
-        self.came_at_s = 0.0  # when, in seconds of steps that had settled
-        self.queued_s: float | None = None  # from then to its first step
-        self.work = len(job.tokens) + len(
-            job.answer
-        )  # positions that it had to compute when it came; in the queue it is ranked by them
-        # Whether its grammar is compiled; it holds the grammar until the job ends. None: there is nothing to compile.
+        self.arrival = arrival  # index among all jobs that have arrived
+        self.entry: int | None = None  # index among all jobs that have started; None before the first start
+        self.came = 0.0  # arrival time, by the planner's clock
+        self.came_at_s = 0.0  # arrival time, in seconds of settled steps
+        self.queued_s: float | None = None  # from arrival to the first step
+        # Positions to compute, as of arrival; the queue compares jobs by it.
+        self.work = len(job.tokens) + len(job.answer)
+        # Whether its grammar is compiled; the reference keeps the grammar until the job ends. None: no grammar to
+        # compile.
         self.compiled: Callable[[], bool] | None = None
-        self.passed = 0  # positions of jobs that began while it was this one's turn
+        self.passed = 0  # positions of jobs that started while this job was next
         self.prompt = len(job.tokens)
         self.limit = limit
-        # Positions that must be computed: the last token's own position never is, nobody reads what it would give.
+        # Number of positions to compute. The position of the last token is not computed, because its result is not
+        # needed.
         self.target = max(limit - 1, self.prompt)
         self.stop_ids = frozenset(job.sampling.stop_ids)
 
         self.slot: int | None = None
-        self.pages: list[PageId] = []  # the page table, and behind it pages that no row has needed yet
-        self.sent = 0  # pages that the slot's table on the device holds
+        self.pages: list[PageId] = []  # the page table, followed by pages that no row has needed yet
+        self.sent = 0  # number of pages in the slot's page table on the device
         self.planned = 0  # positions [0, planned) are launched or cached
-        self.length = self.prompt + len(
-            job.answer
-        )  # tokens that the slot holds when every launched step has run, at most
-        self.slack = 0  # drafts in flight
-        self.proposed = 0  # drafts that the slot may hold for the next row
-        self.waiting = True  # for all that is known, drafts wait for the next row
-        self.forced = 0  # tokens that it comes to in any case: those that are known, and what its grammar forces then
-        self.drafting = False  # the learned drafter has read all that was launched, and follows on
+        # Maximum number of tokens in the slot after every launched step has run.
+        self.length = self.prompt + len(job.answer)
+        self.slack = 0  # draft tokens in flight
+        self.proposed = 0  # maximum number of draft tokens in the slot for the next row
+        self.waiting = True  # the slot may have draft tokens for the next row; False: the last result had none
+        self.forced = 0  # tokens that it will have in any case: the known ones, and those that its grammar forces next
+        self.drafting = False  # the learned drafter has read all launched positions, and follows the job
         self.flights = 0  # launched steps with a row of this job that are not settled
 
         self.generated = list(job.answer)
         self.computed = 0  # positions [0, computed) are settled or cached
-        self.read = 0  # where the last row ended that the learned drafter has read
+        self.read = 0  # end of the last row that the learned drafter has read
         self.hashes: list[PageHash] = list(job.pages)
-        # Whether the planner may hash pages behind the prompt's own. Their chain must carry the salt, which is in the
-        # prompt's first hash, and every image, which only the prompt's own hashes know.
+        # Whether the planner may hash pages after the prompt's own. Their hash chain must include the salt, which is
+        # part of the prompt's first hash, and every image, which only the prompt's own hashes include.
         tail = len(job.pages) * PAGE_TOKENS
         media_in_tail = any(span.start + span.tokens > tail for span in job.media)
         self.hashable = not media_in_tail and bool(job.pages or not job.salt)
-        self.kept = 0  # pages [0, kept) have been shown to the prefix cache
-        self.exact = True  # the cached pages that the answer began from are bit-equal to a prefill
+        self.kept = 0  # pages [0, kept) have been inserted into the prefix cache
+        self.exact = True  # the cached pages that the answer started from are bit-equal to a prefill
         self.cached_tokens = 0
-        self.counted = False  # its prompt is in the planner's counters
-        self.scored = job.scored  # prompt tokens whose log probabilities have been told
-        self.lends = False  # its pages are for another worker: they are lent when it ends
+        self.counted = False  # its prompt is included in the planner's counters
+        self.scored = job.scored  # prompt tokens for which log probabilities have been sent
+        self.lends = False  # prefill for another worker: its pages are lent when it ends
         self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
-        self.brought: Brought | None = None  # from below the prefix cache, until it is told
-        self.pause: Pause | None = None  # since when it was pre-empted, until that is over and told
-        self.rounds: Rounds | None = None  # with drafts of it
+        self.brought: Brought | None = None  # pages from an offload tier, until the note is sent
+        self.pause: Pause | None = None  # the current preemption, until the note of its end is sent
+        self.rounds: Rounds | None = None  # timed steps with draft tokens of this job
 
     @property
     def known(self) -> int:
-        """Tokens that the host knows: prompt and generated."""
+        """Number of tokens known to the host: prompt and generated."""
         return self.prompt + len(self.generated)
 
     @property
     def usable(self) -> int:
-        """How many pages of the prompt may come from the cache. The last known token is sampled from, so its page must
-        be computed; where the prompt's log probabilities are asked for, every page must be."""
+        """Maximum number of the prompt's pages to take from the prefix cache. The last known token is sampled from,
+        so its page must be computed; if the prompt's log probabilities are requested, every page must be."""
         if self.job.sampling.prompt_logprobs is not None:
             return 0
         return min((self.known - 1) // PAGE_TOKENS, len(self.job.pages))
@@ -133,14 +133,14 @@ class ActiveJob:
 
     @property
     def room(self) -> int:
-        """Tokens, at most, that rows yet to be launched can add before the job is at its limit."""
+        """Maximum number of tokens that further rows can add before the job reaches its limit."""
         return self.limit - (self.length - self.slack)
 
     def next_count(self, budget: int) -> int:
-        """Positions, at most `budget`, of the next row over known tokens.
+        """Number of positions, at most `budget`, of the next row over known tokens.
 
-        It never crosses the end of the prompt: what lies behind was computed by the decode form of attention, and is
-        computed by it again when a pre-empted job resumes.
+        A row never crosses the end of the prompt: later positions were computed by the decode kernel of attention, and
+        are recomputed by it when a preempted job resumes.
         """
         border = self.prompt if self.planned < self.prompt else self.length
         return min(budget, border - self.planned)
@@ -153,8 +153,8 @@ class ActiveJob:
         return self.job.tokens[start:] + tuple(self.generated[max(0, start - prompt) : stop - prompt])
 
     def noted(self, tokens: Sequence[int], finish: Finish | None) -> tuple[Note, ...]:
-        """What is to be told with a delta that has these tokens, or this end."""
-        if self.brought is None and self.pause is None and self.rounds is None:  # nearly always
+        """The notes to send with a delta that has these tokens, or this finish."""
+        if self.brought is None and self.pause is None and self.rounds is None:  # the usual case
             return ()
         notes: list[Note] = []
         if self.brought is not None and (tokens or finish):
@@ -168,7 +168,7 @@ class ActiveJob:
         return tuple(notes)
 
     def leave(self) -> None:
-        """Forgets slot and pages, which have been given back: the job will begin anew from what is known.
+        """Clear slot and pages, which the caller has released: the job will restart from its known tokens.
 
         Raises AssertionError while it has steps in flight.
         """
@@ -183,5 +183,5 @@ class ActiveJob:
 
 
 def pages_for(tokens: int) -> int:
-    """Pages that hold positions [0, tokens)."""
+    """Number of pages for positions [0, tokens)."""
     return -(-tokens // PAGE_TOKENS)

@@ -1,7 +1,7 @@
-"""Who may be planned at all, and who may enter now: pure functions.
+"""Admission of jobs, as pure functions: which jobs are refused, and when a waiting job can start.
 
-Whose turn it is, `queue` says. A job enters when a slot is free and there are pages
-for all that it has to compute first, plus one page for each running job, so that it is not thrown out again at once.
+The order of waiting jobs is decided in `queue`. A job starts when a slot is free and there are pages for all known
+tokens that it has to compute, plus one page for each running job, so that it is not preempted at once.
 """
 
 from redline.plan.active import pages_for
@@ -9,21 +9,21 @@ from redline.wire.job import PAGE_TOKENS, Job
 
 
 def token_limit(job: Job, max_model_len: int) -> int:
-    """The most tokens, prompt and generated, that the job may come to."""
+    """Maximum number of tokens, prompt and generated, of the job."""
     return min(len(job.tokens) + job.sampling.max_tokens, max_model_len)
 
 
 def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
-    """Why the job can never run, in one line; None when it can. total_pages: of the KV memory, free or not."""
+    """Why the job can never run, in one line; None if it can. total_pages: all pages of the KV cache, free or not."""
     prompt = len(job.tokens)
     if not prompt:
         return "the prompt is empty"
     if prompt + min(1, job.sampling.max_tokens) > max_model_len:
-        return f"the prompt is {prompt} tokens; this model reads and writes {max_model_len} in all"
+        return f"the prompt has {prompt} tokens; prompt and answer may have {max_model_len} together"
     if len(job.pages) != prompt // PAGE_TOKENS:
         return f"the job has {len(job.pages)} page hashes; a prompt of {prompt} tokens has {prompt // PAGE_TOKENS}"
     if len(job.answer) >= job.sampling.max_tokens > 0:
-        return f"{len(job.answer)} tokens of the answer are there already; it may have {job.sampling.max_tokens}"
+        return f"{len(job.answer)} tokens of the answer were already generated; max_tokens is {job.sampling.max_tokens}"
     pages = pages_for(max(token_limit(job, max_model_len) - 1, prompt))
     if pages > total_pages:
         return f"prompt and answer need {pages} pages of KV memory; there are {total_pages}"
@@ -31,9 +31,9 @@ def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
 
 
 def short_pages(*, need: int, matched_idle: int, free: int, idle: int, running: int) -> int:
-    """How many pages have to become free before a job enters that needs `need` new ones; all but `running`, a number of
-    jobs, are numbers of pages.
+    """How many more pages must become free before a job that needs `need` new pages can start. All arguments are
+    numbers of pages, except `running`, a number of jobs.
 
-    `matched_idle` of its cached pages are held by the cache alone: they count as idle until it enters.
+    matched_idle: those of the job's cached pages that only the cache holds; they count as idle until the job starts.
     """
     return max(0, need + matched_idle + running - free - idle)

@@ -1,9 +1,10 @@
-"""What the planner asks of memory below the prefix cache, and the books of pages that are filled from there.
+"""The planner's interface to the KV offload tiers (host memory, disk), and the bookkeeping of pages being filled from
+them.
 
-A page that the cache forgets may be kept elsewhere, under its hash, and come back when a prompt wants it. Where it is
-kept, and whether fetching it pays, the planner does not know. While it is fetched its page belongs to the fetch
-(`Holder.FETCHES`), and so does the cached prefix that it continues: no job has it, and nothing evicts it. Once it is
-there the cache has it, and jobs begin from it as from any other.
+An evicted page may be kept in an offload tier under its hash, and be fetched when a prompt needs it. The planner does
+not know in which tier a page is or whether a fetch pays. During a fetch its pages, and the cached prefix that they
+continue, belong to the fetch (`Holder.FETCHES`): no job uses them, and they are not evicted. Afterwards the prefix
+cache holds them, and jobs use them like all other cached pages.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,52 +18,52 @@ from redline.wire.step import Step
 
 
 class Lack(NamedTuple):
-    """What a prompt could begin from and the cache has not."""
+    """The pages that a prompt could start from and the prefix cache does not have."""
 
-    first: int  # pages before these, which are cached
-    positions: int  # that are known, of which pages or steps give all
-    hashes: tuple[PageHash, ...]  # of the pages behind, in order
-    exact: bool  # only pages that are bit-equal to those of a prefill will do
-    drafted: bool  # only pages that the learned drafter has read will do
+    first: int  # number of cached pages before these
+    positions: int  # number of known tokens, all of which need pages or steps
+    hashes: tuple[PageHash, ...]  # of the missing pages, in order
+    exact: bool  # only pages that are bit-equal to those of a prefill can be used
+    drafted: bool  # only pages that the learned drafter has read can be used
 
 
 class Kept(NamedTuple):
-    """What is known of a page's bytes, wherever they lie; as `PrefixCache.match` has it."""
+    """Properties of a page's content, in any tier; see `PrefixCache.match`."""
 
     exact: bool
     drafted: bool
 
 
 class Below(Protocol):
-    """Memory below the prefix cache, as the planner sees it. The planner's thread calls it, and is not called back."""
+    """A KV offload tier, as the planner sees it. The planner's thread calls it; it never calls the planner."""
 
     def forgets(self, pages: Sequence[Forgotten]) -> None:
-        """The cache forgets these pages, least recently used first. Once this returns they may be overwritten, on a GPU
-        by what is launched on the stream of steps."""
+        """These pages are evicted from the prefix cache, least recently used first. After the return they may be
+        overwritten, on a GPU by work launched on the stream of steps."""
         ...
 
     def awaits(self, id: JobId, lack: Lack) -> bool:
-        """Whether a job that has come waits for pages from there; if so, `Planner.compute_here` is to follow."""
+        """Whether a new job waits for pages from the tiers; if so, `Planner.compute_here` must follow."""
         ...
 
     def took(self, step: Step, seconds: float) -> None:
-        """A step took so long."""
+        """A step took `seconds`."""
         ...
 
 
 @dataclass(eq=False)
 class Fetch:
-    """Pages that are being filled from below."""
+    """Pages being filled from an offload tier."""
 
     hashes: tuple[PageHash, ...]
-    pages: tuple[PageId, ...]  # for each hash the page that it is put into
+    pages: tuple[PageId, ...]  # the page that each hash is read into
     prefix: tuple[PageId, ...]  # cached pages that they continue
-    previous: PageHash | None  # the hash before the first
-    contents: tuple[Content, ...] = ()  # of the pages, where the cache's log wants them
+    previous: PageHash | None  # hash of the page before the first
+    contents: tuple[Content, ...] = ()  # of the pages, if the cache logs its changes
 
 
 class Fetches:
-    """The fetches under way, over a pool and its cache."""
+    """The fetches in progress, over a page pool and its prefix cache."""
 
     def __init__(self, pool: PagePool, cache: PrefixCache) -> None:
         self._pool, self._cache = pool, cache
@@ -79,8 +80,8 @@ class Fetches:
         previous: PageHash | None,
         contents: tuple[Content, ...] = (),
     ) -> Fetch:
-        """Takes pages for the first `count` that lack. There has to be room; prefix: the cached pages before them.
-        contents: of the pages, where the cache has a log."""
+        """Take pages for the first `count` missing ones; the caller has checked that there is room. prefix: the
+        cached pages before them. contents: of the pages, if the cache logs its changes."""
         for page in prefix:
             self._pool.share(page, Holder.FETCHES)
         self._cache.evict(max(0, count - self._pool.free))
@@ -90,8 +91,8 @@ class Fetches:
         return fetch
 
     def end(self, fetch: Fetch, kept: Sequence[Kept]) -> None:
-        """Nothing writes to its pages any more. The first ones are as told, and the cache has them from now on; those
-        behind are free. Raises KeyError for a fetch that has ended."""
+        """End a fetch: nothing writes to its pages any more. The first len(kept) pages are inserted into the prefix
+        cache, the others become free. Raises KeyError for a fetch that has ended."""
         self._under_way.remove(fetch)
         previous = fetch.previous
         contents = fetch.contents or (None,) * len(fetch.pages)
@@ -102,7 +103,7 @@ class Fetches:
             self._cache.release(page, Holder.FETCHES)
 
     def held(self) -> Iterator[PageId]:
-        """Every page that a fetch holds, as often as it is held."""
+        """Every page that a fetch holds, once per holder."""
         for fetch in self._under_way:
             yield from fetch.pages
             yield from fetch.prefix

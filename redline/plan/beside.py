@@ -1,7 +1,7 @@
-"""How many tokens of prompts a step has beside answers, where its time is bounded. Private to plan.
+"""Prefill budget of a step that also has decode rows, if the step time is bounded. Private to plan.
 
-`tune.chunks` chooses; here is what it is told. Time is that of steps that have settled, as it was told: a prompt waits
-while steps run, and nothing here reads a clock.
+This module collects the inputs; `tune.chunks` chooses the budget. Time is the sum of the durations of settled steps: a
+prompt waits while steps run, and nothing here reads a clock.
 """
 
 import itertools
@@ -15,36 +15,36 @@ from redline.tune.pairs import Work
 
 
 class Forecast(Protocol):
-    """Milliseconds of steps (`tune.forecast.StepForecast`)."""
+    """Predicts step times in milliseconds (`tune.forecast.StepForecast`)."""
 
     @property
     def known(self) -> bool:
-        """Whether anything can be predicted."""
+        """Whether there is enough data for a prediction."""
         ...
 
     def took(self, work: Work, ms: float) -> None:
-        """A step has taken so many milliseconds."""
+        """Add the duration of a step."""
         ...
 
     def ms(self, work: Work) -> float:
-        """What a step would take."""
+        """Predicted duration of a step."""
         ...
 
 
 class Beside:
-    """Bounds what prompts get of a step that also has decode rows.
+    """Limits the prefill budget of mixed steps (prefill and decode).
 
-    spent_s: of all steps that have settled. bounded: steps whose prompts took all that they got, which was less than
-    there was, and wanted more.
+    spent_s: sum of the durations of all settled steps. bounded: number of steps whose reduced prefill budget was used
+    up while prompts could have used more.
     """
 
     def __init__(self, step_ms: float | None) -> None:
-        """step_ms: that such a step may take; None: as long as it does."""
+        """step_ms: maximum duration of a mixed step; None disables the limit."""
         self.forecast: Forecast | None = None
         self.spent_s = 0.0
         self.bounded = 0
         self._step_ms = step_ms
-        self._cut = False  # whether the step that is planned has less for prompts than they ask for
+        self._cut = False  # whether the step being scheduled has a smaller prefill budget than its prompts could use
 
     def tokens(
         self,
@@ -55,9 +55,9 @@ class Beside:
         *,
         enter: bool,
     ) -> int:
-        """Of `most` tokens, those that prompts get beside these answers: all where nothing bounds the step, or nothing
-        is known of its time yet. prompts: that have begun, the oldest first. waiting: others. enter: whether one of
-        these may begin now."""
+        """Prefill budget, out of `most` tokens, of a step with these decode rows: `most` if the step time is not
+        bounded or cannot be predicted yet. prompts: running jobs in prefill, oldest first. waiting: jobs that have
+        not started. enter: whether a waiting job may start in this step."""
         forecast, step_ms, self._cut = self.forecast, self._step_ms, False
         if forecast is None or step_ms is None or not decoding or most < 1 or not forecast.known:
             return most
@@ -71,7 +71,7 @@ class Beside:
         return chosen
 
     def left(self, tokens: int) -> None:
-        """Of those of `tokens` so many are left: no prompt took them, since none more could begin."""
+        """Report how many tokens of the prefill budget were not used, because no further prompt could start."""
         self.bounded += self._cut and not tokens
 
     def _asked(self, job: ActiveJob) -> Prompt:

@@ -1,19 +1,20 @@
-"""Decides what runs next. Holds no tensor.
+"""The scheduler of a worker: continuous batching with chunked prefill and speculative decoding. Holds no tensor.
 
-A step is planned from what has been launched, not from what has been settled: a row continues where the last one will
-have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: after a stop id or
-an error, the rows that were launched meanwhile are dropped when they settle; what rejected drafts were counted for is
+A step is scheduled on top of the launched steps, before their results are known: a row continues where the last one
+will have ended, and draft tokens in flight are counted as accepted. Results are handled late: after a stop id or an
+error, rows that were launched in between are dropped when they settle; positions counted for rejected draft tokens are
 taken back.
 
-No job starves. Jobs are admitted in turns (`queue`); every step gives one row to each running job that generates. What
-is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. Where a step's time is
-bounded, prompts beside answers get less of it, but never nothing (`beside`). Of what prompts get, half may go to those
-that have less to compute than the oldest, and the rest goes to the oldest first. There are at least as many tokens in a
-step as there are slots, so the oldest always gets something. When pages run out, the running job that began last is
-pre-empted and waits in front of all others. So the oldest job always advances, and every job becomes the oldest.
+No job starves. The queue admits jobs round-robin between tenants (`queue`); every step gives one decode row to each
+running job that generates. The rest of the token budget goes to prefill and to draft tokens, which get at most half of
+it while prompts wait. If the step time is bounded, the prefill budget of a mixed step is reduced, but never to zero
+(`beside`). Up to half of the prefill budget goes to prompts with less to compute than the oldest, and the rest to the
+oldest first. The token budget is not smaller than the number of slots, so the oldest prompt always gets some. When no
+page is free, the running job that started last is preempted and requeued in front of the waiting jobs. So the oldest
+job always advances, and every job becomes the oldest.
 
-Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
-(`admit_together`), each prompt whole where it fits: fewer steps have prompts.
+For throughput, when time to first token does not matter, waiting jobs can be admitted in groups (`admit_together`),
+with whole prompts if they fit: fewer steps contain prefill.
 """
 
 import heapq
@@ -46,29 +47,30 @@ from redline.wire.news import STEP_SIZES, Cached, Load, TimedStep
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
-"""A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
+"""A page's hash from the previous page's hash (None: the first page, of a job without salt) and its PAGE_TOKENS
+tokens."""
 
 Hold = Callable[[Grammar], Callable[[], bool]]
-"""Starts to compile a grammar. The result tells whether it is compiled, so that no step waits for it; as long as it is
-referenced, the grammar is not forgotten."""
+"""Starts to compile a grammar. The result returns whether it is compiled, so that no step waits for it; while the
+result is referenced, the grammar is kept."""
 
 
-WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
-MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
+WORTH_A_STEP = 8  # shared pages of two prompts that justify an extra step instead of computing them twice
+MOST_STEP_TOKENS = 1 << 16  # log probabilities of this many prompt tokens, with 20 alternatives each, take 23 MB
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What bounds a planner's steps and queues. Raises ConfigError when the numbers cannot work together."""
+    """Limits on a planner's steps and queues. Raises ConfigError for values that contradict each other."""
 
-    step_tokens: int = 512  # positions computed in one step, at most
-    step_ms: float | None = None  # that a step may take with prompts beside answers, by prediction; None: what it does
-    max_running: int = 64  # jobs at once, each in a slot
-    max_waiting: int = 1024  # jobs beyond those that free slots can take
-    admit_together: int = 1  # waiting jobs are admitted once so many slots are free, or as many as jobs wait
-    ahead: int = 1  # steps that may be unsettled while the next is planned
-    draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
-    learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
+    step_tokens: int = 512  # maximum number of positions of a step
+    step_ms: float | None = None  # limit on the predicted time of a step that mixes prefill and decode; None: no limit
+    max_running: int = 64  # maximum number of running jobs, each in a slot
+    max_waiting: int = 1024  # maximum number of queued jobs, not counting those that free slots can take
+    admit_together: int = 1  # waiting jobs are admitted when this many slots are free, or enough for all of them
+    ahead: int = 1  # maximum number of unsettled steps while the next is scheduled
+    draft_tokens: int = 0  # maximum number of draft tokens per row; 0 disables speculative decoding
+    learned: bool = False  # a learned drafter is loaded; otherwise draft tokens are suffix matches
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.step_tokens:
@@ -77,21 +79,22 @@ class PlanConfig:
                 "a step needs a token for each running job"
             )
         if self.step_tokens > MOST_STEP_TOKENS:
-            raise ConfigError(f"step_tokens is {self.step_tokens:,}; a step computes {MOST_STEP_TOKENS:,} at most")
+            raise ConfigError(f"step_tokens is {self.step_tokens:,}; the maximum is {MOST_STEP_TOKENS:,}")
         if not 1 <= self.admit_together <= self.max_running:
             raise ConfigError(
                 f"admit_together is {self.admit_together}; expected 1 to max_running, which is {self.max_running}"
             )
         if self.step_ms is not None and not 0 < self.step_ms < math.inf:
-            raise ConfigError(f"step_ms is {self.step_ms:g}; expected milliseconds that a step may take, more than 0")
+            raise ConfigError(f"step_ms is {self.step_ms:g}; expected a time in milliseconds, greater than 0")
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
-            raise ConfigError(f"draft_tokens is {self.draft_tokens}; a row drafts between 0 and {PAGE_TOKENS} tokens")
+            raise ConfigError(f"draft_tokens is {self.draft_tokens}; expected 0 to {PAGE_TOKENS}")
 
 
 class _Part(NamedTuple):
-    """A row that is being planned: the next positions of a job. In a decode row all but the first are drafts."""
+    """A row that is being scheduled: the next positions of a job. In a decode row all but the first are draft
+    tokens."""
 
     job: ActiveJob
     positions: int
@@ -109,19 +112,19 @@ class _PlannedStep(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """How far the prompt of a job is whose pages are for another worker."""
+    """Progress of a prefill for another worker."""
 
     positions: int  # [0, positions) are computed
     pages: tuple[PageId, ...]
-    exact: bool  # they are those of a prefill, to the bit
-    drafting: bool  # the drafter has read all of them
+    exact: bool  # the pages are bit-equal to those of a prefill
+    drafting: bool  # the drafter has read all computed positions
 
 
 class Planner:
-    """Owns pages, slots and queues of one worker.
+    """The scheduler. Owns pages, slots and queues of one worker.
 
-    Steps are settled in the order in which they were planned. `submit`, `abort` and `settle` give what the clients must
-    be told; a job's last delta, and no other, has a finish.
+    Steps are settled in the order in which they were scheduled. `submit`, `abort` and `settle` return deltas for the
+    clients; a job's last delta, and no other, has a finish.
     """
 
     def __init__(
@@ -133,10 +136,10 @@ class Planner:
         costs: StepCosts | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """pages: how many there are. max_model_len: tokens of one job, prompt and answer.
+        """pages: number of pages. max_model_len: maximum tokens of one job, prompt and answer.
 
-        costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may. clock: tells
-        seconds, by which it is told how long jobs waited, and nothing else; None: that is not told.
+        costs: measured step costs of this machine; None: not measured, and rows get the maximum number of draft tokens.
+        clock: returns seconds; used only to report how long jobs waited; None: waiting times are not reported.
         """
         self._config = config
         self._clock = clock
@@ -151,15 +154,17 @@ class Planner:
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting = Queue()
         self._hold: Hold | None = None
-        self._compiling: dict[JobId, ActiveJob] = {}  # that would wait, and whose grammar is not compiled
-        self._running: list[ActiveJob] = []  # in the order in which they first began
-        self._arriving: dict[JobId, ActiveJob] = {}  # whose prompt is computed elsewhere
-        self._landed: deque[ActiveJob] = deque()  # of those, which are whole and have no slot yet
-        self._lent: dict[JobId, Computed] = {}  # of jobs that have ended, and whose pages are still to be handed over
-        self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
+        # Jobs that wait for their grammar to be compiled before they are queued.
+        self._compiling: dict[JobId, ActiveJob] = {}
+        self._running: list[ActiveJob] = []  # in the order in which they first started
+        # Jobs that wait for a KV transfer from a prefill worker or an offload tier.
+        self._arriving: dict[JobId, ActiveJob] = {}
+        self._landed: deque[ActiveJob] = deque()  # jobs with a complete KV transfer that wait for a slot
+        self._lent: dict[JobId, Computed] = {}  # by ended prefill job: pages that still have to be transferred
+        self._draining: set[ActiveJob] = set()  # ended jobs with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
-        self._admitting = False  # until nobody waits or no slot is free
+        self._admitting = False  # until the queue is empty or no slot is free
         self._arrivals = 0
         self._entries = 0
         self._steps = 0
@@ -169,61 +174,61 @@ class Planner:
         self._step_positions = 0
         self._timed = TimedSteps(clock)
         self._beside = Beside(config.step_ms)
-        self._cached_told = 0  # how often
+        self._cached_told = 0  # number of `Cached` messages
         self._preemptions = 0
-        self._untold: list[Delta] = []  # notes of jobs that have lost their pages
+        self._untold: list[Delta] = []  # notes of preempted jobs, to be sent
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
         self._generation_tokens = 0
 
     def stand_beside(self, floor: StepFloor) -> None:
-        """From now on steps that are timed are added up beside the least that they can take."""
+        """From now on add up the times of timed steps and their floors (minimum times on this machine)."""
         self._timed.floor = floor
 
     def watch_steps(self, watch: Callable[[TimedStep, float, int], object]) -> None:
-        """From now on every step is timed, and `watch` is called as `TimedSteps` has it, in the loop's thread."""
+        """From now on time every step, and call `watch` as described in `TimedSteps`, in the loop's thread."""
         self._timed.watch = watch
 
     def foresee(self, forecast: Forecast) -> None:
-        """From now on steps with prompts beside answers are bounded by the config's `step_ms`, as far as a forecast
-        tells. It is told of steps that are timed."""
+        """From now on limit the prefill budget of mixed steps by `step_ms` of the config, using this forecast. The
+        forecast is updated with every timed step."""
         self._beside.forecast = forecast
         self._timed.hears = forecast.took
 
     def compile_with(self, hold: Hold) -> None:
-        """From now on a job takes part in steps once its grammar is compiled. It holds the grammar until it ends."""
+        """From now on a job is scheduled only when its grammar is compiled. It keeps the grammar until it ends."""
         self._hold = hold
 
     @property
     def compiling(self) -> bool:
-        """Whether jobs may wait for their grammars."""
+        """Whether jobs may be waiting for their grammars."""
         return bool(self._compiling or self._landed)
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to plan and nothing to settle, nor will be without another message."""
+        """Whether there is nothing to schedule and nothing to settle until another message arrives."""
         return len(self._arriving) == len(self._jobs) and not self._flights
 
     @property
     def done(self) -> tuple[int, int]:
-        """Steps that were planned, and those that have settled."""
+        """Number of scheduled steps, and number of settled steps."""
         return self._steps, self._replayed + self._led
 
     @property
     def starved(self) -> bool:
-        """Whether jobs wait for pages, and none runs whose end would bring them: handoffs have them."""
+        """Whether jobs wait for pages and no running job can free any: KV transfers hold them."""
         return bool(self._waiting) and not (self._running or self._draining)
 
     @property
     def ahead(self) -> bool:
-        """Whether a step may be planned while another is not settled."""
+        """Whether a step may be scheduled while another is not settled."""
         return self._config.ahead > 0
 
     def submit(self, job: Job, *, lends: bool = False) -> list[Delta]:
-        """Queues a job. One that can never run, or finds the queue full, ends at once with an error delta.
+        """Queue a job. If the job can never run, or the queue is full, it ends at once with an error delta.
 
-        lends: its pages are for another worker: they stay, when it has ended, until `give_back`. Raises AssertionError
-        for a job whose id is here already.
+        lends: prefill for another worker: the job's pages are kept after its end, until `give_back`. Raises
+        AssertionError for a job with a known id.
         """
         active = self._take_in(job)
         if isinstance(active, Delta):
@@ -236,8 +241,8 @@ class Planner:
         return []
 
     def expect(self, job: Job) -> list[Delta]:
-        """Takes in a job whose prompt is computed elsewhere: it waits, and nobody behind it, for `open`, and then for
-        `land` or `compute_here`. Else as `submit`."""
+        """Add a job for which a prefill worker computes the prompt: it waits, without blocking later jobs, for
+        `open`, and then for `land` or `compute_here`. Otherwise as `submit`."""
         active = self._take_in(job)
         if isinstance(active, Delta):
             return [active]
@@ -245,20 +250,20 @@ class Planner:
         return []
 
     def open(self, id: JobId) -> tuple[int, tuple[PageId, ...]] | None:
-        """Gives an expected job the pages of its prompt: how many positions of them are cached, and the pages. None
-        where there is no room for it now. Raises KeyError for a job that is not expected, or has its pages."""
+        """Allocate the pages of an expected job's prompt: returns the number of cached positions, and the pages.
+        None if there is no room now. Raises KeyError for a job that is not expected, or has its pages already."""
         job = self._arriving[id]
         if job.pages:
             raise KeyError(id)
         if self._waiting and (self._waiting.again or self._waiting.due().arrival < job.arrival):
-            return None  # who waits for pages here waits for these
+            return None  # an older job in the queue waits for pages
         if not self._give_pages(job, self._match(job)):
             return None
         return job.planned, tuple(job.pages)
 
     def land(self, handed: Handed) -> list[Delta]:
-        """All pages of an expected job are there, and the first token of its answer, which is told now; it goes on from
-        there as soon as a slot is free. Raises KeyError for a job that has no pages of `open`."""
+        """The KV transfer of an expected job is complete. Returns a delta with the first token; the job resumes as
+        soon as a slot is free. Raises KeyError for a job without pages from `open`."""
         job = self._arriving[handed.job]
         if not job.pages:
             raise KeyError(handed.job)
@@ -268,7 +273,7 @@ class Planner:
         job.planned = job.computed = job.prompt
         job.read = job.prompt if job.drafting else 0
         job.cached_tokens = max(job.kept * PAGE_TOKENS, handed.cached_tokens)
-        job.counted = True  # by whoever has computed it
+        job.counted = True  # by the prefill worker
         job.scored = len(handed.prompt_logprobs)
         tokens, finish = self._accept(job, handed.tokens)
         job.length = job.known
@@ -292,35 +297,36 @@ class Planner:
         ]
 
     def compute_here(self, id: JobId, brought: Brought | None = None) -> None:
-        """Nobody computes the prompt of an expected job: it is queued as any other. Its pages are given back; nobody
-        may write into them any more. brought: what the cache has got for it from below. Raises KeyError for a job that
-        is not expected."""
+        """No prefill worker computes the prompt of an expected job: release its pages and queue it as any other job.
+        Nothing may write to these pages afterwards. brought: note on pages that the prefix cache got from an offload
+        tier for this job. Raises KeyError for a job that is not expected."""
         job = self._arriving.pop(id)
         job.brought = brought
         self._unopen(job)
         self._wait(job)
 
     def attach(self, below: Below) -> None:
-        """From now on pages that the cache forgets go to memory below it, and jobs may wait for pages from there."""
+        """From now on evicted pages are offered to the KV offload tiers, and jobs may wait for pages from there."""
         self._below = below
         self._cache.forgets = below.forgets
 
     def lack(self, id: JobId) -> Lack | None:
-        """What an expected job could begin from and the cache has not; None where it is expected no more."""
+        """The pages of an expected job that the prefix cache does not have; None if the job is no longer expected."""
         job = self._arriving.get(id)
         return None if job is None else self._lack(job)
 
     def comes_next(self, id: JobId) -> bool:
-        """Whether no job waits that came before an expected one. Raises KeyError for one that is not expected."""
+        """Whether no queued job is older than an expected one. Raises KeyError for a job that is not expected."""
         waiting, job = self._waiting, self._arriving[id]
         return not waiting or not (waiting.again or waiting.due().arrival < job.arrival)
 
     def fetch(self, id: JobId, count: int) -> Fetch | None:
-        """Takes pages for the first `count` that an expected job lacks; None where it has no room to begin now. They
-        are the fetch's until `fetched`, whatever becomes of the job. Raises KeyError for one that is not expected."""
+        """Allocate pages for the first `count` pages that an expected job lacks; None if it has no room to start
+        now. The fetch holds them until `fetched`, even if the job ends. Raises KeyError for a job that is not
+        expected."""
         job = self._arriving[id]
         if not self.comes_next(id):
-            return None  # who waits for pages here waits for these
+            return None  # an older job in the queue waits for pages
         matched = self._match(job)
         if not self._has_room(job, matched):
             return None
@@ -330,23 +336,23 @@ class Planner:
         return self._fetches.begin(self._lack(job), count, matched, previous, contents)
 
     def fetched(self, fetch: Fetch, kept: Sequence[Kept]) -> None:
-        """Nothing writes to the pages of a fetch any more. So many as `kept` tells of, from the first on, are whole."""
+        """End a fetch: nothing writes to its pages any more. The first len(kept) pages are valid."""
         self._fetches.end(fetch, kept)
 
     def forget_idle(self) -> None:
-        """The cache forgets every page that no job holds."""
+        """Evict every page that no job holds."""
         self._cache.evict(self._pool.idle)
 
     def computed(self, id: JobId) -> Computed | None:
-        """How far a job is that lends its pages; None where nothing of it is there, nor will be."""
+        """Progress of a prefill for another worker; None if nothing of it exists or ever will."""
         job = self._jobs.get(id)
         if job is None:
             return self._lent.get(id)
         return self._computed(job)
 
     def computing(self, id: JobId) -> tuple[int, int] | None:
-        """Positions [first, end) of a job's prompt that the step computes which is to be settled next; None where it
-        has none of them, or the job has ended. Its pages stay where they are until then."""
+        """Positions [first, end) of a job's prompt in the next step to be settled; None if it has none there, or the
+        job has ended. Its pages do not change until then."""
         job = self._jobs.get(id)
         if job is None or not job.flights:
             return None
@@ -357,7 +363,8 @@ class Planner:
         return None
 
     def give_back(self, id: JobId) -> None:
-        """The pages of a job that has ended are handed over, or wanted no more. Raises KeyError where none are lent."""
+        """Release the pages of an ended prefill job: they were transferred, or are no longer wanted. Raises KeyError
+        if none are lent."""
         for page in self._lent.pop(id).pages:
             self._cache.release(page, Holder.LENT)
 
@@ -377,7 +384,7 @@ class Planner:
         self._jobs[job.id] = active
         grammar = job.sampling.grammar
         if self._hold is not None and grammar is not None and grammar.text:
-            active.compiled = self._hold(grammar)  # begins now, while its prompt may still be on its way
+            active.compiled = self._hold(grammar)  # start now, possibly during the KV transfer of its prompt
         return active
 
     def _lack(self, job: ActiveJob) -> Lack:
@@ -392,13 +399,13 @@ class Planner:
             self._compiling[job.job.id] = job
 
     def _take_compiled(self) -> None:
-        """Jobs whose grammar is compiled by now wait for a slot as all others do."""
+        """Queue the jobs with a grammar that is compiled by now."""
         for job in [job for job in self._compiling.values() if _is_compiled(job)]:
             del self._compiling[job.job.id]
             self._waiting.add(job)
 
     def _unopen(self, job: ActiveJob) -> None:
-        """Gives back the pages of a job that has no slot."""
+        """Release the pages of a job that has no slot."""
         for page in job.pages:
             self._cache.release(page)
         job.leave()
@@ -408,12 +415,11 @@ class Planner:
         return Computed(min(job.computed, job.prompt), tuple(job.pages), job.exact, read)
 
     def report(self, recorded: Recorded) -> None:
-        """Takes in which shapes of decode steps can be replayed from now on."""
+        """Set the CUDA graphs that a rank has captured, so that decode steps can replay them."""
         self._recorded.report(recorded)
 
     def abort(self, id: JobId) -> list[Delta]:
-        """Ends a job now, with one delta. One that has ended already is no mistake, and gives none: the message crossed
-        its last delta."""
+        """End a job now, with one delta. A job that has already ended gives none: the abort crossed its last delta."""
         job = self._jobs.get(id)
         if job is None:
             return []
@@ -421,7 +427,8 @@ class Planner:
         return [Delta(job=id, finish="aborted", cached_tokens=job.cached_tokens)]
 
     def lose_all(self, reason: str) -> list[Delta]:
-        """Ends every job because the worker ends; each has an error delta with `reason` and the fault "lost"."""
+        """End every job because the worker is shutting down; each gets an error delta with `reason` and the fault
+        "lost"."""
         ended: list[Delta] = []
         for job in list(self._jobs.values()):
             self._end(job, "error")
@@ -429,13 +436,13 @@ class Planner:
         return ended
 
     def abort_all(self) -> list[Delta]:
-        """Ends every job that has not ended; each has one delta, whose finish is "aborted"."""
+        """End every job that has not ended; each gets one delta with the finish "aborted"."""
         return [delta for id in list(self._jobs) for delta in self.abort(id)]
 
     def next_step(self) -> Step | None:
-        """The next step to launch; None when nothing can be planned before another step is settled.
+        """The next step to launch; None if nothing can be scheduled before another step is settled.
 
-        A step never has two rows of one slot, and a Begin always comes with a row. Decode rows stand before all others.
+        A step never has two rows of one slot, and a Begin always comes with a row. Decode rows come before all others.
         """
         if len(self._flights) > self._config.ahead:
             return None
@@ -447,7 +454,7 @@ class Planner:
         parts: list[_Part] = []
         forced = self._forced(decoding)
         for job in decoding:
-            # Matches of the text's own past come in runs: where the last row that is known had none, none is awaited.
+            # Suffix matches come in runs: if the last known row had no match, none is expected now.
             drafts = min(max(job.proposed if job.drafting or job.waiting else 0, forced.get(job, 0)), spare)
             if drafts:
                 drafts = self._paged(job, job.planned + 1 + job.drafting, drafts)
@@ -470,7 +477,7 @@ class Planner:
         while self._admitting and budget and self._waiting and self._free_slots:
             due = self._waiting.due()
             if begins and self._config.admit_together > 1 and due.known > budget:
-                break  # in two parts it would cost two steps
+                break  # split in two chunks it would take two steps
             begin = self._admit(due)
             if begin is None:
                 break
@@ -481,9 +488,11 @@ class Planner:
         self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         self._beside.left(budget)
         if not parts:
-            # They may have the pages that are missing, or wait for their grammars.
+            # These may hold the missing pages, or wait for their grammars.
             elsewhere = self._arriving or self._lent or self._fetches or self._compiling or self._landed
-            assert self._flights or elsewhere or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
+            assert self._flights or elsewhere or not self._jobs, (
+                f"{len(self._jobs)} jobs, and none of them can be scheduled"
+            )
             return None
         self._steps += 1
         rows = self._rows(parts)
@@ -492,9 +501,9 @@ class Planner:
         return step
 
     def _begin_landed(self, decoding: list[ActiveJob]) -> list[Begin]:
-        """Jobs whose prompt was computed elsewhere take the free slots, in the order in which they became whole. Each
-        has a decode row in this step, and is added to `decoding`: its prompt is there. Those that have lost their pages
-        come first, unless it is the landed ones that have them."""
+        """Start jobs with a complete KV transfer in the free slots, in the order in which the transfers completed.
+        Each gets a decode row in this step, and is added to `decoding`. Preempted jobs go first, unless only the
+        landed jobs hold pages."""
         begins: list[Begin] = []
         while self._landed and self._free_slots and not (self._waiting and self._waiting.again and self._running):
             job = next((job for job in self._landed if _is_compiled(job)), None)
@@ -524,7 +533,7 @@ class Planner:
         return begins
 
     def _enter(self, job: ActiveJob) -> None:
-        """The job runs, behind those that first began before it."""
+        """Add the job to the running ones, after those that first started before it."""
         if job.entry is None:
             self._entries += 1
             job.entry = self._entries
@@ -533,8 +542,9 @@ class Planner:
         insort(self._running, job, key=lambda one: one.entry or 0)
 
     def _forced(self, decoding: Sequence[ActiveJob]) -> dict[ActiveJob, int]:
-        """How many drafts the next rows of jobs verify whose grammar is known to force tokens there."""
-        # Drafts in flight count as if they held: where they do not, more is forced than is asked for here.
+        """Number of draft tokens in the next row, for each job with forced tokens (by its grammar) there."""
+        # Draft tokens in flight are counted as accepted; if some are rejected, more tokens are forced than requested
+        # here.
         left = {job: job.forced - job.length for job in decoding if job.forced > job.length}
         if not left:
             return left
@@ -543,9 +553,9 @@ class Planner:
         return {job: min(count, max(depth, anyway)) for job, count in left.items()}
 
     def _quick(self, prompts: Sequence[ActiveJob], begins: list[Begin], share: int) -> list[_Part]:
-        """Prompts with less to compute than the oldest has, or the one whose turn it is, get this share of the step,
-        those with least first; waiting ones begin, and are added to `begins`. Where jobs are admitted together nobody
-        waits for a first token, and the share stays with the oldest."""
+        """Rows for prompts with less to compute than the oldest (or the next waiting job), out of `share` tokens of
+        the step, shortest first; waiting jobs are started, and added to `begins`. Returns none if jobs are admitted
+        in groups: then time to first token does not matter, and the oldest prompt gets the share."""
         parts: list[_Part] = []
         if self._config.admit_together > 1 or not (len(prompts) > 1 or self._waiting):
             return parts
@@ -570,18 +580,18 @@ class Planner:
         return parts
 
     def _shape(self, decoding: Sequence[_Part]) -> Shape | None:
-        """What these decode rows replay, once their pages are sent."""
+        """The CUDA graph for these decode rows, once their pages are sent."""
         if not decoding:
             return None
         positions = max(part.positions for part in decoding)
         return self._recorded.choose(len(decoding), positions, PAGE_TOKENS * max(part.job.sent for part in decoding))
 
     def _ready(self) -> tuple[list[ActiveJob], list[ActiveJob]]:
-        """Running jobs that can have a row now: those that decode, each with a page for its next position, and those
-        that have known tokens to compute."""
+        """Running jobs that can have a row now: those in decode, each with a page for its next position, and those
+        with known tokens to compute (prefill)."""
         decoding: list[ActiveJob] = []
         prompts: list[ActiveJob] = []
-        held_back: ActiveJob | None = None  # to be pre-empted once its steps in flight have settled
+        held_back: ActiveJob | None = None  # to be preempted once its steps in flight have settled
         for job in self._running:
             if job is held_back:
                 continue
@@ -591,7 +601,7 @@ class Planner:
                 continue
             if job.room <= 0:
                 continue
-            # A drafter's row of the token that comes lies at the next place.
+            # The drafter's row of the next token is at the next position.
             end = min(job.planned + 1 + job.drafting, job.target)
             if end > len(job.pages) * PAGE_TOKENS:
                 held_back = self._grow(job)
@@ -601,9 +611,10 @@ class Planner:
         return decoding, prompts
 
     def settle(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
-        """Takes in what a step gave: the deltas of its jobs. Rows of jobs that have ended meanwhile are dropped.
+        """Apply the result of a step; returns the deltas of its jobs. Rows of jobs that have ended in between are
+        dropped.
 
-        seconds: what the machine took for it; None: that is not known. Raises AssertionError where another step is due.
+        seconds: duration of the step on the machine; None: unknown. Raises AssertionError if another step is next.
         """
         flight = self._flights.popleft()
         assert step.number == flight.step.number == result.number, (
@@ -639,8 +650,8 @@ class Planner:
         return deltas
 
     def cached(self, *, whole: bool = False) -> Cached | None:
-        """What to tell of the prefix cache: what has changed since the last call, with the first call and with `whole`
-        all that is there. None where nothing has changed."""
+        """The next `Cached` message: changes of the prefix cache since the last call; its complete content on the
+        first call and with `whole`. None if nothing has changed."""
         whole = whole or not self._cached_told
         stored, removed = self._cache.changes(whole=whole)
         if not (stored or removed or whole):
@@ -649,12 +660,12 @@ class Planner:
         return Cached(number=self._cached_told, stored=tuple(stored), removed=tuple(removed), whole=whole)
 
     def log_pages(self) -> None:
-        """From now on `page_changes` tells what comes into the prefix cache and what leaves it."""
+        """From now on record insertions into the prefix cache and evictions, for `page_changes`."""
         self._cache.log = []
 
     def page_changes(self) -> list[Changed]:
-        """What has come and gone since the last call, in order, with what it is of. Pages of prompts with images are
-        left out. Nothing where `log_pages` was not called."""
+        """Insertions and evictions since the last call, in order, with the content of the pages. Pages of prompts
+        with images are omitted. Empty if `log_pages` was not called."""
         changes = self._cache.log
         if not changes:
             return []
@@ -662,7 +673,7 @@ class Planner:
         return changes
 
     def load(self) -> Load:
-        """Counters and gauges. Used, cached (held by the cache alone) and free pages make up the total."""
+        """Counters and gauges. Used, cached (held only by the prefix cache) and free pages add up to the total."""
         return Load(
             running=len(self._running),
             waiting=len(self._waiting) + len(self._compiling),
@@ -692,13 +703,13 @@ class Planner:
         )
 
     def check(self) -> None:
-        """Raises AssertionError unless every page and slot is where the books say, and nobody has overtaken."""
+        """Raises AssertionError unless every page and slot is accounted for, and the scheduling order is kept."""
         for _ in self.checks():
             pass
 
     def checks(self) -> Iterator[None]:
-        """The same as `check`, a slice of pages between two yields, for a caller that may have something better to do.
-        Nothing may change until it is exhausted; after a change it is to be begun anew."""
+        """Like `check`, a slice of pages between two yields, for a caller with other work to do. Nothing may change
+        until it is exhausted; after a change, start again."""
         expected = [*self._arriving.values(), *self._landed]
         holding = [*self._running, *self._draining]
         yield from self._pool.checks(
@@ -718,18 +729,21 @@ class Planner:
         for job in self._running:
             self._check_lengths(job)
         assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
-        assert all(job.passed <= job.work for job in self._jobs.values()), "too much has begun before a job"
+        assert all(job.passed <= job.work for job in self._jobs.values()), (
+            "too many positions were started before a waiting job"
+        )
         queued = [*self._waiting, *self._compiling.values()]
         assert not any(job.pages or job.slot is not None for job in queued), "a waiting job holds pages"
-        assert not any(job.slot is not None or job.flights for job in expected), "a job that is expected runs already"
+        assert not any(job.slot is not None or job.flights for job in expected), "an expected job is already running"
         alive = [*self._running, *queued, *expected]
         assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting nor expected"
         for those in (self._running, self._waiting.again):
             entries = [job.entry or 0 for job in those]
-            assert entries == sorted(entries), f"the order {entries} in which jobs began is broken"
+            assert entries == sorted(entries), f"jobs are not in the order of their start: {entries}"
 
     def _check_lengths(self, job: ActiveJob) -> None:
-        """Raises AssertionError unless what is planned of a running job is settled or in flight, and has its pages."""
+        """Raises AssertionError unless the planned positions of a running job are settled or in flight, and have
+        pages."""
         rows = [
             row for flight in self._flights for of, row in zip(flight.jobs, flight.step.rows, strict=True) if of is job
         ]
@@ -741,10 +755,10 @@ class Planner:
         assert not decoding or job.decodes, f"{name} decodes with known tokens that are not computed"
         assert job.sent <= len(job.pages), f"{name}: {job.sent} of {len(job.pages)} pages are sent"
         assert min(job.planned, job.target) <= job.sent * PAGE_TOKENS, f"{name}: planned beyond its pages"
-        assert job.read <= job.computed, f"{name}: drafts are read of what is not computed"
+        assert job.read <= job.computed, f"{name}: the drafter has read positions that are not computed"
 
     def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
-        """Plans these rows. Nothing is proposed that the next step would have no place for."""
+        """Schedule these rows. The draft tokens proposed fit into the next step."""
         sampling = [part.samples for part in parts]
         jobs = [part.job for part in itertools.compress(parts, sampling)]
         lengths = iter(self._speculation.lengths(jobs, self._recorded.drafts(len(jobs))))
@@ -755,7 +769,7 @@ class Planner:
             job.drafting = job.drafting and follows
             propose = min(next(lengths), spare) if samples else 0
             if propose or (samples and job.drafting):
-                # The drafter's row of the token that this row gives lies at the next place.
+                # The drafter's row of the token that this row samples is at the next position.
                 propose = min(propose, self._paged(job, job.planned + part.positions, max(1, propose)))
                 spare -= propose
             rows.append(self._row(part, samples, propose))
@@ -791,9 +805,9 @@ class Planner:
         )
 
     def _paged(self, job: ActiveJob, end: int, extra: int) -> int:
-        """How many of `extra` positions behind [0, end), which has pages, have pages too. Takes pages that are free or
-        idle; nobody is pre-empted for a draft."""
-        if end + extra <= len(job.pages) * PAGE_TOKENS:  # nearly always
+        """How many of `extra` positions after [0, end), which has pages, can have pages too. Allocates free or idle
+        pages; no job is preempted for a draft token."""
+        if end + extra <= len(job.pages) * PAGE_TOKENS:  # the usual case
             return extra
         wanted = min(end + extra, job.target)
         while wanted > len(job.pages) * PAGE_TOKENS and self._pool.free + self._pool.idle:
@@ -802,8 +816,8 @@ class Planner:
         return extra if wanted <= paged else max(0, paged - end)
 
     def _grow(self, job: ActiveJob) -> ActiveJob | None:
-        """Gives the job one page more. When there is none, the youngest running job, perhaps this one, is pre-empted;
-        one that has steps in flight is returned instead, to be held back until they have settled."""
+        """Give the job one more page. If no page is available, preempt the running job that started last, possibly
+        this one; if that job has steps in flight, it is returned instead, to be held back until they have settled."""
         while not self._pool.free + self._pool.idle:
             victim = self._running[-1]
             if victim.flights:
@@ -819,7 +833,7 @@ class Planner:
         return self._pool.take(count)
 
     def _admit(self, job: ActiveJob) -> Begin | None:
-        """Gives a waiting job slot and pages; None when there is no room, or when it pays to wait."""
+        """Give a waiting job slot and pages; None if there is no room, or if waiting pays."""
         matched = self._match(job)
         if self._is_coming(job, len(matched)):
             return None
@@ -842,12 +856,12 @@ class Planner:
             prompt=job.prompt,
             pages=tuple(matched),
             sampling=job.job.sampling,
-            limit=job.limit + job.lends,  # the drafter's row of the first token goes to the other worker
+            limit=job.limit + job.lends,  # the drafter's row of the first token is transferred to the other worker
             drafting=job.drafting,
         )
 
     def _give_pages(self, job: ActiveJob, matched: list[PageId]) -> bool:
-        """Gives a job these cached pages and fresh ones behind them. False, and nothing given, without room."""
+        """Give a job these cached pages and new pages after them. False, without a change, if there is no room."""
         if not self._has_room(job, matched):
             return False
         self._cache.use(matched, of_tokens=job.known)
@@ -861,25 +875,25 @@ class Planner:
         return True
 
     def _has_room(self, job: ActiveJob, matched: Sequence[PageId]) -> bool:
-        """Whether there are pages for what a job has to compute behind these cached ones."""
+        """Whether there are pages for the positions that a job has to compute after these cached pages."""
         return not self._short_pages(job, matched)
 
     def _short_pages(self, job: ActiveJob, matched: Sequence[PageId]) -> int:
-        """How many pages are missing for what a job has to compute behind these cached ones."""
+        """Number of missing pages for the positions that a job has to compute after these cached pages."""
         need = pages_for(job.known) - len(matched)
         matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
         free, idle = self._pool.free, self._pool.idle
         return short_pages(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running))
 
     def _match(self, job: ActiveJob) -> list[PageId]:
-        """Cached pages that the job can begin from. Its last token is always computed, since its row samples.
+        """Cached pages that the job can start from. Its last token is always computed, because its row samples.
 
-        Behind the prompt nothing is taken from the cache: a job that resumes must find what it had, and only computing
-        those positions again in the same form is sure to give the same bits. For the same reason it takes pages that
-        are not those of a prefill only if it began from such pages.
+        Only pages of the prompt are taken from the cache: a resumed job must get the same results as before, and only
+        recomputing the positions of the answer in the same form guarantees the same bits. For the same reason it takes
+        pages that are not bit-equal to a prefill only if it started from such pages.
 
-        Pages that the learned drafter has not read lose it for the job. Where one step is enough to compute them again,
-        that is done, and the cache has the better pages from then on.
+        With pages that the learned drafter has not read, the job cannot use the drafter. If one step is enough to
+        recompute them, they are recomputed, and the cache then keeps the new pages.
         """
         hashes, exact = job.hashes[: job.usable], bool(job.generated) and job.exact
         matched = self._cache.match(hashes, exact=exact)
@@ -890,14 +904,15 @@ class Planner:
         return matched
 
     def _is_coming(self, job: ActiveJob, index: int) -> bool:
-        """Whether a running job is computing page `index` of this job's prompt: so it waits, and shares that page.
+        """Whether a running job is computing page `index` of this job's prompt: then this job waits, and shares the
+        page.
 
-        So the n choices of one request, and requests that begin alike and come together, compute what they share once,
-        each but the first only from its last full page on. Nobody waits for ever: the older job settles the page, and
-        the cache has it, or it leaves. Who stands behind loses nothing: fewer positions come before its own.
+        So the n choices of one request, and requests with a common prefix that arrive together, compute the prefix
+        once; all but the first start from its last full page. The wait is finite: the older job settles the page and it
+        is cached, or the job ends. Later jobs lose nothing: fewer positions are computed before theirs.
 
-        Where jobs are admitted together, steps with prompts are what is to be saved: only WORTH_A_STEP pages or more
-        are waited for.
+        If jobs are admitted in groups, the aim is fewer steps with prefill: a job waits only for WORTH_A_STEP pages or
+        more.
         """
         last = index if self._config.admit_together == 1 else index + WORTH_A_STEP - 1
         if last >= job.usable:
@@ -913,7 +928,7 @@ class Planner:
         )
 
     def _preempt(self, job: ActiveJob, by: ActiveJob) -> None:
-        """by: for whose page."""
+        """Preempt a running job. by: the job that needs the page."""
         assert self._running.pop() is job, f"job {job.job.id} is not the youngest"
         lost = job.computed
         self._release(job)
@@ -933,13 +948,13 @@ class Planner:
         self._untold.append(Delta(job=job.job.id, cached_tokens=job.cached_tokens, noted=(note,)))
 
     def _notes(self) -> list[Delta]:
-        """What is to be told of jobs that have lost their pages, and that have not ended since."""
+        """Deltas with the notes of preempted jobs that have not ended since."""
         notes, self._untold = self._untold, []
         return [delta for delta in notes if delta.job in self._jobs]
 
     def _release(self, job: ActiveJob) -> None:
-        """Gives back slot and pages of a job that no step in flight names."""
-        assert not job.flights, f"job {job.job.id} gives back its pages with {job.flights} steps in flight"
+        """Release slot and pages of a job without steps in flight."""
+        assert not job.flights, f"job {job.job.id} releases its pages with {job.flights} steps in flight"
         assert job.slot is not None
         for page in job.pages:
             self._cache.release(page)
@@ -960,13 +975,14 @@ class Planner:
             job.waiting = outcome.waiting != 0
         else:
             job.computed = row.start + row.count
-            prompt_logprobs = outcome.prompt_logprobs[max(0, job.scored - row.start) :]  # a resumed job was told some
+            # A resumed job has sent some already.
+            prompt_logprobs = outcome.prompt_logprobs[max(0, job.scored - row.start) :]
             job.scored += len(prompt_logprobs)
         computed = job.computed
         if row.drafting:
             job.read = computed
         tokens, finish = self._accept(job, outcome.tokens)
-        job.forced = min(job.known + outcome.forced, job.limit - 1)  # the last token is a row's own
+        job.forced = min(job.known + outcome.forced, job.limit - 1)  # the last token is never a draft token
         if computed >= (job.kept + 1) * PAGE_TOKENS:
             self._remember(job)
         at_limit = computed >= job.prompt and job.known >= job.limit
@@ -992,11 +1008,12 @@ class Planner:
         )
 
     def _completes(self, job: ActiveJob, tokens: Sequence[int]) -> bool:
-        """Whether the answer ends with these tokens: then what its grammar took too long for delays no other job."""
+        """Whether the answer ends with these tokens: then an error of its grammar after them (it took too long) is
+        ignored, because it delays no other job."""
         return bool(tokens) and (job.known + len(tokens) >= job.limit or not job.stop_ids.isdisjoint(tokens))
 
     def _accept(self, job: ActiveJob, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
-        """Appends new tokens up to the limit or a stop id, which is the last."""
+        """Append new tokens up to the limit or to a stop id, which is the last token."""
         accepted = tuple(tokens[: job.limit - job.known])
         finish: Finish | None = None
         if not job.stop_ids.isdisjoint(accepted):
@@ -1007,7 +1024,7 @@ class Planner:
         return accepted, finish
 
     def _remember(self, job: ActiveJob) -> None:
-        """Shows the prefix cache every page that has become full."""
+        """Insert every page that has become full into the prefix cache."""
         full = min(job.computed, job.known) // PAGE_TOKENS
         hashes = job.hashes
         for index in range(job.kept, full):
@@ -1023,11 +1040,11 @@ class Planner:
             job.kept = index + 1
 
     def _content(self, job: ActiveJob, index: int) -> Content:
-        """What page `index` of a job is of."""
+        """Content of page `index` of a job."""
         return Content(job.tokens(index * PAGE_TOKENS, (index + 1) * PAGE_TOKENS), job.job.salt)
 
     def _end(self, job: ActiveJob, finish: Finish) -> None:
-        """Ends the job. Its slot and pages return now, or with its last step in flight."""
+        """End the job. Its slot and pages are released now, or when its last step in flight is settled."""
         job.finish = finish
         job.compiled = None
         del self._jobs[job.job.id]

@@ -1,11 +1,11 @@
-"""Which pages are remembered after their jobs, by the hash of all tokens up to their end.
+"""Prefix cache: keeps KV pages after their jobs have ended, by the hash of all tokens up to the page's end.
 
-A page hash chains over the hash before it, so a dictionary from hash to page is a tree of prefixes, and the longest
+A page hash chains over the previous page's hash, so a dictionary from hash to page is a prefix tree, and the longest
 cached prefix is found by walking a prompt's hashes until one is missing.
 
-Eviction takes the least recently used page that no job holds, leaves before the pages that they continue. Only when
-every such page has a child in use does it take one from the middle: its children stay, unreachable until the hash
-comes back. So `PagePool.idle` is exactly the number of pages that eviction can free.
+Eviction takes the least recently used page that no job holds, leaves before their parents. Only if every such page has
+a child in use does it take an inner page: its children stay, unreachable until the hash is inserted again. So
+`PagePool.idle` is exactly the number of pages that eviction can free.
 """
 
 import heapq
@@ -18,7 +18,7 @@ from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 
 
 class Forgotten(NamedTuple):
-    """A page that the cache forgets; exact, drafted: as in `PrefixCache.match`."""
+    """An evicted page; exact, drafted: as in `PrefixCache.match`."""
 
     hash: PageHash
     page: PageId
@@ -27,18 +27,18 @@ class Forgotten(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a page is of."""
+    """Content of a page."""
 
     tokens: tuple[int, ...]
-    salt: str  # the prompt's
+    salt: str  # of the prompt
 
 
 class Changed(NamedTuple):
-    """A page that has come, or that has gone; of one that has gone there are neither tokens nor salt."""
+    """A page that was inserted or evicted; an evicted one has neither tokens nor salt."""
 
     hash: PageHash
     there: bool
-    previous: PageHash | None = None  # the hash of the page before
+    previous: PageHash | None = None  # hash of the previous page
     tokens: tuple[int, ...] = ()
     salt: str = ""
 
@@ -54,15 +54,15 @@ class _Node:
         self.previous = previous
         self.exact = exact
         self.drafted = drafted
-        self.used = used  # time of last use, in uses of the cache
-        self.queued = False  # has an entry in the heap of candidates for eviction
-        self.told = False  # it was logged when it came
+        self.used = used  # time of the last use, counted in uses of the cache
+        self.queued = False  # it has an entry in the heap of eviction candidates
+        self.told = False  # its insertion was logged
 
 
 class PrefixCache:
-    """Remembers pages of `pool`, holding each once.
+    """Keeps pages of `pool`, with one reference each.
 
-    `queries` and `hits` count tokens that were looked up and found, in every admission.
+    `queries` and `hits` count tokens looked up and found, over all admissions.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -72,26 +72,28 @@ class PrefixCache:
         self._nodes: dict[PageHash, _Node] = {}
         self._by_page: dict[PageId, _Node] = {}
         self._children: Counter[PageHash] = Counter()
-        # Pages that may be evictable, least recently used first. A node is here at most once; an entry may be older
-        # than the node's last use, or its node held or a parent again: that is looked at when it comes up.
+        # Eviction candidates, least recently used first. A node has at most one entry; the entry may be older than the
+        # node's last use, or the node may be held or have children by now: this is checked when the entry is popped.
         self._candidates: list[tuple[int, PageHash]] = []
         self._uses = 0
-        self._changes: dict[PageHash, bool] | None = None  # whether each is there now; None: nobody asks
-        self.log: list[Changed] | None = None  # what has come and gone, in order; None: nobody asks
-        self.forgets: Callable[[Sequence[Forgotten]], object] | None = None  # told of pages before they are used again
+        # hash -> whether it is cached now; None: changes are not recorded.
+        self._changes: dict[PageHash, bool] | None = None
+        self.log: list[Changed] | None = None  # insertions and evictions in order; None: they are not logged
+        # Called with evicted pages before they are reused.
+        self.forgets: Callable[[Sequence[Forgotten]], object] | None = None
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def pages(self) -> Iterable[PageId]:
-        """The pages that the cache holds, each once."""
+        """The cached pages, each once."""
         return self._by_page
 
     def match(self, hashes: Iterable[PageHash], *, exact: bool = False, drafted: bool = False) -> list[PageId]:
         """Pages of the longest cached prefix of `hashes`; changes nothing.
 
-        `exact` stops at the first page that is not bit-equal to what a prefill computes, `drafted` at the first that
-        the learned drafter has not read.
+        `exact` stops at the first page that is not bit-equal to the result of a prefill, `drafted` at the first page
+        that the learned drafter has not read.
         """
         pages: list[PageId] = []
         for hash in hashes:
@@ -102,7 +104,8 @@ class PrefixCache:
         return pages
 
     def is_exact(self, page: PageId) -> bool:
-        """Whether a cached page is bit-equal to what a prefill computes. Raises KeyError for one that is not cached."""
+        """Whether a cached page is bit-equal to the result of a prefill. Raises KeyError for a page that is not
+        cached."""
         return self._by_page[page].exact
 
     def is_drafted(self, page: PageId) -> bool:
@@ -110,9 +113,9 @@ class PrefixCache:
         return self._by_page[page].drafted
 
     def use(self, pages: Sequence[PageId], *, of_tokens: int) -> None:
-        """A job takes the pages that it has matched: they are held by it, and recently used.
+        """Add a job's references to the pages that it matched, and mark them as recently used.
 
-        of_tokens: tokens that the job knows, which count as looked up.
+        of_tokens: number of the job's known tokens, counted in `queries`.
         """
         self.queries += of_tokens
         self.hits += len(pages) * PAGE_TOKENS
@@ -131,11 +134,11 @@ class PrefixCache:
         drafted: bool = False,
         content: Content | None = None,
     ) -> None:
-        """Remembers a full page that a job holds, under its hash and the hash of the page before.
+        """Cache a full page that a job holds, under its hash and the hash of the previous page.
 
-        A hash that is known already keeps the page that it has, unless the learned drafter has read the new page and
-        not the old one, and the new one is no less exact. exact, drafted: as in `match`. content: for the log, which
-        leaves out pages without.
+        A hash that is cached already keeps its page, unless the learned drafter has read the new page and not the old
+        one, and the new one is no less exact. exact, drafted: as in `match`. content: for the log, which omits pages
+        without it.
         """
         node = self._nodes.get(hash)
         if node is not None:
@@ -156,15 +159,16 @@ class PrefixCache:
         self._pool.share(page, Holder.CACHE)
 
     def release(self, page: PageId, holder: Holder = Holder.JOBS) -> None:
-        """A holder lets go of a page; in the cache it may be evicted once nobody else holds it, else it is free."""
+        """Remove a reference to a page. A cached page becomes evictable when it has no other holder; any other page
+        becomes free."""
         self._pool.give(page, holder)
         node = self._by_page.get(page)
         if node is not None and self._pool.is_idle(page):
             self._enqueue(node)
 
     def changes(self, *, whole: bool = False) -> tuple[list[PageHash], list[PageHash]]:
-        """(what is there, what is there no more) of all hashes that have come or gone since the last call; the first
-        call gives all that are there, and so does `whole`."""
+        """(inserted, evicted): hashes changed since the last call. The first call, and `whole`, returns all cached
+        hashes as inserted."""
         if whole or self._changes is None:
             self._changes = dict.fromkeys(self._nodes, True)
         changes, self._changes = self._changes, {}
@@ -173,7 +177,7 @@ class PrefixCache:
         ]
 
     def evict(self, count: int) -> None:
-        """Frees `count` pages, the least recently used ones. The caller has made sure that so many are idle."""
+        """Free the `count` least recently used pages. The caller has checked that there are `count` idle pages."""
         forgotten: list[Forgotten] = []
         for _ in range(count):
             node = self._least_recent_leaf() or self._least_recent_idle()
@@ -183,16 +187,16 @@ class PrefixCache:
             self.forgets(forgotten)
 
     def check(self) -> None:
-        """Raises AssertionError unless the tree, its index by page and its counts of children agree, and every leaf
-        that could be evicted is a candidate for it."""
+        """Raises AssertionError unless the tree, its index by page and its counts of children agree, and every
+        evictable leaf is an eviction candidate."""
         for _ in self.checks():
             pass
 
     def checks(self) -> Iterator[None]:
-        """The same as `check`, SLICE entries between two yields; nothing may change until it is exhausted."""
+        """Like `check`, SLICE entries between two yields; nothing may change until it is exhausted."""
         queued: Counter[PageHash] = Counter()
         for at, (_, hash) in enumerate(self._candidates):
-            assert hash in self._nodes, "a candidate for eviction is forgotten already"
+            assert hash in self._nodes, "an eviction candidate is no longer cached"
             queued[hash] += 1
             if at % SLICE == 0:
                 yield
@@ -203,7 +207,7 @@ class PrefixCache:
             if node.previous is not None:
                 children[node.previous] += 1
             if self._pool.is_idle(node.page) and not self._children[hash]:
-                assert node.queued, f"page {node.page} could be evicted and would never be"
+                assert node.queued, f"page {node.page} is evictable, but not a candidate"
             if at % SLICE == 0:
                 yield
         assert len(self._by_page) == len(self._nodes), "pages and hashes differ"
@@ -231,7 +235,7 @@ class PrefixCache:
             node = self._nodes[hash]
             node.queued = False
             if not self._pool.is_idle(node.page) or self._children[hash]:
-                continue  # comes back when its last job or its last child goes
+                continue  # queued again when its last holder or last child is removed
             if node.used == used:
                 return node
             self._enqueue(node)

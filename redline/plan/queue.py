@@ -1,8 +1,8 @@
-"""Who waits, and whose turn it is.
+"""The queue of waiting jobs, and which of them is scheduled next.
 
-Names take turns: the next to begin is the oldest job of the name whose last turn is longest ago. Jobs that have lost
-their pages stand in front of all. A job with less to compute may begin before the one whose turn it is, but those that
-do so may together compute no more than that job itself: so it waits twice as long at worst, and then nobody passes it.
+Tenants are served round-robin: next is the oldest job of the tenant that was served least recently. Preempted jobs come
+before all others. A job with less to compute may overtake the next job, but the jobs that overtake it may together not
+compute more positions than that job itself: so it waits at most twice as long, and is not overtaken after that.
 """
 
 from collections import deque
@@ -12,12 +12,12 @@ from redline.plan.active import ActiveJob
 
 
 class Queue:
-    """Waiting jobs. `tenant` of a job is its name; the names are those of an operator's keys, so there are few."""
+    """Waiting jobs. Tenants are the names of an operator's API keys, so there are few."""
 
     def __init__(self) -> None:
-        self._again: deque[ActiveJob] = deque()  # in the order in which they first began
-        self._lines: dict[str, deque[ActiveJob]] = {}  # of names with waiting jobs; each in the order of arrival
-        self._turns: dict[str, int] = {}  # when each name had its last turn
+        self._again: deque[ActiveJob] = deque()  # preempted jobs, in the order in which they first started
+        self._lines: dict[str, deque[ActiveJob]] = {}  # by tenant with waiting jobs; each in order of arrival
+        self._turns: dict[str, int] = {}  # number of the turn in which each tenant was last served
         self._turn = 0
         self._count = 0
 
@@ -25,39 +25,39 @@ class Queue:
         return self._count
 
     def __iter__(self) -> Iterator[ActiveJob]:
-        """Those that have lost their pages, then each name's in the order of arrival."""
+        """Preempted jobs first, then each tenant's jobs in order of arrival."""
         yield from self._again
         for line in self._lines.values():
             yield from line
 
     @property
     def again(self) -> list[ActiveJob]:
-        """Jobs that have lost their pages, in the order in which they first began."""
+        """Preempted jobs, in the order in which they first started."""
         return list(self._again)
 
     def add(self, job: ActiveJob) -> None:
-        """A job has come, or waits again for its turn: it stands where it came."""
+        """Add a job to its tenant's queue, at its position by arrival."""
         line = self._lines.setdefault(job.job.tenant, deque())
         later = (at for at in range(len(line), 0, -1) if line[at - 1].arrival < job.arrival)
         line.insert(next(later, 0), job)
         self._count += 1
 
     def put_back(self, job: ActiveJob) -> None:
-        """A job has lost its pages: it stands where it first began."""
+        """Requeue a preempted job at its original position."""
         later = (at for at, other in enumerate(self._again) if (other.entry or 0) > (job.entry or 0))
         self._again.insert(next(later, len(self._again)), job)
         self._count += 1
 
     def due(self) -> ActiveJob:
-        """Whose turn it is. Raises ValueError where nobody waits."""
+        """The job to schedule next. Raises ValueError if no job waits."""
         if self._again:
             return self._again[0]
         heads = (line[0] for line in self._lines.values())
         return min(heads, key=lambda job: (self._turns.get(job.job.tenant, 0), job.arrival))
 
     def quick(self, most: int) -> ActiveJob | None:
-        """The job that has least to compute, or where it may not pass the one whose turn it is, that one; None where it
-        has `most` positions to compute or more. Of two alike it is the older one."""
+        """The job with the least to compute, or the next job (`due`) if that job may not be overtaken; None if it
+        has `most` positions to compute or more. Ties go to the older job."""
         if self._again:
             return None
         due, least = self.due(), min(self, key=lambda job: (job.work, job.arrival))
@@ -66,7 +66,7 @@ class Queue:
         return least if least.work < most else None
 
     def begins(self, job: ActiveJob) -> None:
-        """The job waits no more, as it begins. Raises ValueError where it does not wait."""
+        """Remove a job because it starts, and update the turns. Raises ValueError if it is not queued."""
         if not self._again:
             due = self.due()
             if job is due:
@@ -77,7 +77,7 @@ class Queue:
         self.remove(job)
 
     def remove(self, job: ActiveJob) -> None:
-        """The job waits no more. Raises ValueError where it does not wait."""
+        """Remove a job. Raises ValueError if it is not queued."""
         if job in self._again:
             self._again.remove(job)
         else:

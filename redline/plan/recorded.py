@@ -1,7 +1,7 @@
-"""Which recorded shape a step replays. Private to plan, but for those who launch steps without a planner.
+"""Choice of the CUDA graph that a step replays. Private to plan, and to callers that launch steps without a planner.
 
-Ranks that replayed different shapes of one step would wait for each other for ever. So only a shape that all of them
-have reported is named, and the name travels in the step.
+Ranks that replayed different graphs for one step would deadlock in the all-reduce. So only a graph that all ranks have
+captured is chosen, and the step names it.
 """
 
 from redline.wire.job import PAGE_TOKENS
@@ -9,20 +9,21 @@ from redline.wire.step import Recorded, Shape
 
 
 class RecordedShapes:
-    """The shapes of decode steps that every rank has reported, and the choice among them."""
+    """The shapes of decode steps for which every rank has captured a CUDA graph, and the choice among them."""
 
     def __init__(self, *reports: Recorded, ranks: int = 1) -> None:
-        """ranks: how many there are; nothing is chosen before all of them have reported."""
+        """ranks: number of ranks; no graph is chosen before all of them have reported."""
         self._ranks = ranks
         self._reports: dict[int, Recorded] = {}
         self._shapes: frozenset[Shape] = frozenset()
-        self._drafts: dict[int, int] = {}  # by rows
-        self._ways: dict[tuple[int, int], list[Shape]] = {}  # by rows and positions: what may hold them, the best first
+        self._drafts: dict[int, int] = {}  # by number of rows
+        # By rows and positions: the shapes that can hold them, cheapest first.
+        self._ways: dict[tuple[int, int], list[Shape]] = {}
         for report in reports:
             self.report(report)
 
     def report(self, recorded: Recorded) -> None:
-        """Takes in what a rank can replay now, in the place of what it has reported before."""
+        """Set the graphs that a rank has captured; replaces its previous report."""
         if self._reports.get(recorded.rank) is recorded:
             return
         self._reports[recorded.rank] = recorded
@@ -34,13 +35,15 @@ class RecordedShapes:
         self._drafts.clear()
 
     def choose(self, rows: int, positions: int, longest: int) -> Shape | None:
-        """The cheapest that holds so many rows of so many positions, whose contexts have `longest` tokens at most.
+        """The cheapest shape for `rows` rows of `positions` positions with contexts of at most `longest` tokens.
 
-        Where none has so many positions, it is the cheapest of those that have the most; None: nothing holds the rows.
+        If no shape has enough positions, the cheapest of those with the most; None if no shape fits the rows and
+        contexts.
         """
         ways = self._ways.get((rows, positions))
         if ways is None:
-            # What a step costs is its positions, then the contexts that attention may have to combine.
+            # The cost of a step is determined by its positions, then by the context lengths that attention may have to
+            # combine.
             holding = [shape for shape in self._shapes if shape.rows >= rows]
             ways = self._ways[rows, positions] = sorted(
                 holding,
@@ -49,7 +52,7 @@ class RecordedShapes:
         return next((shape for shape in ways if shape.longest >= longest), None)
 
     def drafts(self, rows: int) -> int:
-        """How many drafts each of so many rows verifies at most; a page of them where no shape bounds that."""
+        """Maximum number of draft tokens that each of `rows` rows can verify; PAGE_TOKENS if no shape limits it."""
         most = self._drafts.get(rows)
         if most is None:
             holding = [shape.positions - 1 for shape in self._shapes if shape.rows >= rows]

@@ -1,6 +1,6 @@
-"""How far jobs speculate: what was accepted, what rounds cost, and the choice between them.
+"""Speculative decoding: acceptance statistics, step costs, and the number of draft tokens.
 
-Private to plan. The choosing itself is in tune; here is what it is told.
+Private to plan. The choice itself is in `tune`; this module collects its inputs.
 """
 
 from collections import Counter
@@ -13,18 +13,19 @@ from redline.tune.costs import RoundTimes, StepCosts
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Drafter, RowResult, Step, StepResult
 
-EVERY = 8  # steps between two decisions, and between two steps whose times are taken in
-LIKE = 2  # steps of one kind before one whose time is its own
-PROBE = 128  # decisions between two that draft nothing, so that it is known what that takes
-MOST_FORCED = 15  # drafts of a row, at most, where a grammar forces more: others wait for a step that is long
-NOTED = 4  # steps between two whose time is noted for their jobs: looking at 64 rows takes tens of microseconds
-MATCHED_RATE = 0.1  # share of a step's surprise that the share of rows with a match takes over
+EVERY = 8  # interval, in steps, of decisions and of measured step times
+LIKE = 2  # consecutive steps of one kind before the measured one: before that, its time includes part of other steps
+PROBE = 128  # decisions between two without draft tokens, to measure the time of plain decode
+MOST_FORCED = 15  # maximum number of draft tokens of a row that a grammar forces: a longer step delays other jobs
+NOTED = 4  # one step in NOTED is noted for its jobs' traces: reading 64 rows takes tens of microseconds
+MATCHED_RATE = 0.1  # weight of a new value in the moving average of the share of rows with a suffix match
 
 
 class Speculation:
-    """Decides how many drafts each row proposes, and counts what came of them.
+    """Decides how many draft tokens each row proposes, and counts how many were accepted.
 
-    most: drafts of one row (0: nobody speculates). learned: there is a learned drafter, beside suffix matches.
+    most: maximum number of draft tokens of one row; 0 disables speculative decoding. learned: there is a learned
+    drafter in addition to suffix matches.
     """
 
     def __init__(self, most: int, learned: bool, costs: StepCosts) -> None:
@@ -32,50 +33,51 @@ class Speculation:
         self._most = most
         self._learned = learned
         self._worth = Worth()
-        self._chosen = most  # at the last decision
-        self._kind: tuple[int, int] | None = None  # of the last step: its rows, as a power of two, and drafts
-        self._alike = 0  # steps of that kind before it, one after another
+        self._chosen = most  # draft tokens per row, as of the last decision
+        # Of the last step: bit length of its number of rows, and its draft tokens per row.
+        self._kind: tuple[int, int] | None = None
+        self._alike = 0  # number of consecutive steps of that kind before it
         self._until_next = 0
         self._until_probe = PROBE
-        self._by_learned = Acceptance(most)  # of the learned drafter's own drafts
-        self._by_suffix = Acceptance(most)  # of matches of a text's own past, whoever else follows it
-        self._matched = 1.0  # of these, the share that has drafts in steps where any has
-        self._outcomes: Counter[tuple[Drafter | None, int, int]] = Counter()  # rows by who drafted, proposed, accepted
-        self._taken_in: Counter[tuple[Drafter | None, int, int]] = Counter()  # of these, what the last decision knew
+        self._by_learned = Acceptance(most)  # of the learned drafter's draft tokens
+        self._by_suffix = Acceptance(most)  # of suffix matches, in any job
+        self._matched = 1.0  # share of rows with a suffix match, in steps in which any row has one
+        self._outcomes: Counter[tuple[Drafter | None, int, int]] = Counter()  # rows by (drafter, proposed, accepted)
+        self._taken_in: Counter[tuple[Drafter | None, int, int]] = Counter()  # the same, as of the last decision
 
     @property
     def drafts(self) -> int:
-        """Rows that verified drafts."""
+        """Rows that verified draft tokens."""
         return self._outcomes.total()
 
     @property
     def draft_tokens(self) -> int:
-        """Drafts that were verified."""
+        """Verified draft tokens."""
         return sum(proposed * rows for (_, proposed, _), rows in self._outcomes.items())
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafts that held."""
+        """Accepted draft tokens."""
         return sum(accepted * rows for (_, _, accepted), rows in self._outcomes.items())
 
     @property
     def suffix_draft_tokens(self) -> int:
-        """Drafts of matches of a text's own past that were verified."""
+        """Verified draft tokens from suffix matches."""
         return self._proposed("suffix")
 
     @property
     def suffix_accepted_tokens(self) -> int:
-        """How many of them held."""
+        """Accepted draft tokens from suffix matches."""
         return self._accepted("suffix")
 
     @property
     def grammar_draft_tokens(self) -> int:
-        """Drafts that a grammar has forced, and that were verified."""
+        """Verified draft tokens forced by a grammar."""
         return self._proposed("grammar")
 
     @property
     def grammar_accepted_tokens(self) -> int:
-        """How many of them held: all, where the model gives numbers."""
+        """Accepted draft tokens forced by a grammar: all, if the model's logits are numbers."""
         return self._accepted("grammar")
 
     def _proposed(self, by: Drafter) -> int:
@@ -86,7 +88,7 @@ class Speculation:
 
     @property
     def accepted_per_pos(self) -> list[int]:
-        """How often the first, second ... draft of a row held."""
+        """How often the first, second ... draft token of a row was accepted."""
         held = Counter[int]()
         for (_, _, accepted), rows in self._outcomes.items():
             held[accepted] += rows
@@ -98,10 +100,10 @@ class Speculation:
         return self._learned and self._worth.pays
 
     def lengths(self, jobs: Sequence[ActiveJob], most: int = PAGE_TOKENS) -> list[int]:
-        """For each job, whose next row samples, the most drafts to propose behind that row; `most` at most.
+        """For each job, the number of draft tokens to propose after its next row, which samples; at most `most`.
 
-        Decided every EVERY steps: what is known changes slowly, and a decision takes time that a small model's step
-        would notice.
+        Decided every EVERY steps: the statistics change slowly, and a decision takes a noticeable part of a small
+        model's step.
         """
         if not self._most or not jobs:
             return [0] * len(jobs)
@@ -114,12 +116,12 @@ class Speculation:
         return [max(0, min(chosen, job.room - 2)) for job in jobs]
 
     def forced(self, rows: int, forced: Sequence[int], most: int) -> int:
-        """How many drafts a row of a step of `rows` decode rows verifies, at most, of those that a grammar forces.
+        """Maximum number of grammar-forced draft tokens that a row verifies, in a step of `rows` decode rows.
 
-        forced: for each row where it forces any, how many. They hold in any case, and a step of more positions takes no
-        longer than several of fewer. But where rows are padded all take what the longest one does: then it is what the
-        step was measured to take at the start that counts. (What steps have taken since says little of depths that are
-        seldom tried.)
+        forced: number of forced tokens, for each row that has any. They are always accepted, and one step with more
+        positions takes no longer than several steps with fewer. But if rows are padded, every row takes the time of the
+        longest: then the step costs measured at the start decide. (The times of later steps contain little about
+        numbers of draft tokens that are rarely used.)
         """
         costs, deepest = self.times.costs, min(max(forced), most, MOST_FORCED)
         if not (costs.known and costs.padded):
@@ -139,7 +141,8 @@ class Speculation:
         followed = sum(job.drafting for job in jobs) if self.follows else 0
         by_suffix = Rows(len(jobs) - followed, suffix, self._matched)
         depth = choose(Rows(followed, learned), by_suffix, self.times)
-        # Nothing is learnt of drafts that are not asked for: what was learnt fades, so that they are tried again.
+        # Draft tokens that are not requested give no statistics: the old statistics fade, so that drafting is tried
+        # again.
         if not depth or not followed:
             self._by_learned.fade(REST_KEEPS)
         if not depth or followed == len(jobs):
@@ -148,7 +151,7 @@ class Speculation:
         return depth
 
     def _take_in(self) -> None:
-        """What rows have accepted since the last decision."""
+        """Update the acceptance statistics with the rows since the last decision."""
         sources: tuple[tuple[Drafter, Acceptance], ...] = ("learned", self._by_learned), ("suffix", self._by_suffix)
         for by, source in sources:
             news = {
@@ -163,17 +166,18 @@ class Speculation:
         self._taken_in = self._outcomes.copy()
 
     def settled(self, outcome: RowResult) -> None:
-        """Take in what came of the drafts of a decode row, of a job that has not ended.
+        """Count the result of a decode row of a job that has not ended.
 
-        Those of a grammar are counted; nothing is learnt of them, since they always hold.
+        Draft tokens forced by a grammar are only counted: they are always accepted, so they do not enter the acceptance
+        statistics.
         """
         if outcome.proposed:
             self._outcomes[outcome.by, outcome.proposed, outcome.accepted] += 1
 
     def predicted_ms(self, step: Step, result: StepResult) -> tuple[float, float] | None:
-        """What is expected of a step that verified drafts, before `took` is told of it: milliseconds, and those of the
-        same rows without any. None where the step had no drafts, or tokens of prompts, where nothing was measured, and
-        for all steps but one in NOTED."""
+        """Predicted time of a step that verified draft tokens, before `took` is called for it, and of the same rows
+        without draft tokens; in milliseconds. None if the step had no draft tokens or had prompt tokens, if step
+        costs were not measured, and for all steps but one in NOTED."""
         rows = step.rows
         if (
             not self._most
@@ -191,10 +195,11 @@ class Speculation:
         return self.times.ms(len(rows), depth, followed, drafted), self.times.ms(len(rows), 0, 0)
 
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
-        """Take in that a step took so many seconds.
+        """Add the duration of a step.
 
-        Times are learnt from one step in EVERY, where it holds nothing but decode rows which drafted as they verified,
-        and so did the LIKE steps before it: of steps launched ahead of results, one's time is partly the other's.
+        Only one step in EVERY is used, and only if it has nothing but decode rows with equal numbers of proposed and
+        verified draft tokens, and the LIKE steps before it were of the same kind: steps are launched ahead of results,
+        so the time of one includes part of another.
         """
         if not self.times.costs.known:
             return

@@ -1,10 +1,10 @@
-"""What some of the newest steps computed and how long they took, for whoever wants to know what steps cost; and how
-long steps took, all together, beside the least that they can take on this machine.
+"""Work and duration of recent steps, for fitting step costs; and sums of step durations and of their floors (minimum
+times on this machine).
 
-Of steps with prompts every one, of others one in EVERY: a load goes out five times a second at most, and says what the
-newest of each kind were. What is told of a step is the time from the end of the one before, where somebody waited from
-there on: between two tokens of an answer lies what the host does too, half as long again as a CPU's step of a small
-model. Beside its floor a step counts for itself.
+Steps with prompts are all timed, of the others one in EVERY: `Load` is sent at most five times a second, and contains
+the newest steps of each kind. The time of a step is measured from the end of the previous step, if a job was waiting
+since then: the time between two tokens of an answer includes the host's work, and is 1.5 times the step itself for a
+small model on a CPU. For the comparison with its floor, a step counts with its own duration only.
 """
 
 from collections import deque
@@ -16,47 +16,48 @@ from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.wire.news import StepKind, StepTimes, TimedStep
 from redline.wire.step import Step, StepResult
 
-EVERY = 8  # steps without a prompt: counting the contexts of 64 rows takes 20 us
-KEPT = 2  # of each kind
+EVERY = 8  # one step without a prompt in EVERY is timed: counting the contexts of 64 rows takes 20 us
+KEPT = 2  # steps of each kind
 
 
 class TimedSteps:
-    """The newest steps of each kind, and the sums of all that were timed.
+    """The newest steps of each kind, and sums over all timed steps.
 
-    floor: what steps take at least; None: the machine was not measured, and there are no sums. hears: is told of each
-    step that was timed, and its milliseconds; None: nobody. watch: called with every step, its floor in seconds (0: not
-    known) and the tokens that its decode rows gave to jobs; None: one step in EVERY is timed.
+    floor: computes the minimum time of a step; None: the machine was not measured, and there are no sums. `hears`:
+    called with the work and the milliseconds of each timed step; None disables it. watch: called with every step, its
+    floor in seconds (0: unknown) and the number of tokens that its decode rows gave to jobs; None: one step in EVERY is
+    timed.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        """clock: tells seconds; None: a step is told as it took itself."""
+        """clock: returns seconds; None: the time of a step is its own duration."""
         self.floor: StepFloor | None = None
         self.hears: Callable[[Work, float], object] | None = None
         self.watch: Callable[[TimedStep, float, int], object] | None = None
         self._clock = clock
-        self._before: tuple[float, Sequence[ActiveJob]] = 0.0, ()  # when the last step had settled, and its jobs
+        self._before: tuple[float, Sequence[ActiveJob]] = 0.0, ()  # when the previous step settled, and its jobs
         self._with_prompts: deque[TimedStep] = deque(maxlen=KEPT)
         self._without: deque[TimedStep] = deque(maxlen=KEPT)
         self._sums: dict[StepKind, StepTimes] = {}
 
     @property
     def newest(self) -> tuple[TimedStep, ...]:
-        """In the order of their numbers."""
+        """Ordered by their numbers."""
         return tuple(sorted([*self._with_prompts, *self._without], key=lambda step: step.number))
 
     @property
     def sums(self) -> tuple[StepTimes, ...]:
-        """Of each kind that there was."""
+        """One for each kind that occurred."""
         return tuple(self._sums.values())
 
     def took(
         self, step: Step, jobs: Sequence[ActiveJob], result: StepResult, seconds: float, delivered: int = 0
     ) -> None:
-        """A step has settled, just now. jobs: one for each of its rows. seconds: that it took itself. delivered: tokens
-        that its decode rows gave to jobs, without those behind a job's end."""
+        """Add a step that has just settled. jobs: one for each of its rows. seconds: its own duration. delivered:
+        number of tokens that its decode rows gave to jobs, without those after a job's end."""
         (last, waited), now = self._before, 0.0 if self._clock is None else self._clock()
         self._before = now, jobs
-        with_prompts = step.rows[-1].start is not None  # decode rows stand before all others
+        with_prompts = step.rows[-1].start is not None  # decode rows come before all others
         if not with_prompts and step.number % EVERY and self.watch is None:
             return
         prompt, prompt_pairs, expanded, rows, context, tokens = 0, 0.0, 0, 0, 0, 0

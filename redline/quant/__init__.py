@@ -1,5 +1,6 @@
-"""From one format of weights to another: a checkpoint read, rounded with little error, written shard by shard, audited.
+"""Converts checkpoints between weight formats: reads, quantizes with low error, writes shard by shard, and audits.
 
-What the formats are is in `ops.formats`, how files spell them in `model.k2`; here is what is chosen when weights are
-rounded, and how a checkpoint that fills a disk is worked through. Above the worker, beside api and draft.
+The formats are defined in `ops.formats`, their spelling in files in `model.k2`; this package chooses scales and codes,
+and streams through checkpoints that fill a disk. In the import order it is above the worker, at the level of api and
+draft.
 """

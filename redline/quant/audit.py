@@ -1,8 +1,8 @@
-"""`redline audit A B`: what the second checkpoint lost against the first, by weight, by layer and end to end.
+"""`redline audit A B`: the loss of the second checkpoint against the first, by weight, by layer and end to end.
 
-Weights are compared one by one. Texts go through A layer by layer; what an expert reads there is given to both, which
-shows the error of its outputs without that of the layers before. Then both models read all texts from end to end, and
-their next tokens are compared position by position.
+Weights are compared one by one. Texts run through A layer by layer; the inputs of each expert are given to both
+checkpoints, which isolates the error of its outputs from that of earlier layers. Then both models read all texts from
+end to end, and their next-token distributions are compared position by position.
 
 T tokens, D hidden, V vocabulary, I expert width.
 """
@@ -27,17 +27,18 @@ from redline.quant.stream import through
 from redline.quant.texts import Text
 from redline.wire.base import Record
 
-ROWS = 512  # logits of so many positions are in memory at once
-TOKENS_OF_AN_EXPERT = 512  # at most, by which its outputs are compared
+ROWS = 512  # positions with logits in memory at once
+TOKENS_OF_AN_EXPERT = 512  # maximum number of tokens by which an expert's outputs are compared
 
 Progress = Callable[[str, float], object]
 
 
 class Bounds(Record, frozen=True):
-    """The most that may be lost; what is beyond is named, and the verb's exit code is 1.
+    """The limits of the loss; every excess is reported, and the exit code is then 1.
 
-    weight, output: of any one weight or expert, the root of the squared error over that of what is rounded. Max scaling
-    of Gaussian weights makes 0.095, of INT4 0.102. kl: nats a token, agreement: share of tokens, of any one domain.
+    weight, output: for any one weight or expert, the root of the squared error divided by the squared reference (max
+    scaling of Gaussian weights gives 0.095, of INT4 0.102). kl: nats per token; agreement: share of tokens; both for
+    any one domain.
     """
 
     weight: float = 0.15
@@ -47,7 +48,7 @@ class Bounds(Record, frozen=True):
 
 
 class WeightRow(Record, frozen=True):
-    """A weight whose numbers differ. error: relative, as in `Bounds`. None where no token reached its expert."""
+    """A weight that differs. error: relative, as in `Bounds`. output: None if no token was routed to its expert."""
 
     name: str
     layer: int
@@ -56,7 +57,7 @@ class WeightRow(Record, frozen=True):
 
 
 class ExpertRow(Record, frozen=True):
-    """A routed expert's whole output, over the tokens that came to it."""
+    """A routed expert's output as a whole, over the tokens that were routed to it."""
 
     layer: int
     expert: int
@@ -65,8 +66,8 @@ class ExpertRow(Record, frozen=True):
 
 
 class DomainRow(Record, frozen=True):
-    """Next tokens of one domain. kl: KL(A || B) in nats a token, its mean and its 99th percentile; agreement: the share
-    of tokens whose likeliest one is the same; perplexities of the texts under A and B."""
+    """Next tokens of one domain. kl: KL(A || B) in nats per token, its mean and its 99th percentile; agreement: the
+    share of positions with the same argmax; perplexities of the texts under A and B."""
 
     domain: str
     tokens: int
@@ -78,7 +79,7 @@ class DomainRow(Record, frozen=True):
 
 
 class Excess(Record, frozen=True):
-    """Something beyond a bound: which, of what, how much it is and how much it may be."""
+    """An excess over a limit: which limit, of which weight, expert or domain, the value, and the most allowed."""
 
     bound: Literal["weight", "output", "kl", "agreement"]
     of: str
@@ -87,14 +88,14 @@ class Excess(Record, frozen=True):
 
 
 class Audit(Record, frozen=True):
-    """All that an audit found. weights: those alone whose numbers differ; same: how many do not."""
+    """The complete result of an audit. weights: only those that differ; same: the number of equal weights."""
 
     a: str  # fingerprints
     b: str
     weights: tuple[WeightRow, ...]
     same: int
     experts: tuple[ExpertRow, ...]
-    domains: tuple[DomainRow, ...]  # the last is of all
+    domains: tuple[DomainRow, ...]  # the last row is over all domains
     seconds: float
     bounds: Bounds
     excess: tuple[Excess, ...]
@@ -108,9 +109,9 @@ def audit(
     device: torch.device,
     progress: Progress = lambda what, share: None,
 ) -> Audit:
-    """Compares them. texts: none: the weights alone.
+    """Compare two checkpoints. texts: if empty, only the weights are compared.
 
-    Raises ConfigError where they are not the same model, CheckpointError where one is broken.
+    Raises ConfigError if they are not the same model, CheckpointError if one is broken.
     """
     began = clock.monotonic()
     check_alike(a, b)
@@ -138,7 +139,7 @@ def audit(
 
 
 def check_alike(a: Checkpoint, b: Checkpoint) -> None:
-    """Raises ConfigError where the two are not the same model in two formats."""
+    """Raise ConfigError unless both are the same model, apart from the weight format."""
     for field in a.config.__dataclass_fields__:
         if field != "quantization" and getattr(a.config, field) != getattr(b.config, field):
             was, now = getattr(a.config, field), getattr(b.config, field)
@@ -148,7 +149,7 @@ def check_alike(a: Checkpoint, b: Checkpoint) -> None:
 def excess(
     rows: Sequence[WeightRow], experts: Sequence[ExpertRow], domains: Sequence[DomainRow], bounds: Bounds
 ) -> list[Excess]:
-    """What is beyond the bounds, the worst first in each kind. A number that is NaN is beyond every bound."""
+    """The excesses over the limits, worst first within each kind. NaN exceeds every limit."""
     found = [_over("weight", row.name, row.error, bounds.weight) for row in rows]
     found += [_over("output", f"layers.{e.layer}.mlp.experts.{e.expert}", e.output, bounds.output) for e in experts]
     found += [_over("kl", row.domain, row.kl, bounds.kl) for row in domains]
@@ -178,14 +179,14 @@ def _weights(a: Checkpoint, b: Checkpoint, device: torch.device, progress: Progr
 
 
 def relative(one: Tensor, other: Tensor) -> float:
-    """The root of sum (one - other)^2 over sum one^2; infinite where the first is all zeros and the other is not."""
+    """The root of sum (one - other)^2 over sum one^2; infinite if the first is all zeros and the other is not."""
     squared = float((one.float() - other.float()).square().sum(dtype=torch.float64))
     whole = float(one.float().square().sum(dtype=torch.float64))
     return math.sqrt(squared / whole) if whole else (math.inf if squared else 0.0)
 
 
 def _layer(name: str) -> int:
-    """-1 where the weight is no layer's."""
+    """The layer's number; -1 for a weight outside the layers."""
     parts = name.split(".")
     return int(parts[1]) if parts[0] == "layers" else -1
 
@@ -195,7 +196,7 @@ def _layer(name: str) -> int:
 
 @dataclass
 class _Sums:
-    """Of one expert so far: tokens, and for each projection and the whole [squared error, squared output]."""
+    """Sums of one expert so far: tokens, and [squared error, squared output] per projection and as a whole."""
 
     tokens: int
     gate: Tensor
@@ -205,14 +206,14 @@ class _Sums:
 
 
 class _Outputs:
-    """A listener that gives what each routed expert reads to A's and to B's."""
+    """A listener that feeds the inputs of each routed expert to A's weights and to B's."""
 
     def __init__(self, a: Checkpoint, b: Checkpoint, device: torch.device) -> None:
         self._a, self._b, self._device = a, b, device
         self._sums: dict[tuple[int, int], _Sums] = {}
 
     def __call__(self, layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
-        """Takes the first tokens of each expert, as many as are wanted in all."""
+        """Compare on the first tokens of each expert, up to TOKENS_OF_AN_EXPERT in total."""
         if ids is None:
             return
         for expert in ids.unique().tolist():
@@ -249,7 +250,7 @@ class _Outputs:
         return found
 
     def experts(self) -> list[ExpertRow]:
-        """A row for each expert that a token came to."""
+        """A row for each expert that received tokens."""
         return [
             ExpertRow(layer=layer, expert=expert, tokens=sums.tokens, output=_root(sums.whole))
             for (layer, expert), sums in sorted(self._sums.items())
@@ -276,7 +277,7 @@ def _with_output(row: WeightRow, outputs: dict[str, float]) -> WeightRow:
 
 
 class _Next:
-    """A model's head over its states [T, D]."""
+    """A model's output head with its final hidden states [T, D]."""
 
     def __init__(self, checkpoint: Checkpoint, states: Tensor, device: torch.device) -> None:
         reader = Reader(checkpoint, device, checkpoint.config.low_rank_norm_eps)
@@ -317,13 +318,13 @@ def _domain_row(name: str, kl: Tensor, same: Tensor, likely_a: Tensor, likely_b:
         kl=float(kl.double().mean()),
         kl_99=float(kl.sort().values[math.ceil(0.99 * len(kl)) - 1]),
         agreement=float(same.double().mean()),
-        perplexity_a=float((-likely_a.double().mean()).exp()),  # a tensor's: infinite where a broken model's is
+        perplexity_a=float((-likely_a.double().mean()).exp()),  # a tensor's exp: gives inf instead of an OverflowError
         perplexity_b=float((-likely_b.double().mean()).exp()),
     )
 
 
 def _positions(texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows whose next token is judged, counted through all texts; that token; the place of the domain's name."""
+    """Rows with a judged next token, counted through all texts; that token; the index of the domain's name."""
     names = sorted({text.domain for text in texts})
     rows: list[int] = []
     following: list[int] = []
@@ -336,5 +337,5 @@ def _positions(texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         domains += [names.index(text.domain)] * len(places)
         first += len(text.tokens)
     if not rows:
-        raise ConfigError("texts: no token in them is judged")
+        raise ConfigError("texts: they contain no judged token")
     return torch.tensor(rows), torch.tensor(following), torch.tensor(domains)

@@ -1,8 +1,8 @@
-"""What each layer's MLPs read of the calibration texts, kept on disk while a checkpoint is rounded.
+"""The MLP inputs of each layer over the calibration texts, kept on disk while a checkpoint is quantized.
 
-A file for each layer has the inputs of all tokens, and which experts each token went to. A worker takes the rows of its
-expert from it, and makes of them what it needs: the second moments of a 1T model's experts would take 80 GB a layer,
-the inputs of 65,536 tokens take one. Of what attention keeps, the largest magnitude of each layer is enough.
+A file per layer contains the inputs of all tokens, and the experts that each token was routed to. A worker takes the
+rows of its expert from it and computes what it needs: the second moments of a 1T model's experts would take 80 GB per
+layer, the inputs of 65,536 tokens take one. Of the attention's KV cache, only the largest magnitude per layer is kept.
 
 T tokens, D hidden, K chosen experts, n rows of an expert, I expert width.
 """
@@ -27,13 +27,13 @@ from redline.quant.stream import through
 from redline.quant.texts import Text
 from redline.wire.base import Record
 
-ROWS = 8192  # that a weight is calibrated by, at most: evenly from all that it read
-SEEN = 32  # rows below which an expert is not calibrated: its moments would be those of a handful of tokens
-UNSEEN = 512  # rows of the whole layer by which the largest activations of such an expert are told
+ROWS = 8192  # maximum number of rows for calibrating a weight, spread evenly over all its inputs
+SEEN = 32  # rows below which an expert is not calibrated: its moments would come from a handful of tokens
+UNSEEN = 512  # rows of the whole layer that estimate the largest activations of such an expert
 
 
 def digest_of(texts: Sequence[Text]) -> str:
-    """Hex; the same for the same texts in the same order."""
+    """A hex digest; equal for the same texts in the same order."""
     digest = blake2b(digest_size=16)
     for text in texts:
         digest.update(repr(text.tokens).encode())
@@ -41,7 +41,7 @@ def digest_of(texts: Sequence[Text]) -> str:
 
 
 def stored_bytes(checkpoint: Checkpoint, texts: Sequence[Text]) -> int:
-    """What the files take on disk, but for their headers."""
+    """The size of the files on disk in bytes, without their headers."""
     config = checkpoint.config
     row = 2 * config.hidden_size
     tokens = sum(len(text.tokens) for text in texts)
@@ -50,26 +50,26 @@ def stored_bytes(checkpoint: Checkpoint, texts: Sequence[Text]) -> int:
 
 class _Told(Record, frozen=True):
     digest: str
-    largest_kept: tuple[float, ...]  # of each layer's latents and rotated keys
+    largest_kept: tuple[float, ...]  # per layer, over latents and rotated keys
 
 
 class Inputs:
-    """The files of a finished pass. Several threads may read them."""
+    """The files of a finished calibration pass. Thread-safe for reading."""
 
     def __init__(self, folder: Path, largest_kept: Sequence[float]) -> None:
         self._folder = folder
         self._largest_kept = largest_kept
 
     def kv_scale(self, layer: int) -> float:
-        """The scale under which the largest magnitude that a layer's attention keeps is the largest of fp8."""
+        """The fp8 scale that maps the largest magnitude in a layer's KV cache to the largest fp8 number."""
         largest = self._largest_kept[layer]
         return largest / E4M3_MOST if largest > 0 else 1.0
 
     def of(self, checkpoint: Checkpoint, weight: Weight, device: torch.device) -> tuple[Tensor, int]:
-        """(what a weight's projection read, float32 [rows, inputs]; how many tokens that was by routing).
+        """(inputs of a weight's projection, float32 [rows, inputs]; number of tokens that were routed to it).
 
-        Where an expert was seen too rarely (fewer than SEEN), the rows are some of the whole layer's, and show no more
-        than how large its activations become.
+        If an expert received fewer than SEEN tokens, the rows are a sample of the whole layer's, and only show how
+        large its activations become.
         """
         at, _, projection = weight.name.removesuffix("_proj.weight").rpartition(".")
         layer = int(at.split(".")[1])
@@ -92,13 +92,13 @@ class Inputs:
 
 
 def input_scale(x: Tensor) -> float:
-    """The scale of 4-bit activations whose largest is that of x: of a whole tensor, as weights have one."""
+    """The scale of 4-bit activations with the same largest magnitude as x: one per tensor, as for weights."""
     largest = float(x.abs().max())
     return largest / (NVFP4_MOST * E4M3_MOST) if largest > 0 else 1.0
 
 
 def _some(rows: Tensor, most: int) -> Tensor:
-    """At most so many rows, evenly from all."""
+    """At most `most` rows, spread evenly over all."""
     return rows if len(rows) <= most else rows[torch.arange(most) * len(rows) // most]
 
 
@@ -119,9 +119,9 @@ def capture(
     device: torch.device,
     progress: Callable[[int, int], object] = lambda layer, layers: None,
 ) -> Inputs:
-    """Computes the inputs of every layer, or finds them: a finished pass over the same texts is not done again.
+    """Compute the inputs of every layer, or reuse those of a finished pass over the same texts.
 
-    Raises OSError or SafetensorError where the disk is full.
+    Raises OSError or SafetensorError if the disk is full.
     """
     told, digest = folder / "told.json", digest_of(texts)
     if told.exists():

@@ -1,4 +1,4 @@
-"""README.md of a quantised folder: what it is, what it was made of, what rounding cost and how it is served.
+"""README.md of a quantised folder: its format, its source, the quantisation error and the command to serve it.
 
 The source's own card follows, under its YAML head (the licence), which stays at the top.
 """
@@ -11,7 +11,7 @@ from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quanti
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
 CARD = "README.md"
-_PARTS = {  # of a model, by a pattern of a stored name; the first that fits
+_PARTS = {  # part of a model by a pattern of the stored name; the first match counts
     "vision tower": r"^(vision_tower|mm_projector)\.",
     "embeddings": r"embed_tokens\.",
     "head": r"lm_head\.",
@@ -25,7 +25,7 @@ _PARTS = {  # of a model, by a pattern of a stored name; the first that fits
 
 
 def part_of(name: str) -> str:
-    """Which part of a model a tensor of this name belongs to; "others" where it is none of ours."""
+    """The part of a model that a tensor of this name belongs to; "others" for an unknown name."""
     return next((part for part, pattern in _PARTS.items() if re.search(pattern, name)), "others")
 
 
@@ -47,11 +47,11 @@ def card(
 ) -> str:
     """The card.
 
-    how        the level, or that codes were kept
+    how        the level, or a note that codes were kept
     source     the folder's name; was: its format
     quantised  stored names of weights in 4 bits; kept: (stored name, dtype) of all other tensors
-    errors     lines that tell what rounding did
-    theirs     the source's card; empty: it has none
+    errors     lines that summarize the quantisation error
+    theirs     the source's card; empty if it has none
     """
     head, body = _split(theirs)
     parts = sorted({part_of(name) for name in quantised})

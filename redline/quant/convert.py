@@ -1,7 +1,7 @@
-"""Units of conversion: which tensors a shard of the source becomes, and the weights that are computed together.
+"""Units of conversion: the tensors that a source shard becomes, and the weights that are computed together.
 
-A unit is what one worker takes: a weight, or gate and up of an expert, which share their tensor scale. Its new tensors
-stand where the source's codes stood. Everything that is no weight to convert passes through as bytes.
+A unit is the work item of one worker: a weight, or gate and up of an expert, which share their tensor scale. Its new
+tensors take the place of the source's codes. All other tensors are copied byte for byte.
 """
 
 import re
@@ -28,18 +28,18 @@ from redline.quant.shard import Entry, entry_of
 
 
 class Unit(NamedTuple):
-    """Weights that are computed together, and which of the source's bytes they replace."""
+    """Weights that are computed together, and the layout of the tensors that replace them."""
 
     tasks: tuple[Task, ...]
-    entries: tuple[Entry, ...]  # of all of them, in the order in which `convert` gives their tensors
-    read: int  # bytes
+    entries: tuple[Entry, ...]  # of all tensors, in the order of `convert`'s result
+    read: int  # bytes of the source
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A unit's new tensors, on the CPU, and what rounding did to each of its weights that was rounded, by logical name.
+    """A unit's new tensors, on the CPU, and the error of each quantized weight, by logical name.
 
-    What comes as bf16 and stays bf16 is not rounded: attention and dense layers of an FP8 checkpoint.
+    Weights that are bf16 and stay bf16 have no error: attention and dense layers of an FP8 checkpoint.
     """
 
     tensors: list[Tensor]
@@ -47,19 +47,19 @@ class Converted:
 
 
 class KvScales(NamedTuple):
-    """The scales of a layer's fp8 KV cache, which stand behind the norm of its latents."""
+    """The scales of a layer's fp8 KV cache, which are stored after the norm of its latents."""
 
     layer: int
-    at: str  # the stored name of its attention
+    at: str  # the stored name of its attention module
     maker: Maker
 
     def tensors(self, scale: float) -> list[tuple[str, Tensor]]:
-        """(name, tensor), in their order."""
+        """(name, tensor) pairs, in storage order."""
         return kv_scale_tensors(self.at, scale, self.maker)
 
 
 class Moved(NamedTuple):
-    """A scale of an fp8 KV cache that the source has, under the name and in the shape of another maker."""
+    """A scale of an fp8 KV cache that the source already has, renamed and reshaped to another maker's layout."""
 
     stored: Stored
     entry: Entry
@@ -77,11 +77,11 @@ def items_of(
     kv_scales: Maker | None = None,
     layout: Maker | None = None,
 ) -> list[list[Item]]:
-    """What each shard of the source becomes, in the order of its bytes.
+    """The contents of each new shard, in the order of the source's bytes.
 
     activations  whether scales for 4-bit activations are written
-    kv_scales    under whose names scales of an fp8 KV cache are written, in the place of those that are there
-    layout       whose names those that are there get, where codes are kept
+    kv_scales    maker of the names under which scales of an fp8 KV cache are written, replacing existing ones
+    layout       maker of the names that existing scales get, if codes are kept
     """
     replaced = _replaced(checkpoint, tasks)
     shards = [_items(file, checkpoint, tasks, replaced, activations) for file in checkpoint.files]
@@ -98,7 +98,7 @@ def _moved(items: Iterable[Item], maker: Maker, kv_scales: bool) -> Iterator[Ite
         if match is None:
             yield item
             continue
-        if not kv_scales:  # of some layers alone, which the new config.json could not say
+        if not kv_scales:  # some layers have no scales, which the new config.json could not express
             continue
         assert isinstance(item, Stored)
         name, tensor = kv_scale_tensors(match[1], 1.0, maker)["kv".index(match[2])]
@@ -106,7 +106,7 @@ def _moved(items: Iterable[Item], maker: Maker, kv_scales: bool) -> Iterator[Ite
 
 
 def activation_scale(checkpoint: Checkpoint, weight: Weight) -> Stored | None:
-    """What an NVFP4 checkpoint holds as the tensor scale of a weight's 4-bit activations."""
+    """The stored tensor scale of a weight's 4-bit activations in an NVFP4 checkpoint."""
     codes = checkpoint.parts(weight)[0]
     module = base_name(codes).removesuffix("weight")
     for tensors in checkpoint.files.values():
@@ -149,7 +149,7 @@ def _items(
 
 
 def _replaced(checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> dict[str, Task | None]:
-    """The source's tensors that do not pass through: the codes of a weight with its task, what goes with them alone."""
+    """The replaced tensors of the source: a weight's codes map to its task, the tensors that go with them to None."""
     found: dict[str, Task | None] = {}
     for task in tasks.values():
         codes, *others = checkpoint.parts(task.weight)
@@ -162,7 +162,7 @@ def _replaced(checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> dict[str, Ta
 
 
 def entries_of(item: Item) -> list[Entry]:
-    """What of it stands in the new shard."""
+    """The entries of an item in the new shard."""
     if isinstance(item, Unit):
         return list(item.entries)
     if isinstance(item, KvScales):
@@ -173,7 +173,7 @@ def entries_of(item: Item) -> list[Entry]:
 
 
 def base_name(codes: Stored) -> str:
-    """The stored name that ends in `.weight`, of the tensor that holds a weight's codes or the weight itself."""
+    """The stored name that ends in `.weight`, of the tensor with a weight's codes or with the weight itself."""
     return codes.name.removesuffix("_packed")
 
 
@@ -215,9 +215,9 @@ def _tensors(
 def convert(
     unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device, inputs: Inputs | None = None
 ) -> Converted:
-    """Reads a unit's weights and rounds them. inputs: what they read; for the level "calibrated".
+    """Read a unit's weights and quantize them. inputs: their calibration inputs; for the level "calibrated".
 
-    Raises CheckpointError where a weight is not all finite numbers.
+    Raises CheckpointError if a weight contains NaN or infinity.
     """
     if isinstance(checkpoint.config.quantization, Nvfp4Experts) and isinstance(unit.tasks[0].to, Nvfp4Experts):
         return _laid_out(unit, checkpoint)
@@ -250,7 +250,7 @@ def convert(
 
 
 def _laid_out(unit: Unit, checkpoint: Checkpoint) -> Converted:
-    """Codes and scales as they are, under another maker's names."""
+    """The same codes and scales under another maker's names."""
     source, tensors = checkpoint.config.quantization, list[Tensor]()
     assert isinstance(source, Nvfp4Experts)
     activations = len(unit.entries) == 4 * len(unit.tasks)
@@ -275,7 +275,7 @@ def _calibrated(
     inputs: Inputs,
     device: torch.device,
 ) -> Converted:
-    """gate and up read the same, so they are rounded as one weight."""
+    """Quantize with calibration inputs. gate and up have the same inputs, so they are quantized as one weight."""
     x, seen = inputs.of(checkpoint, unit.tasks[0].weight, device)
     moments = second_moments(x)
     stacked = torch.cat([values[task.weight.name].float() for task in unit.tasks])
@@ -312,7 +312,7 @@ def _calibrated(
 def _scale(
     unit: Unit, values: Mapping[str, Tensor], checkpoint: Checkpoint, level: Level, device: torch.device
 ) -> tuple[float, float]:
-    """(tensor scale of the unit's weights, their largest magnitude). A partner in another shard counts too."""
+    """(tensor scale of the unit's weights, their largest magnitude). A partner in another shard is included."""
     pair = unit.tasks[0].scaled_with
     found = nvfp4.largest([values[one.name] if one.name in values else dense(checkpoint, one, device) for one in pair])
     for weight, most in zip(pair, found, strict=True):

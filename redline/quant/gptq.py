@@ -1,11 +1,11 @@
-"""Rounding that minimises the error of a layer's outputs: GPTQ (arXiv 2210.17323) on the grid of NVFP4.
+"""Quantization that minimizes the error of a layer's outputs: GPTQ (arXiv 2210.17323) on the grid of NVFP4.
 
-The squared output error of a weight rounded by D is tr(D M D^T), M the second moments of what it reads. Inputs are
-rounded one after another, and what rounding one does to the outputs is made good by those that are still to come, as
-far as M tells how. A block's scales are chosen when its turn comes, for the weights as they are by
-then, each input's error weighed by what it costs after the others have made good what they can.
+The squared output error of a weight with rounding error D is tr(D M D^T), M the second moments of its inputs. Input
+columns are rounded one after another, and the remaining columns compensate the output error of each, as far as their
+correlations in M allow. A block's scales are chosen when its columns are reached, for the weights including the
+compensation so far; each column's error is weighted by the output error left after compensation.
 
-N outputs, K inputs, n rows that were read.
+N outputs, K inputs, n input rows.
 """
 
 import torch
@@ -14,14 +14,14 @@ from torch import Tensor
 from redline.ops.formats import NVFP4_GROUP, NVFP4_MOST, Nvfp4
 from redline.quant.nvfp4 import WIDELY_SEARCHED, Part, packed, unit_of
 
-LEAST_DAMPING, MOST_DAMPING, DAMPING = 0.01, 3.0, 0.4  # the last times inputs over rows
+LEAST_DAMPING, MOST_DAMPING, DAMPING = 0.01, 3.0, 0.4  # DAMPING is multiplied by inputs / rows
 
 
 def damping_of(rows: int, inputs: int) -> float:
-    """How much of M's mean diagonal is added to all of it, where M is the mean over so many rows.
+    """The multiple of M's mean diagonal that is added to its diagonal, for a mean over `rows` rows.
 
-    Few rows leave directions out that others will have, and tell of correlations that are not there: the fewer, the
-    more is added. Measured (`quantizers-cpu.json`) from 32 rows of 512 inputs to 8,192.
+    Few rows miss directions that other inputs will have, and show spurious correlations: the fewer rows, the more
+    damping. Measured (`quantizers-cpu.json`) from 32 rows of 512 inputs to 8,192.
     """
     return min(max(LEAST_DAMPING, DAMPING * inputs / rows), MOST_DAMPING)
 
@@ -33,19 +33,19 @@ def second_moments(x_nK: Tensor) -> Tensor:
 
 
 def output_error(difference_NK: Tensor, moments_KK: Tensor) -> float:
-    """The squared error of the outputs, a row's mean, of weights that differ by so much."""
+    """The squared error of the outputs, mean per row, for this difference of the weights."""
     return float(((difference_NK.float() @ moments_KK) * difference_NK.float()).sum(dtype=torch.float64))
 
 
 def round_gptq(weight_NK: Tensor, moments_KK: Tensor, scale: float, damping: float) -> Nvfp4:
-    """A weight [N, K], K divisible by 16, under a tensor scale, rounded for inputs of these second moments.
+    """Quantize a weight [N, K], K divisible by 16, under a tensor scale, for inputs with these second moments.
 
-    damping: as `damping_of` gives it.
+    damping: a result of `damping_of`.
 
-    An input that is always zero is rounded to the nearest, at no cost.
+    A column with inputs that are always zero is rounded to nearest, at no cost.
     """
     N, K = weight_NK.shape
-    left = weight_NK.float().clone()  # what is still to be rounded, with what has to be made good
+    left = weight_NK.float().clone()  # the columns still to be rounded, including the compensation so far
     rounded = torch.empty_like(left)
     bytes_ = torch.empty(N, K // NVFP4_GROUP, dtype=torch.int32, device=left.device)
     upper = _inverse_root(moments_KK, damping)
@@ -71,7 +71,7 @@ def round_gptq(weight_NK: Tensor, moments_KK: Tensor, scale: float, damping: flo
 
 
 def nearest(y: Tensor) -> Tensor:
-    """The nearest e2m1 of values from 0 on; of two equally near ones the even."""
+    """The nearest e2m1 number of non-negative values; ties to even."""
     step = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(1, 4).mul_(0.75 * 2**23)
     return (y + step).sub_(step).clamp_(max=NVFP4_MOST)
 
@@ -79,7 +79,8 @@ def nearest(y: Tensor) -> Tensor:
 def _inverse_root(moments: Tensor, damping: float) -> Tensor:
     """Upper triangular U with U^T U = the inverse of the damped moments, float32 [K, K].
 
-    Its row k over its diagonal tells how inputs after k make good an error of k, and the diagonal what then is left.
+    Row k divided by its diagonal gives the compensation of an error in column k by the columns after k; the diagonal
+    gives the error that is left.
     """
     damped = moments.clone()
     diagonal = damped.diagonal()

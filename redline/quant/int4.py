@@ -1,9 +1,9 @@
-"""Weights to INT4: 15 steps and a bf16 scale for each group of 32 (`ops.formats.Int4`).
+"""Quantization to INT4: 15 steps and a bf16 scale for each group of 32 (`ops.formats.Int4`).
 
-The minmax rule, as compressed-tensors has it, maps the largest weight to 7.5 steps. Searching also maps it to 7 and to
-8, one of which is right wherever the weight was INT4 before, and to more, which cuts the largest weights off and rounds
-all others finer. What has the least squared error is kept, and its scale fitted to its codes by least squares: without
-that, the scale of a weight that was INT4 and then bf16 is often one bf16 number off.
+The minmax rule, from compressed-tensors, maps the largest weight to 7.5 steps. The search also tries 7 and 8, one of
+which is exact if the weight was INT4 before, and larger numbers, which clip the largest weights and round all others
+more finely. The scale with the least squared error wins, and is then fitted to its codes by least squares: without
+that, the scale of a weight that was INT4 and then bf16 is often off by one bf16 number.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from redline.quant.nvfp4 import Error
 
 MINMAX = ()
 SEARCHED = (7.0, 8.0, 7.7, 7.9, 8.1, 8.3, 8.6, 8.8, 9.1, 9.4)
-ROWS = 256  # worked on together
+ROWS = 256  # processed together
 
 
 def round_int4(weight_NK: Tensor, steps: Sequence[float]) -> tuple[Int4, Error]:
-    """A weight [N, K] of any float dtype, K divisible by 32.
+    """Quantize a weight [N, K] of any float dtype, K divisible by 32.
 
-    steps: to how many of them a group's largest weight is mapped, each in turn, after the minmax rule's 7.5.
+    steps: numbers of steps to which a group's largest weight is mapped, each tried after the minmax rule's 7.5.
     """
     parts = [_rows(rows, steps) for rows in weight_NK.split(ROWS)]
     packed, scale = (torch.cat([part[0][at] for part in parts]) for at in (0, 1))
@@ -66,7 +66,7 @@ def _codes(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 def _squared(groups: Tensor, scale: Tensor) -> Tensor:
-    """The squared error of each group; NaN under a scale that is."""
+    """The squared error of each group; NaN if the scale is NaN."""
     return _codes(groups, scale).mul_(scale.float()[..., None]).sub_(groups).square_().sum(-1)
 
 

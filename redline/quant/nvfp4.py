@@ -1,14 +1,14 @@
-"""Weights to NVFP4: which scale each block of 16 gets, and what that costs.
+"""Quantization to NVFP4: the choice of each 16-weight block's scale, and its error.
 
-w[n, k] is kept as e2m1(code) x e4m3(block scale) x tensor scale (`ops.formats.Nvfp4`). Max scaling, ModelOpt's rule,
-gives a block the scale max |w| / 6. Searching tries the neighbouring e4m3 numbers too and keeps what has the least
-squared error: one that maps the largest weight to 4 rather than to 6 wins for about half of all blocks, since the grid
-has no 5. Positive e4m3 numbers ascend with their bytes, so neighbours are bytes a few up or down.
+w[n, k] is stored as e2m1(code) x e4m3(block scale) x tensor scale (`ops.formats.Nvfp4`). Max scaling, ModelOpt's rule,
+gives a block the scale max |w| / 6. The search also tries the neighbouring e4m3 numbers and keeps the one with the
+least squared error: a scale that maps the largest weight to 4 instead of 6 wins for about half of all blocks, since the
+grid has no 5. Positive e4m3 numbers ascend with their bytes, so neighbours are bytes a few up or down.
 
 A searched weight has a power of two as its tensor scale. Then dividing by it (compressed-tensors) and multiplying by it
-(ModelOpt) is the same, and a weight has 2 + 4 significant bits: every reader decodes it to the same bf16, exactly.
+(ModelOpt) give the same, and a weight has 2 + 4 significant bits: every reader decodes it to the same bf16, exactly.
 
-N outputs, K inputs, M blocks that are worked on together.
+N outputs, K inputs, M blocks that are processed together.
 """
 
 import math
@@ -21,21 +21,21 @@ from torch import Tensor
 from redline.ops.formats import E4M3_MOST, NVFP4_GROUP, NVFP4_MOST, Nvfp4
 
 MAX_SCALING = (0,)
-# e4m3 bytes beside that of max |w| / 6. With -2 and 7 the search would find what trying all 126 finds; these two are
-# the best of one block in a hundred, and errors within 0.1 % without them (`quantizers-cpu.json`).
+# Offsets of e4m3 bytes from that of max |w| / 6. Adding -2 and 7 would find the optimum among all 126 bytes; these two
+# are best for one block in a hundred, and without them errors are within 0.1 % (`quantizers-cpu.json`).
 SEARCHED = (0, -1, 1, 5, 4, 6, 3, 2)
-WIDELY_SEARCHED = (*SEARCHED, -2, 7)  # where inputs do not weigh the same, they are wanted more often
-BLOCKS_CPU = 4096  # worked on together: 256 KiB of float32, so that all of it stays in a core's own cache
-BLOCKS_GPU = 1 << 20  # where inputs do not weigh the same; else one kernel does it (`kernels.hopper.triton.nvfp4`)
+WIDELY_SEARCHED = (*SEARCHED, -2, 7)  # with unequal input weights, -2 and 7 are best more often
+BLOCKS_CPU = 4096  # processed together: 256 KiB of float32, so that all of it stays in a core's own cache
+BLOCKS_GPU = 1 << 20  # for unequal input weights; otherwise one kernel does it all (`kernels.hopper.triton.nvfp4`)
 _LARGEST_BYTE = 126  # e4m3's 448; 127 is NaN
 
 
 @dataclass(frozen=True)
 class OutputError:
-    """What rounding did to a weight's outputs over the calibration texts: mean squares of a token's outputs.
+    """The effect of quantization on a weight's outputs over the calibration texts: mean squares per token.
 
-    seen         tokens that came
-    calibrated   whether those were enough to round by
+    seen         number of tokens
+    calibrated   whether those were enough for calibration
     max_scaling  the squared error of max scaling
     """
 
@@ -48,10 +48,10 @@ class OutputError:
 
 @dataclass(frozen=True)
 class Error:
-    """What rounding did to a weight: sums over it of (w - rounded)^2 and of w^2, and the largest |w - rounded|.
+    """The quantization error of a weight: sums of (w - rounded)^2 and of w^2, and the largest |w - rounded|.
 
-    max_scaling: the first of these with max scaling in the place of the search; equal where nothing was searched.
-    outputs: where texts were read.
+    max_scaling: the first sum under max scaling instead of the search; equal to it if there was no search.
+    outputs: None unless calibration texts were read.
     """
 
     squared: float
@@ -62,15 +62,15 @@ class Error:
 
 
 def max_scale(largest: float) -> float:
-    """The tensor scale of max scaling: the block of the largest |w| gets the largest e4m3, 448. 1 for a zero weight."""
+    """The tensor scale of max scaling: gives the block of the largest |w| the largest e4m3, 448. 1 for zero weights."""
     return float(torch.tensor(largest / (NVFP4_MOST * E4M3_MOST))) if largest > 0 else 1.0
 
 
 def exact_scale(largest: float) -> float:
     """The power of two under which a block of the largest |w| reaches every searched scale, max |w| / 3 at most.
 
-    Nothing is saturated then. A block's scale is a normal e4m3 where its largest weight is more than 1/7,168 of the
-    tensor's, so that it has all three bits of its fraction. 1 for a zero weight.
+    Nothing saturates then. A block's scale is a normal e4m3 number, with all three bits of its fraction, if its largest
+    weight is more than 1/7,168 of the tensor's. 1 for a zero weight.
     """
     return 2.0 ** math.ceil(math.log2(largest / (3 * E4M3_MOST))) if largest > 0 else 1.0
 
@@ -78,12 +78,12 @@ def exact_scale(largest: float) -> float:
 def round_nvfp4(
     weight_NK: Tensor, scale: float, offsets: Sequence[int], importance_K: Tensor | None = None
 ) -> tuple[Nvfp4, Error]:
-    """A weight [N, K] of any float dtype, K divisible by 16, under a tensor scale.
+    """Quantize a weight [N, K] of any float dtype, K divisible by 16, under a tensor scale.
 
-    offsets       which e4m3 bytes a block tries, counted from that of its max |w| / 6, which must be among them
-    importance_K  float32, how much the squared error of each input weighs where scales are chosen; None: all the same
+    offsets       e4m3 bytes that a block tries, as offsets from that of its max |w| / 6; 0 must be among them
+    importance_K  float32 weight of each input's squared error in the choice of scales; None: equal weights
 
-    A block of zeros gets the smallest scale, and codes of zero. Of two equally near values the code is the even one.
+    A block of zeros gets the smallest scale, and codes of zero. Codes are rounded to nearest, ties to even.
     """
     N, K = weight_NK.shape
     device = weight_NK.device
@@ -95,7 +95,7 @@ def round_nvfp4(
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     largest = torch.zeros((), device=device)
     weights = None
-    if importance_K is not None:  # the block at place m has columns (m mod K / 16)
+    if importance_K is not None:  # block m has the columns of (m mod K / 16)
         weights = importance_K.float().view(-1, NVFP4_GROUP).repeat(N, 1)
     together = BLOCKS_CPU if device.type == "cpu" else BLOCKS_GPU
     part = Part(0, device)
@@ -113,7 +113,7 @@ def round_nvfp4(
 
 
 def round_all(weights: Sequence[Tensor], scale: float, offsets: Sequence[int]) -> list[tuple[Nvfp4, Error]]:
-    """As `round_nvfp4`, each; a GPU is waited for once."""
+    """`round_nvfp4` for each weight, with a single GPU synchronization."""
     if not all(weight.is_cuda for weight in weights):
         return [round_nvfp4(weight, scale, offsets) for weight in weights]
     from redline.kernels.hopper.triton import nvfp4 as gpu
@@ -130,7 +130,7 @@ def _result(codes: Tensor, scales: Tensor, scale: float, sums: Sequence[float]) 
 
 
 def packed(rounded_NK: Tensor, scale: float, bytes_NB: Tensor) -> Nvfp4:
-    """Weights [N, K] that are rounded already, to numbers of the blocks' scales: e4m3 bytes, integers [N, K / 16]."""
+    """Packs weights [N, K] already rounded to the grid of their blocks' scales: e4m3 bytes, integers [N, K / 16]."""
     N, K = rounded_NK.shape
     part = Part(N * K // NVFP4_GROUP, rounded_NK.device)
     part.take(rounded_NK.reshape(-1, NVFP4_GROUP), scale, None)
@@ -140,7 +140,7 @@ def packed(rounded_NK: Tensor, scale: float, bytes_NB: Tensor) -> Nvfp4:
 
 
 class Part:
-    """M blocks, and memory to work on them that is taken once: fresh memory costs a core as much as an operation.
+    """Working memory for M blocks, allocated once: fresh memory takes a core the time of an operation.
 
     w  |weights| over the tensor scale, float32 [16, M], so that sums over a block run along the first axis
     """
@@ -153,7 +153,7 @@ class Part:
         self._importance: Tensor | None = None
 
     def take(self, blocks: Tensor, scale: float, importance: Tensor | None) -> None:
-        """Weights [M, 16] and what their errors weigh, or None."""
+        """Load weights [M, 16] and the weights of their errors, or None."""
         self.w.copy_(blocks.T)
         torch.bitwise_right_shift(self.w.view(torch.int32), 28, out=self._sign).bitwise_and_(8)
         self.w.abs_().div_(scale)
@@ -179,24 +179,24 @@ class Part:
         return best_byte, best, plain
 
     def codes(self, byte: Tensor) -> tuple[Tensor, Tensor]:
-        """Of blocks under these scales: codes in pairs, uint8 [M, 8]; the largest |error| over the tensor scale, []."""
+        """Codes for these block scales in pairs, uint8 [M, 8]; the largest |error| over the tensor scale, []."""
         unit = unit_of(byte)
         y = torch.div(self.w, unit, out=self._y)
         value = self._nearest(y, self._value)
         farthest = y.sub_(value).abs_().amax(0).mul_(unit).max()
-        # From 1 on a code counts the exponent and the first bit of the fraction; below, halves.
+        # From 1 on, a code counts the exponent and the first bit of the fraction; below 1 it counts halves.
         code = torch.bitwise_right_shift(value.view(torch.int32), 22, out=self._code).sub_(252)
         torch.maximum(code, torch.mul(value, 2, out=self._step).clamp_(max=1).int(), out=code)
         nibbles = code.bitwise_or_(self._sign).to(torch.uint8)
         return (nibbles[0::2] | nibbles[1::2] << 4).T, farthest
 
     def _nearest(self, y: Tensor, out: Tensor, clipped: bool = True) -> Tensor:
-        """Writes and gives the nearest e2m1 of values from 0 on: steps of 1/2 up to 2, of 1 to 4, of 2 to 6.
+        """Write and return the nearest e2m1 of non-negative values: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6.
 
-        clipped: False where no value is above 6, since the scale is above max |w| / 6.
+        clipped: False if no value is above 6, because the scale is above max |w| / 6.
 
-        A float32 between 2^23 and 2^24 is an integer, so adding 1.5 x 2^23 steps and taking them off again rounds to
-        steps, of two equally near ones to the even.
+        A float32 between 2^23 and 2^24 is an integer, so adding and subtracting 1.5 x 2^23 steps rounds to a multiple
+        of the step, ties to even.
         """
         step = self._step
         torch.bitwise_and(y.view(torch.int32), 0x7F800000, out=step.view(torch.int32))
@@ -206,13 +206,13 @@ class Part:
 
 
 def unit_of(byte: Tensor) -> Tensor:
-    """The e4m3 numbers of positive bytes, int32 -> float32: their bits stand as they are, but for the exponent's bias.
+    """The e4m3 numbers of positive bytes, int32 -> float32: the same bits, with the exponent's bias corrected.
 
-    torch's own conversion takes as long as half of all else.
+    torch's own conversion takes half the time of everything else together.
     """
     return (byte << 20).view(torch.float32) * 2.0**120
 
 
 def largest(weights: Sequence[Tensor]) -> list[float]:
-    """The largest magnitude of each, NaN where there is one; a GPU is waited for once."""
+    """The largest magnitude of each weight, NaN if it contains one; a single GPU synchronization."""
     return torch.stack([torch.linalg.vector_norm(weight, math.inf).float() for weight in weights]).tolist()

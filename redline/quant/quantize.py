@@ -1,8 +1,8 @@
-"""`redline quantize`: a checkpoint becomes another, shard by shard, and says what it lost.
+"""`redline quantize`: converts a checkpoint to another format, shard by shard, and reports the error.
 
-A shard is written beside its place, renamed, then named by a record with its SHA-256 in OUT/.quantize. So a kill at any
-byte loses at most the shard in the making: the same command proves what is there by its checksum and goes on. Nothing
-is deleted on failure. The index comes last: a folder with an index is whole.
+A shard is written to a temporary file, renamed, then recorded with its SHA-256 in OUT/.quantize. So a kill at any time
+loses at most the shard being written: the same command verifies the finished shards by checksum and resumes. Nothing
+is deleted on failure. The index comes last: a folder with an index is complete.
 """
 
 import math
@@ -53,33 +53,33 @@ HF_QUANT = "hf_quant_config.json"
 RESULT = "quantize.json"
 WORK, INPUTS = ".quantize", "inputs"
 T = TypeVar("T")
-NAMED = 20  # of the weights that are beyond their bound
-UNITS_A_GPU = 4  # computed side by side on each GPU, so that copies hide behind work
+NAMED = 20  # maximum number of weights reported as over the error limit
+UNITS_A_GPU = 4  # units processed concurrently on each GPU, so that copies overlap with computation
 _NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT, CARD}
 
 
 class Job(Record, frozen=True):
-    """All that the bytes of the result depend on."""
+    """Everything that the bytes of the result depend on."""
 
-    fingerprint: str  # of the source
+    fingerprint: str  # of the source checkpoint
     format: Format
     level: Level
     also: tuple[str, ...]
     kv_scales: bool
-    texts: str  # a hash of the calibration texts; empty where there are none
-    redline: str  # its version
+    texts: str  # a hash of the calibration texts; empty without texts
+    redline: str  # Redline's version
 
 
 class WeightError(Record, frozen=True):
-    """What rounding did to a weight.
+    """The quantization error of a weight.
 
     relative        root of sum (w - rounded)^2 over sum w^2
     largest         |w - rounded|
-    to_max_scaling  the error over that of max scaling; 1 where that is none
+    to_max_scaling  the error over that of max scaling; 1 if max scaling has none
 
-    Of a calibrated one also, over the calibration texts:
+    For a calibrated weight also, over the calibration texts:
 
-    seen                   tokens that came to it; too few, and it was searched (`searched`)
+    seen                   tokens that were routed to it; if too few, the scale was searched instead (`searched`)
     output                 root of the outputs' squared error over their squares
     output_to_max_scaling  that error over that of max scaling
     """
@@ -94,7 +94,7 @@ class WeightError(Record, frozen=True):
 
 
 class ShardDone(Record, frozen=True):
-    """A finished shard: a file of OUT, its size, its checksum, its weights that were rounded."""
+    """A finished shard: a file of OUT, its size, its checksum, and the errors of its quantized weights."""
 
     file: str
     bytes: int
@@ -103,16 +103,16 @@ class ShardDone(Record, frozen=True):
 
 
 class Result(Record, frozen=True):
-    """What OUT/quantize.json holds."""
+    """The content of OUT/quantize.json."""
 
     job: Job
     shards: tuple[ShardDone, ...]
 
 
 def run(config: QuantizeConfig, console: Console, texts: Sequence[Text] = ()) -> int:
-    """0; 1 where the disk is full, or a weight's error is beyond its bound.
+    """Quantize; returns the exit code: 0, or 1 if the disk is full or a weight's error is over the limit.
 
-    texts: what the level "calibrated" rounds by. Raises ConfigError and CheckpointError.
+    texts: calibration texts of the level "calibrated". Raises ConfigError and CheckpointError.
     """
     checkpoint = Checkpoint.open(config.source)
     check(config, checkpoint)
@@ -133,14 +133,14 @@ def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], 
     for line in explain(work):
         say(line)
     try:
-        with Working("checking what is there") as working:
+        with Working("checking finished shards") as working:
             done = _finished(work, working)
             if (work.out / INDEX).exists() and len(done) == len(work.shards):
                 shutil.rmtree(work.out / WORK)
-                say(f"{work.out}: is whole already: {len(done)} shards, each with its checksum")
+                say(f"{work.out}: is complete already: {len(done)} shards, all checksums verified")
                 return _judge(list(done.values()), config.most_weight_error, say)
             if done:
-                say(f"{len(done)} of {len(work.shards)} shards are there, with their checksums; the rest follows")
+                say(f"{len(done)} of {len(work.shards)} shards are finished, checksums verified; converting the rest")
             _check_room(work, done)
             inputs = None
             if texts and len(done) < len(work.shards):
@@ -153,10 +153,10 @@ def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], 
                 )
             shards = _convert_all(work, done, inputs, working)
         _finish(work, shards)
-    except Exception as error:  # safetensors has an error of its own for a full disk
+    except Exception as error:  # safetensors raises its own error for a full disk
         if not is_full(error):
             raise
-        say(f"the disk is full: {work.out} keeps its finished shards; the same command goes on", "red")
+        say(f"the disk is full: {work.out} keeps its finished shards; run the same command to resume", "red")
         return 1
     for line in summary(shards):
         say(line)
@@ -164,11 +164,11 @@ def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], 
 
 
 def _judge(shards: Sequence[ShardDone], most: float, say: Callable[[str, str], None]) -> int:
-    """1 where a weight's error is beyond the bound, which is named; else 0."""
+    """1 if a weight's error is over the limit, with a message for each; else 0."""
     errors = [(error.relative, name) for shard in shards for name, error in shard.weights.items()]
     over = sorted(((error, name) for error, name in errors if not error <= most), reverse=True)
     for error, name in over[:NAMED]:
-        say(f"weight error of {name}: {error:.4f}, at most {most:g}", "red")
+        say(f"weight error of {name}: {error:.4f}, at most {most:g} is allowed", "red")
     if len(over) > NAMED:
         say(f"and {len(over) - NAMED:,} more", "red")
     return int(bool(over))
@@ -179,19 +179,19 @@ def _judge(shards: Sequence[ShardDone], most: float, say: Callable[[str, str], N
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of the result: what of the source it is made of."""
+    """A file of the result, and the items of the source that it is made of."""
 
     file: str
     items: tuple[Item, ...]
 
     @property
     def entries(self) -> list[Entry]:
-        """What it holds, in order."""
+        """Its tensors, in order."""
         return [entry for item in self.items for entry in entries_of(item)]
 
     @property
     def read(self) -> int:
-        """Bytes of the source that go into it."""
+        """Bytes of the source that are read for it."""
         return sum(_read(item) for item in self.items)
 
 
@@ -207,22 +207,22 @@ class Plan:
     devices: tuple[torch.device, ...]
     workers: int
     calibration: int  # bytes on disk
-    activations: bool  # whether the result has scales for 4-bit activations
+    activations: bool  # whether the result contains scales for 4-bit activations
     layout: bool  # whether codes are kept (`is_layout`)
 
     @property
     def bytes(self) -> int:
-        """Of all shards of the result."""
+        """The size of all shards of the result."""
         return sum(file_bytes(shard.entries) for shard in self.shards)
 
     @property
     def how(self) -> str:
-        """The level, or what is done in its place."""
+        """The level, or a note that codes are kept."""
         return "codes and scales kept" if self.layout else self.config.level
 
     @property
     def memory(self) -> int:
-        """Bytes of memory at the peak, at most: of units that are computed, or wait to be written."""
+        """Peak memory in bytes, at most: of units that are being computed, or wait to be written."""
         units = [item for shard in self.shards for item in shard.items if isinstance(item, Unit)]
         new = max((sum(entry.bytes for entry in unit.entries) for unit in units), default=0)
         wide = max((sum(math.prod(task.weight.shape) for task in unit.tasks) for unit in units), default=0)
@@ -232,13 +232,13 @@ class Plan:
         return self.workers * (computed * on_host + AHEAD * new)
 
 
-AHEAD = 2  # units for each worker that are begun before the one that is written
-WIDE_BYTES = 16  # a value of a unit on its way: its code as an integer, the float32 of it, scaled, and rounded
-MOMENTS = 4  # matrices of second moments at once, while one is inverted
+AHEAD = 2  # units per worker that are submitted ahead of the one being written
+WIDE_BYTES = 16  # per value of a unit being computed: its code as an integer, and as float32: value, scaled, rounded
+MOMENTS = 4  # matrices of second moments in memory while one is inverted
 
 
 def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] = ()) -> Plan:
-    """What will be done. Reads no weight."""
+    """Plan the conversion. Reads no weight."""
     from redline import __version__
 
     every = list(weights(checkpoint.config))
@@ -278,14 +278,14 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
 
 
 def explain(work: Plan) -> list[str]:
-    """The plan in lines: what is read and written, and the memory it takes."""
+    """The plan as lines of text: sizes read and written, and the peak memory."""
     read = sum(shard.read for shard in work.shards)
     units = sum(isinstance(item, Unit) for shard in work.shards for item in shard.items)
     where = f"{work.workers} workers on {', '.join(map(str, work.devices))}"
     return [
         f"{work.config.source} -> {work.config.format}, {work.how}: {human(read)} in {len(work.shards)} "
         f"shards become {human(work.bytes)}; {units:,} weights or pairs of them, {where}",
-        f"memory at the peak: {human(work.memory)} at most, beside the program's own",
+        f"memory at the peak: {human(work.memory)} at most, in addition to the program's own",
     ]
 
 
@@ -312,14 +312,14 @@ def _read(item: Item) -> int:
 
 
 def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
-    """The shards that are there and have their checksum, by file.
+    """The finished shards with a matching checksum, by file.
 
-    Raises ConfigError where the folder holds something else.
+    Raises ConfigError if the folder contains anything else.
     """
     folder, by_file = work.out / WORK, dict[str, ShardDone]()
     begun, ended = (folder / "job.json").exists(), (work.out / RESULT).exists()
     job = work.job
-    if ended:  # a check or a repair of a finished folder has begun WORK anew, without records
+    if ended:  # checking or repairing a finished folder recreates WORK, without records
         result = _decoded(work.out / RESULT, Result)
         job, by_file = result.job, {record.file: record for record in result.shards}
     if begun:
@@ -328,7 +328,7 @@ def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
         by_file |= {record.file: record for record in records}
     here = any((work.out / name).exists() for name in (CONFIG, INDEX)) or any(work.out.glob("*.safetensors"))
     if here and not (begun or ended):
-        raise ConfigError(f"{work.out}: holds a checkpoint that `redline quantize` has not made: name another folder")
+        raise ConfigError(f"{work.out}: contains a checkpoint not made by `redline quantize`: name another folder")
     for field in Job.__struct_fields__:
         was, now = getattr(job, field), getattr(work.job, field)
         if was != now:
@@ -364,7 +364,7 @@ def _check_room(work: Plan, done: Mapping[str, ShardDone]) -> None:
 
 
 def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | None, working: Working) -> list[ShardDone]:
-    """The records of all shards, after those that were not there have been written."""
+    """The records of all shards, after the missing ones have been written."""
     left = [shard for shard in work.shards if shard.file not in done]
     total, read, began = sum(shard.read for shard in left), 0, clock.monotonic()
 
@@ -376,7 +376,7 @@ def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | Non
 
     records = dict(done)
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, processors() // work.workers))  # of each worker
+    torch.set_num_threads(max(1, processors() // work.workers))  # threads per worker
     try:
         with ThreadPoolExecutor(work.workers, "quantize") as pool:
             for shard in left:
@@ -410,7 +410,7 @@ def _data(
     progress: Callable[[int], None],
     errors: dict[str, Error],
 ) -> Iterator[Tensor]:
-    """The shard's tensors in order, while workers are some units ahead. Fills `errors`."""
+    """The shard's tensors in order, with workers some units ahead. Fills `errors`."""
     waiting: deque[tuple[Item, Future[Converted] | None]] = deque()
     begun = 0
 
@@ -450,7 +450,7 @@ def _data(
 
 
 def weight_error(error: Error) -> WeightError:
-    """The sums of a weight as ratios."""
+    """Converts the sums of a weight to ratios."""
     outputs = error.outputs
     return WeightError(
         relative=_ratio(error.squared, error.weight_squared, 0.0),
@@ -471,7 +471,7 @@ def _ratio(squared: float, to: float, without: float) -> float:
 
 
 def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
-    """All that stands beside the shards. The index is the last."""
+    """Write all files other than the shards. The index is the last."""
     source, out = Path(work.config.source), work.out
     with written(out):
         for path in sorted(source.iterdir()):
@@ -489,7 +489,7 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
     weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
     size = sum(entry.bytes for shard in work.shards for entry in shard.entries)
     _save(out / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
-    Checkpoint.open(out)  # proves what was written: every name, dtype, shape and size
+    Checkpoint.open(out)  # verifies the result: every name, dtype, shape and size
     shutil.rmtree(out / WORK)
 
 
@@ -526,7 +526,7 @@ def _save(path: Path, value: Any) -> None:
 
 
 def summary(shards: Sequence[ShardDone]) -> list[str]:
-    """Lines that tell what rounding did, by projection, with the worst weight of each."""
+    """Lines that summarize the error by projection, with the worst weight of each."""
     by_projection: dict[str, list[tuple[str, WeightError]]] = {}
     for shard in shards:
         for name, error in shard.weights.items():
@@ -549,6 +549,6 @@ def summary(shards: Sequence[ShardDone]) -> list[str]:
         rare = sum(error.searched for error in every)
         lines.append(
             f"outputs over the calibration texts: {ratio:.3f} of max scaling's error; {rare:,} of {len(every):,} "
-            f"weights were seen by fewer than {SEEN} tokens, and searched"
+            f"weights received fewer than {SEEN} tokens, and were searched"
         )
     return lines

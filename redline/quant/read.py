@@ -1,4 +1,4 @@
-"""A checkpoint's weight as numbers, whatever its format."""
+"""Reads a checkpoint's weight as plain numbers, whatever its format."""
 
 from typing import cast
 
@@ -10,7 +10,7 @@ from redline.ops.formats import Int4, Nvfp4
 
 
 def dense(checkpoint: Checkpoint, weight: Weight, device: torch.device) -> Tensor:
-    """A weight [N, K] dequantised: float32 from 4 bits, else bf16 or as stored."""
+    """A weight [N, K], dequantized: float32 from 4 bits, else bf16 or the stored dtype."""
     if weight.kind != "expert":
         return checkpoint.plain(weight.name).to(device)
     _, layer, _, _, expert, projection, _ = weight.name.split(".")

@@ -1,4 +1,4 @@
-"""What `redline quantize` is told, and which weights that concerns."""
+"""The settings of `redline quantize`, and the weights that they apply to."""
 
 import re
 from collections.abc import Iterable
@@ -29,24 +29,22 @@ _DENSE = re.compile(r"layers\.\d+\.mlp\.(gate|up|down)_proj\.weight")
 
 
 class QuantizeConfig(Record, frozen=True, kw_only=True):
-    """What `redline quantize` is told."""
+    """The settings of `redline quantize`."""
 
     source: str  # a checkpoint's folder
     out: str  # a folder
     format: Format = "nvfp4-modelopt"
     level: Level = "search"
-    also: tuple[str, ...] = ()  # of ALSO: what is quantised beside the routed experts
-    kv_scales: bool = False  # of what attention keeps of the texts; an engine then keeps it in fp8
-    workers: int | None = (
-        None  # weights that are computed side by side; absent: one for each core, or four for each GPU
-    )
-    device: str | None = None  # cpu or cuda; absent: the GPUs, if there are any
-    most_weight_error: float = 0.15  # of any weight; `quant.audit.Bounds` tells what that is
+    also: tuple[str, ...] = ()  # of ALSO: quantised in addition to the routed experts
+    kv_scales: bool = False  # write KV cache scales measured on the texts; an engine then keeps the cache in fp8
+    workers: int | None = None  # weights computed concurrently; default: one per core, or four per GPU
+    device: str | None = None  # cpu or cuda; default: the GPUs, if there are any
+    most_weight_error: float = 0.15  # maximum error of any weight, as defined in `quant.audit.Bounds`
 
 
 @dataclass(frozen=True)
 class Task:
-    """A weight that is stored anew. `scaled_with` (itself among them) share its tensor scale: gate and up."""
+    """A weight to convert. `scaled_with` (includes itself): the weights that share its tensor scale, gate and up."""
 
     weight: Weight
     to: Quantization  # Unquantized: bf16
@@ -54,19 +52,19 @@ class Task:
 
 
 def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError where this cannot be made of this checkpoint."""
+    """Raise ConfigError if these settings cannot be applied to this checkpoint."""
     source, target = checkpoint.config.quantization, FORMATS[config.format]
     if not set(config.also) <= set(ALSO):
         raise ConfigError(f"also: {', '.join(config.also)}; expected {' or '.join(ALSO)}")
     if config.also and not isinstance(target, Nvfp4Experts):
-        raise ConfigError(f"also: in a checkpoint of {config.format} only routed experts are quantised")
+        raise ConfigError(f"also: a checkpoint of {config.format} has only its routed experts quantised; leave it out")
     if config.level == "calibrated" and not isinstance(target, Nvfp4Experts):
         raise ConfigError(f"level: calibrated is for NVFP4; {config.format} has fast and search")
     if config.kv_scales and config.level != "calibrated":
-        raise ConfigError(f"kv_scales: level {config.level} reads no texts, which alone can tell them; calibrated does")
+        raise ConfigError(f"kv_scales: level {config.level} reads no texts to measure them on; use --level calibrated")
     if is_layout(config, checkpoint):
         if config.level == "calibrated":
-            raise ConfigError("level: calibrated rounds, and NVFP4 to NVFP4 keeps the codes; leave --level out")
+            raise ConfigError("level: NVFP4 to NVFP4 keeps the codes, so nothing is calibrated; leave --level out")
         if config.also:
             raise ConfigError("also: NVFP4 to NVFP4 keeps what the source has quantised; leave --also out")
     elif type(source) is type(target):
@@ -80,15 +78,15 @@ def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
 
 
 def is_layout(config: QuantizeConfig, checkpoint: Checkpoint) -> bool:
-    """Whether codes and scales are kept, and only get another maker's names: NVFP4 to the other layout of NVFP4."""
+    """Whether only the layout changes (NVFP4 to another maker's NVFP4): codes and scales are kept and renamed."""
     source, target = checkpoint.config.quantization, FORMATS[config.format]
     return isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts) and source != target
 
 
 def as_stored(config: QuantizeConfig, checkpoint: Checkpoint, weights: Iterable[Weight]) -> QuantizeConfig:
-    """The config with what a source of another layout decides: what is quantised, and scales of an fp8 KV cache.
+    """The config completed from a source in another layout: the quantised modules, and scales of an fp8 KV cache.
 
-    Where only some of the shared experts or dense layers are quantised, those become bf16.
+    If only some of the shared experts or dense layers are quantised, those become bf16.
     """
     linear = [weight for weight in weights if weight.kind == "linear"]
     also: list[str] = []
@@ -106,10 +104,10 @@ def has_kv_scales(checkpoint: Checkpoint) -> bool:
 
 
 def tasks(config: QuantizeConfig, checkpoint: Checkpoint, weights: list[Weight]) -> dict[str, Task]:
-    """Which of the model's weights are stored anew, by logical name. All others keep their bytes.
+    """The weights to convert, by logical name. All others keep their bytes.
 
-    Beside what is asked for, those whose present form the new config.json could not say, which become bf16: FP8
-    attention, or what an NVFP4 file has quantised beside the experts.
+    In addition to the requested weights, those in a format that the new config.json cannot express become bf16: FP8
+    attention, or modules other than experts that an NVFP4 file has quantised.
     """
     target = FORMATS[config.format]
     by_name = {weight.name: weight for weight in weights}
@@ -131,7 +129,7 @@ def _chosen(weight: Weight, config: QuantizeConfig) -> bool:
 
 
 def _pair(weight: Weight, by_name: dict[str, Weight]) -> tuple[Weight, ...]:
-    """Engines compute gate and up in one product, which has one tensor scale."""
+    """The weight and its partner: engines compute gate and up in one product, which has one tensor scale."""
     for this, other in ((".gate_proj.", ".up_proj."), (".up_proj.", ".gate_proj.")):
         if this in weight.name:
             return weight, by_name[weight.name.replace(this, other)]
@@ -139,12 +137,12 @@ def _pair(weight: Weight, by_name: dict[str, Weight]) -> tuple[Weight, ...]:
 
 
 def kept(config: QuantizeConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The modules that are not quantised, in the format's own patterns: what stands in its config.json."""
+    """The modules that are not quantised, in the format's own pattern syntax, for its config.json."""
     if config.format == "nvfp4-modelopt":
         return _globs(config, checkpoint)
     expressions = ["re:.*lm_head$", "re:.*self_attn.*"]
     expressions += [] if "shared" in config.also else ["re:.*shared_experts.*"]
-    # Routed experts read `mlp.experts.N.gate_proj`, so this is the dense layers alone.
+    # Routed experts are named `mlp.experts.N.gate_proj`, so this pattern matches the dense layers only.
     expressions += [] if "dense" in config.also else [r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
     if config.format == "int4":
         return ("lm_head", *expressions[1:])  # as published
@@ -156,7 +154,7 @@ def kept(config: QuantizeConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _globs(config: QuantizeConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """As in NVIDIA's files: the head, each layer's attention, the shared experts, the dense layers, the towers."""
+    """Patterns as in NVIDIA's files: head, attention of each layer, shared experts, dense layers, vision towers."""
     model = checkpoint.config
     names = [name for tensors in checkpoint.files.values() for name in tensors]
     at = next(name for name in names if name.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
@@ -175,7 +173,7 @@ def _globs(config: QuantizeConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def _drafting(checkpoint: Checkpoint) -> list[int]:
-    """The layers past the last, which are for drafting (MTP) and pass through."""
+    """The layers after the last one, which are for drafting (MTP) and are copied unchanged."""
     names = [name for tensors in checkpoint.files.values() for name in tensors]
     layers = {int(match[1]) for name in names if (match := re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name))}
     return sorted(layer for layer in layers if layer >= checkpoint.config.num_hidden_layers)

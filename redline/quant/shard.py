@@ -1,7 +1,7 @@
-"""One safetensors file, written as it is computed: its header is known before its data is.
+"""Writes one safetensors file while its tensors are computed: the header is known before the data.
 
-So no shard is ever in memory as a whole, and what passes through goes from a view of the source to the file. A file
-appears under its name when it is whole and on the disk; before, it is `.NAME.writing`, which nobody takes for a shard.
+So no shard is ever in memory as a whole, and copied tensors go from a view of the source to the file. A file gets its
+name when it is complete and on the disk; before, it is `.NAME.writing`, which is not taken for a shard.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ CHUNK = 1 << 24
 
 
 class Entry(NamedTuple):
-    """A tensor that a shard will hold, with its size in bytes."""
+    """A tensor of a shard to be written, with its size in bytes."""
 
     name: str
     dtype: str  # as safetensors spells it
@@ -39,19 +39,19 @@ class Entry(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A finished file: its size and the SHA-256 of all of it, as `sha256sum` prints it."""
+    """A finished file: its size and its SHA-256, as printed by `sha256sum`."""
 
     bytes: int
     sha256: str
 
 
 def entry_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Entry:
-    """The entry of a tensor that we make."""
+    """The entry of a newly computed tensor."""
     return Entry(name, _NAMES[dtype], tuple(shape), math.prod(shape) * dtype.itemsize)
 
 
 def header_of(entries: Sequence[Entry]) -> bytes:
-    """What stands before the data: its own length in 8 bytes, then JSON, padded to a multiple of 8."""
+    """The file's header: its own length in 8 bytes, then JSON, padded to a multiple of 8."""
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -63,14 +63,14 @@ def header_of(entries: Sequence[Entry]) -> bytes:
 
 
 def file_bytes(entries: Sequence[Entry]) -> int:
-    """The size of a shard that holds these."""
+    """The size of a shard with these entries, in bytes."""
     return len(header_of(entries)) + sum(entry.bytes for entry in entries)
 
 
 def write_shard(path: Path, entries: Sequence[Entry], data: Iterable[Tensor]) -> Written:
-    """Writes `path`. data: the tensors of `entries`, one for each, in their order, on the CPU; or their bytes.
+    """Write `path`. data: the tensors of `entries`, one for each, in their order, on the CPU; or their bytes.
 
-    Raises OSError where the disk is full; what was written so far then stays as `.NAME.writing`, and `path` as it was.
+    Raises OSError if the disk is full; the partial data then stays as `.NAME.writing`, and `path` is unchanged.
     """
     building = path.with_name(f".{path.name}.writing")
     digest, size = hashlib.sha256(), 0
@@ -96,7 +96,7 @@ def write_shard(path: Path, entries: Sequence[Entry], data: Iterable[Tensor]) ->
 
 
 def measured(path: Path) -> Written:
-    """What `write_shard` gave for a file that is there. Raises OSError where it cannot be read."""
+    """The result of `write_shard` for an existing file. Raises OSError if it cannot be read."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256")
         return Written(file.tell(), digest.hexdigest())

@@ -1,7 +1,7 @@
-"""Texts through a model one layer at a time: a checkpoint of any size over memory for one of its layers.
+"""Runs texts through a model one layer at a time: a checkpoint of any size with memory for one of its layers.
 
-All texts go through a layer before the next one is read, so a weight is read once, whatever the number of texts.
-Whoever listens gets what each layer's experts read, and what its attention keeps.
+All texts go through a layer before the next one is read, so each weight is read once, whatever the number of texts.
+A listener receives the inputs of each layer's experts and the rows that its attention writes to the KV cache.
 
 T tokens of all texts, n of a call, D hidden, K chosen experts, W width of a token's latent and rotated key.
 """
@@ -23,11 +23,11 @@ from redline.ops.mla import rounds
 from redline.quant.texts import Text
 from redline.wire.job import PAGE_TOKENS
 
-CALL_TOKENS = 8192  # of the texts that go through a layer together
+CALL_TOKENS = 8192  # maximum tokens of the texts that go through a layer together
 
 
 class Listener(Protocol):
-    """Hears, layer by layer and call by call, what the layer's MLPs read and its attention keeps."""
+    """Receives, layer by layer and call by call, the MLP inputs of the layer and its KV cache rows."""
 
     def __call__(self, layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
         """x [n, D], normed; ids [n, K], the experts of each token, None in a dense layer; kept [n, W], page rows."""
@@ -35,7 +35,7 @@ class Listener(Protocol):
 
 
 class _Call(NamedTuple):
-    """Texts that go through a layer together: tokens [first, first + n) of all."""
+    """Texts that go through a layer together: tokens [first, first + n) of all tokens."""
 
     first: int
     lengths: list[int]
@@ -49,16 +49,16 @@ def through(
     progress: Callable[[int, int], object] = lambda layer, layers: None,
     layers: int | None = None,
 ) -> Tensor:
-    """The normed states that the head reads, float32 [T, D] on the CPU, of all texts one behind another.
+    """The normed states that the output head reads, float32 [T, D] on the CPU, of all texts, concatenated.
 
-    progress(layers done, layers in all). layers: ends after so many, where only the listener is of interest; the result
-    is then of no use.
+    progress(layers done, total layers). layers: stop after this number of layers, if only the listener's data is
+    needed; the result is then meaningless.
     """
     config = checkpoint.config
     reader = Reader(checkpoint, device, config.low_rank_norm_eps)
     ids_T = torch.tensor([token for text in texts for token in text.tokens])
     embedding = checkpoint.plain("embed_tokens.weight")
-    residual = embedding[ids_T].float()  # on the CPU, as all between two layers
+    residual = embedding[ids_T].float()  # kept on the CPU between layers
     partial = torch.zeros_like(residual)
     calls = list(_calls(texts))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -99,7 +99,7 @@ def _calls(texts: Sequence[Text]) -> Iterator[_Call]:
 
 
 def _inputs(call: _Call, ids: Tensor, config: K2Config, device: torch.device) -> Inputs:
-    """Every text is a prompt from its first token on, over pages of its own."""
+    """The inputs of a call: every text is a prompt from its first token on, in its own pages."""
     positions = torch.cat([torch.arange(length) for length in call.lengths])
     pages = [-(-length // PAGE_TOKENS) for length in call.lengths]
     tables = torch.zeros(len(pages), max(pages), dtype=torch.int32)

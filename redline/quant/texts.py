@@ -1,4 +1,4 @@
-"""Texts to calibrate and to judge with: token ids by domain, and two halves of them that share no text."""
+"""Texts for calibration and evaluation: token ids by domain, split into two disjoint halves."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from hashlib import blake2b
 
 from redline.errors import ConfigError
 
-LONGEST = 4096  # tokens that are read together; a longer text is cut
+LONGEST = 4096  # maximum tokens of a text; longer texts are cut into pieces
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids of one domain. From `judged` on, the token that follows each is predicted and compared."""
+    """Token ids of one domain. From position `judged` on, the next token is predicted and compared."""
 
     domain: str
     tokens: tuple[int, ...]
@@ -19,7 +19,7 @@ class Text:
 
 
 def halves(texts: Iterable[Text]) -> tuple[list[Text], list[Text]]:
-    """(to calibrate with, held out): each text by a hash of its tokens, so the same text is always in the same half."""
+    """(for calibration, held out): split by a hash of the tokens, so the same text is always in the same half."""
     parts: tuple[list[Text], list[Text]] = [], []
     for text in texts:
         digest = blake2b(repr(text.tokens).encode(), digest_size=8).digest()
@@ -28,9 +28,9 @@ def halves(texts: Iterable[Text]) -> tuple[list[Text], list[Text]]:
 
 
 def chosen(texts: Sequence[Text], tokens: int, vocabulary: int) -> list[Text]:
-    """Texts of at most so many tokens together, drawn from the domains in turn; each in pieces of LONGEST at most.
+    """Texts of at most `tokens` tokens in total, taken from the domains in turn; each in pieces of at most LONGEST.
 
-    Raises ConfigError where there is none of two tokens, or one has an id that is not in the vocabulary.
+    Raises ConfigError if no text has two tokens, or if a text has an id that is not in the vocabulary.
     """
     by_domain: dict[str, list[Text]] = {}
     for text in texts:
@@ -50,7 +50,7 @@ def chosen(texts: Sequence[Text], tokens: int, vocabulary: int) -> list[Text]:
             else:
                 turns.remove(turn)
     if not found:
-        raise ConfigError("texts: none that fits; give texts of two tokens and more, or more --tokens")
+        raise ConfigError("texts: none that fits; give texts of at least two tokens, or a larger --tokens")
     return found
 
 

@@ -1,1 +1,1 @@
-"""Which worker takes a job? See docs/route.md."""
+"""Router: chooses the worker for a job. See docs/route.md."""

@@ -1,11 +1,12 @@
-"""What a vLLM worker tells of its prefix cache, as the news that our index takes in.
+"""Converts a vLLM worker's KV cache events into updates of our prefix cache index.
 
-Its hashes are its own; but a block comes with its tokens and its parent's hash, so its prompt is known from the first
-token on, and its pages get the names that our jobs give them. A page has PAGE_TOKENS tokens, a block as many or a part
-of it: so many blocks are one page, which is there while all of them are. Two names of the same content (older releases
-do not tell of salts) are one page, known by the newest that was whole. A cache may forget a block from the middle and
-go on behind it, so what a block was is known for a while after it has gone. What hangs on a block that is not known, or
-whose content is not tokens alone (an adapter, an image), is left out: too little is known then, and nothing wrong.
+vLLM's block hashes are private to it, but an event contains the blocks' tokens and their parent's hash: so all tokens
+of the prompt are known from its start, and its pages get the same hashes as those of our jobs. A page has PAGE_TOKENS
+tokens, and consists of one or several blocks; it is cached while all of them are. Two hashes of the same content (older
+releases do not send salts) are one page, known by the newest complete set of blocks. A cache may evict a block from the
+middle and keep the following ones, so an evicted block's content is kept for a while. Blocks with an unknown parent, or
+with content other than tokens (a LoRA adapter, an image), are ignored: the index then misses pages, but has no wrong
+ones.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,47 +18,49 @@ from redline.wire.job import PAGE_TOKENS, PageHash
 from redline.wire.kv_events import GPU, AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, KvEvent, decode_batch
 from redline.wire.news import Cached
 
-MOST_GONE = 100_000  # blocks that have gone, of which is known what they were
+MOST_GONE = 100_000  # maximum number of evicted blocks with content kept
 
 HashPage = Callable[[PageHash | None, tuple[int, ...], str], PageHash]
-"""A page's name from that of the page before it (None: the first), its PAGE_TOKENS tokens and its prompt's salt."""
+"""A page's hash from the previous page's hash (None: the first page), its PAGE_TOKENS tokens and its prompt's salt."""
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    before: PageHash | None  # the page before the one that it is in
-    tokens: tuple[int, ...]  # of that page, up to its own end
+    before: PageHash | None  # the page before the block's own page
+    tokens: tuple[int, ...]  # of the page, up to the end of this block
     salt: str
     parent: BlockHash | None
-    page: PageHash | None = None  # that it completes
-    pages: set[PageHash] = field(default_factory=set[PageHash])  # that it is a part of, of which all parts are known
-    there: bool = True
+    page: PageHash | None = None  # the page that ends with this block
+    # Pages that contain this block, and have only known blocks.
+    pages: set[PageHash] = field(default_factory=set[PageHash])
+    there: bool = True  # it is cached; False: evicted
 
 
 class Blocks:
-    """One vLLM worker's blocks. What `take` gives is for `PageIndex.take`, in order."""
+    """The blocks of one vLLM worker. The results of `take` are passed to `PageIndex.take`, in order."""
 
     def __init__(self, worker: str, hash_page: HashPage) -> None:
-        """worker: as errors call it. hash_page: as our jobs' pages are named, with the fingerprint that stands for its
-        model."""
+        """worker: its name in error messages. hash_page: computes the page hashes that our jobs use, with the
+        fingerprint configured for its model."""
         self._worker, self._hash_page = worker, hash_page
         self._blocks: dict[BlockHash, _Block] = {}
-        self._pages: dict[PageHash, list[_Block]] = {}  # what they are made of; one is there while all of these are
-        self._gone: dict[BlockHash, None] = {}  # the oldest first
-        self._told = 0  # how often
-        self._next = 0  # the number of the message that is expected
-        self.left_out = 0  # blocks, of which nothing could be known
+        # The blocks of each page; the page is cached while all of them are.
+        self._pages: dict[PageHash, list[_Block]] = {}
+        self._gone: dict[BlockHash, None] = {}  # evicted blocks, oldest first
+        self._told = 0  # number of `Cached` updates
+        self._next = 0  # number of the expected message
+        self.left_out = 0  # number of ignored blocks
 
     def __len__(self) -> int:
-        """How many blocks the worker has."""
+        """Number of cached blocks."""
         return len(self._blocks) - len(self._gone)
 
     def take(self, number: int, batch: bytes) -> Cached | None:
-        """Takes in a message; None where nothing changes. One that is not the next belongs to another start, or others
-        were missed: then nothing that was known before it is.
+        """Apply a message; None if nothing changes. A message with an unexpected number means that the publisher was
+        restarted or that messages were missed: everything known before it is dropped.
 
-        Raises ConfigError for blocks of a size of which pages cannot be made, and msgspec.DecodeError (of which
-        msgspec.ValidationError is one) for bytes that are no batch; then nothing of it is taken in.
+        Raises ConfigError for a block size that cannot make up pages, and msgspec.DecodeError (or its subclass
+        msgspec.ValidationError) for bytes that are not a batch; in both cases nothing is applied.
         """
         events = decode_batch(batch).events
         for event in events:
@@ -84,12 +87,12 @@ class Blocks:
     def _check_size(self, size: int) -> None:
         if size < 1 or PAGE_TOKENS % size:
             raise ConfigError(
-                f"{self._worker} has blocks of {size} tokens, of which no pages of {PAGE_TOKENS} can be made: start it "
+                f"{self._worker} has blocks of {size} tokens, which do not divide a page of {PAGE_TOKENS}: start it "
                 f"with --block-size {PAGE_TOKENS}, 32 or 16"
             )
 
     def _one(self, event: KvEvent, stored: dict[PageHash, None], removed: dict[PageHash, None]) -> bool:
-        """Takes in an event; True where nothing is left of what was before."""
+        """Apply an event; True if all earlier state was cleared."""
         match event:
             case AllBlocksCleared():
                 self._clear()
@@ -97,7 +100,7 @@ class Blocks:
                 removed.clear()
                 return True
             case BlockStored() | BlockRemoved() if event.medium not in (None, GPU) or event.group_idx:
-                pass  # what lies below the cache, or what another kind of layer keeps
+                pass  # an offload tier, or another KV cache group
             case BlockStored():
                 for page in self._stored(event):
                     stored[page] = None
@@ -109,7 +112,7 @@ class Blocks:
         return False
 
     def _stored(self, event: BlockStored) -> list[PageHash]:
-        """The pages that are whole now."""
+        """The pages that are complete now."""
         found: list[PageHash] = []
         parent, size = event.parent_block_hash, event.block_size
         for place, name in enumerate(event.block_hashes):
@@ -120,7 +123,7 @@ class Blocks:
                 salt = _salt_of(extra[0], first=parent is None)
             block = None if salt is None else self._after(parent, tokens, salt)
             if block is None:
-                self.left_out += len(event.block_hashes) - place  # those behind hang on it
+                self.left_out += len(event.block_hashes) - place  # the following blocks are its descendants
                 break
             parent = name
             if name in self._gone:
@@ -137,12 +140,12 @@ class Blocks:
         return found
 
     def _completed(self, block: _Block, count: int) -> list[PageHash]:
-        """A block is the last of `count` that make a page: that page, if it is whole."""
+        """A block is the last of `count` blocks of a page: that page, if all of them are cached."""
         page = block.page = self._hash_page(block.before, block.tokens, block.salt)
         parts = self._parts(block)
-        if len(parts) < count:  # of one nothing is known any more
+        if len(parts) < count:  # a block is no longer known
             return []
-        if page in self._pages:  # by other names
+        if page in self._pages:  # with other block hashes
             if self._is_whole(page):
                 return []
             self._forget(page)
@@ -161,19 +164,19 @@ class Blocks:
             return None
         if last.page is not None:
             return _Block(last.page, tokens, last.salt, parent)
-        if len(last.tokens) + len(tokens) > PAGE_TOKENS:  # their sizes differ
+        if len(last.tokens) + len(tokens) > PAGE_TOKENS:  # the block sizes differ
             return None
         return _Block(last.before, last.tokens + tokens, last.salt, parent)
 
     def _parts(self, block: _Block) -> list[_Block]:
-        """The blocks of the page that a block completes, as far as they are known, itself first."""
+        """The known blocks of the page that ends with a block, last block first."""
         parts = [block]
         while block.parent is not None and (parent := self._blocks.get(block.parent)) and parent.page is None:
             parts.append(block := parent)
         return parts
 
     def _removed(self, names: Sequence[BlockHash]) -> list[PageHash]:
-        """The pages that are whole no more."""
+        """The pages that are no longer complete."""
         found: list[PageHash] = []
         for name in names:
             block = self._blocks.get(name)
@@ -189,13 +192,13 @@ class Blocks:
         return found
 
     def _forget(self, page: PageHash) -> None:
-        """What a page is made of."""
+        """Drop the list of a page's blocks."""
         for part in self._pages.pop(page):
             part.pages.discard(page)
 
 
 def _salt_of(keys: Any, *, first: bool) -> str | None:
-    """The salt that a block's keys are; None where they are anything else. first: it begins a prompt."""
+    """The salt in a block's extra keys; None if the keys are anything else. first: the block begins a prompt."""
     if not (first and isinstance(keys, list) and len(cast("list[Any]", keys)) == 1):
         return None
     key = cast("list[Any]", keys)[0]

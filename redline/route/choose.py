@@ -1,28 +1,29 @@
-"""Which worker a job goes to: the one where it costs least, in seconds of all whom it concerns.
+"""Chooses the worker for a job: the one that adds the least SLO-weighted latency, in seconds over all affected
+requests.
 
-    queue       = prompt tokens that wait there x seconds a token of full steps
-    prompt      = what the steps of this prompt take there, beside the answers there
-    own         = what these steps take longer than steps of the answers alone
-    first token = queue + prompt, and a step of the answers there
-    computing   = strain(first token + prompt for those who come behind) + seconds of those that are forgotten for it
-    between     = a step of one answer more / (1 - share of its time that it computes prompts)
-    answer      = tokens x (strain(between) + for each answer there what it is more than before)
-    held up     = tokens x what own, over the tokens of an answer, adds to strain(between), for each answer there and
-                  for those that meet it because it stays longer
+    queue       = prompt tokens queued there x seconds per token in full steps
+    prompt      = time of this prompt's prefill steps there, with the decode rows of the answers there
+    own         = extra time of these steps, compared with decode-only steps
+    first token = queue + prompt + one decode step of the answers there
+    computing   = strain(first token + prompt for requests queued after it) + seconds to recompute evicted tokens
+    between     = a decode step with one more answer / (1 - share of its time that the worker spends on prefill)
+    answer      = tokens x (strain(between) + increase of the same for each answer there)
+    held up     = tokens x increase of strain(between) by own / tokens of an answer, for each answer there and for
+                  those that overlap with it because it takes longer
 
-What steps take is said by the step model (`tune/steps.py`) that is fitted to those that workers tell of (`pace.py`).
-`strain` weighs seconds by how much of what is promised they take (`tune/targets.py`). All seconds that are promised for
-an answer count as much as those for a first token. Behind a prompt come as many as a queue has that is busy for such a
-share of the time: 1 / (1 - share). An answer that is held up is there for longer, and makes steps longer for others:
-of r answers each adds s to a step of t, so what holds them up counts 1 / (1 - r s / t). So a conversation returns to
-the worker that has its pages, without being bound to it: where enough waits there, or answers there are slow, it is
-computed anew elsewhere.
+Step times come from the step model (`tune/steps.py`), which is fitted to the steps that workers report (`pace.py`).
+`strain` weights seconds by the share of the SLO target that they use up (`tune/targets.py`). The total time allowed for
+an answer has the same weight as the time allowed for a first token. The number of requests after a prompt is that of a
+queue with this utilization: 1 / (1 - share). A delayed answer stays longer, and makes steps longer for others: if each
+of r answers adds s to a step of t, a delay counts 1 / (1 - r s / t) times. So a conversation returns to the worker with
+its cached pages, but is not bound to it: if the queue there is long enough, or decode is slow, the prompt is recomputed
+on another worker.
 
-Which of several workers takes prompt and answer together is one question: there an answer that is late anyway is not
-cared for, so that the others are not late too. Whether a prompt is computed beside answers or by who computes prompts
-is another: answers that are late may yet be in time if nothing holds them up, and each that is held up holds up those
-that come. There they weigh as much as one that is nearly late. A KV transfer takes a prompt's pages twice, so it is not
-chosen where both workers have none free. Pure functions over what is known of the workers.
+There are two separate questions. Among workers that do both prefill and decode of a job, an answer that misses its SLO
+target anyway gets no further weight, so that others do not miss theirs. Between prefill on the decode worker and on a
+prefill worker, late answers may still meet their target if nothing delays them, and each delayed answer delays later
+ones. Therefore they have the weight of an answer that is close to its target. A KV transfer occupies a prompt's pages
+twice, so it is not chosen if both workers have no free pages. Pure functions of the workers' state.
 """
 
 import math
@@ -33,77 +34,80 @@ from redline.route.pace import Pace
 from redline.tune.targets import HEAVY, Targets, strain
 
 NO_TARGETS = Targets()
-BROUGHT_SHARE = 0.05  # of the time that computing a prompt takes: to bring its pages from another worker
-HELD_UP = 0.5  # where not both are promised, what a second of an answer counts beside one of a first token: it has time
-# to spare, where who waits for a first token has none
-CLOSE = 0.01  # costs that differ by no more than this share of the least count as equal: times are not measured better
-MOST_BUSY = 0.9  # of a worker's time, that prompts are taken to leave a tenth of to answers; of what answers add to
-# their own steps likewise
+BROUGHT_SHARE = 0.05  # time of the KV transfer of a prompt, as a share of its prefill time
+# Weight of a second of an answer compared with one before the first token, unless both have an SLO target: a reader
+# of an answer has time to spare, a client without a first token has none.
+HELD_UP = 0.5
+CLOSE = 0.01  # relative difference below which costs count as equal: times are not measured more precisely
+# Upper limit on the assumed share of prefill in a worker's time; also on the share that answers add to their own steps.
+MOST_BUSY = 0.9
 
 
 class Candidate(NamedTuple):
-    """What is known of a worker when a job comes."""
+    """State of a worker when a job arrives."""
 
     worker: str
     cached: int  # tokens of the prompt in its prefix cache, or about to be
-    queue: int  # prompt tokens that it has to compute before
-    answers: int  # that it is writing, and those that are about to come (`beside`)
-    free: int  # tokens for which nothing cached has to be forgotten
-    busy: float = 0.0  # share of its time that it computes prompts
-    room: float = math.inf  # tokens whose pages it can have now, beside those of the jobs that it has been sent
+    queue: int  # prompt tokens that it has to compute first
+    answers: int  # running answers, and those that are about to arrive (`beside`)
+    free: int  # tokens that fit without an eviction
+    busy: float = 0.0  # share of its time that it spends on prefill
+    room: float = math.inf  # tokens that fit into its free pages now, in addition to its current jobs
 
 
 class Predicted(NamedTuple):
-    """What is expected of a worker for one job. Costs are seconds as heavy as they weigh (see above).
+    """Prediction for one job on one worker. Costs are SLO-weighted seconds (see above).
 
-    own_s: of computing its prompt, what is not a step of answers anyway. computing_cost_s: of computing the prompt
-    there. answer_cost_s: of writing the answer. held_up_cost_s: of the answers beside it and of itself, where the
-    prompt is computed there too, and care_cost_s the same where answers that are late are cared for. bringing_s: of the
-    prompt, where it is computed elsewhere.
+    own_s: prefill time of its prompt, in excess of decode-only steps. computing_cost_s: of prefill there.
+    answer_cost_s: of decode there. held_up_cost_s: of the delay of the answers there and of its own, if prefill is done
+    there too; care_cost_s: the same, with full weight for answers that are late. bringing_s: time of the KV transfer,
+    if prefill is done on another worker.
     """
 
     worker: str
     cached_tokens: int  # of the prompt
-    uncached_tokens: int  # likewise
-    queue_tokens: int  # of other prompts, before
-    forgotten_tokens: int  # of others, for which there is no room beside them
+    uncached_tokens: int  # of the prompt
+    queue_tokens: int  # of other prompts, before this one
+    forgotten_tokens: int  # cached tokens of other prompts that have to be evicted
     answers: int
     busy: float
     own_s: float
     first_token_s: float
-    between_s: float  # two tokens of its answer
+    between_s: float  # time between two tokens of its answer
     computing_cost_s: float
     answer_cost_s: float
     held_up_cost_s: float
     care_cost_s: float
     bringing_s: float
-    fits: bool  # it has room for the prompt's pages now
+    fits: bool  # it has free pages for the prompt now
 
     @property
     def cost_s(self) -> float:
-        """Of prompt and answer there, among others that do both."""
+        """Of prefill and decode there, compared with other workers that do both."""
         return self.computing_cost_s + self.answer_cost_s + self.held_up_cost_s
 
     @property
     def beside_cost_s(self) -> float:
-        """Of prompt and answer there, where the prompt could be computed elsewhere."""
+        """Of prefill and decode there, compared with prefill on another worker."""
         return self.computing_cost_s + self.answer_cost_s + self.care_cost_s
 
     @property
     def brought_cost_s(self) -> float:
-        """Of the answer there, where the prompt is computed elsewhere."""
+        """Of decode there, with prefill on another worker."""
         return self.answer_cost_s + self.bringing_s
 
 
 def predict(
     tokens: int, candidates: Sequence[Candidate], pace: Pace, of: str = "", targets: Targets = NO_TARGETS
 ) -> list[Predicted]:
-    """What is expected of each for a prompt of so many tokens. of: the job's class; targets: what that is promised."""
+    """Predictions for a prompt of `tokens` tokens on each candidate. of: the job's class; targets: SLO targets of
+    the class."""
     output, context, model, chunk = pace.output(of), pace.context, pace.model, pace.step_tokens
     token_s, rate = pace.token_s(model), pace.steps_a_token / 1e3
     ttft_s, itl_s = targets
     both = ttft_s < math.inf and itl_s < math.inf
-    all = output * (ttft_s / (output * itl_s) if both else HELD_UP)  # tokens, by what a second of the answer counts
+    # Tokens, times the weight of a second of the answer.
+    all = output * (ttft_s / (output * itl_s) if both else HELD_UP)
     found: list[Predicted] = []
     for worker, cached, queue, answers, free, busy, room in candidates:
         uncached = tokens - cached
@@ -119,7 +123,7 @@ def predict(
         between_s = model.decode_ms(answers + 1, context) * slower
         strained = strain(between_s, itl_s)
         answer = all * (strained + answers * (strained - strain(step_ms * slower, itl_s)))
-        # At least one is held up, that may come meanwhile.
+        # At least one answer is delayed: one may arrive during the prefill.
         grows = 1 - answers * (between_s - step_ms * slower) / between_s if between_s else 1.0
         those, held_s = all * max(answers, 1) / max(grows, 1 - MOST_BUSY), between_s + own_s / output
         held_up = those * (strain(held_s, itl_s) - strained)
@@ -134,21 +138,21 @@ def predict(
 
 
 def beside(writing: int, awaited: int, answer_s: float, waits_s: float) -> int:
-    """Answers at a worker, those counted that come from a worker for prompts.
+    """Number of answers at a worker, including those that come from prefill workers.
 
-    awaited: whose prompts are computed elsewhere. answer_s: how long one is written. waits_s: how long prompts wait
-    there. Where that is longer than an answer, of those that are awaited only so many are ever there at once: a queue
-    for prompts is no crowd where answers are.
+    awaited: jobs in prefill on another worker. answer_s: duration of an answer. waits_s: queueing time at the prefill
+    workers. If it is longer than an answer, only the share answer_s / waits_s of the awaited answers runs at the same
+    time: a long prefill queue does not mean many answers on the decode worker.
     """
     return writing + round(awaited * min(1.0, answer_s / waits_s) if waits_s > 0 else awaited)
 
 
 def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
-    """(who of `here` answers, who of `there` computes the prompt; None: whoever answers).
+    """(index in `here` of the decode worker, index in `there` of the prefill worker; None: no separate prefill worker).
 
-    A prompt whose pages fit neither here nor there is computed where it is answered. There it would wait for pages, be
-    computed, and hold its pages until some are free here; they are given up when others need them, and the prompt is
-    computed here after all.
+    A prompt with pages that fit neither on a decode worker nor on a prefill worker is computed on its decode worker. On
+    a prefill worker it would wait for pages, be computed, and hold its pages until there are free ones on the decode
+    worker; they are given up if other jobs need them, and the prompt is then computed on the decode worker after all.
     """
     if not there:
         return cheapest(here), None
@@ -165,16 +169,16 @@ def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, i
 
 
 def cheapest(predicted: Sequence[Predicted]) -> int:
-    """The place of the one with the least cost (`_least`). Raises ValueError where there is none."""
+    """Index of the prediction with the least cost (`_least`). Raises ValueError for an empty list."""
     return _least(predicted, [each.cost_s for each in predicted])
 
 
 def _least(predicted: Sequence[Predicted], costs: Sequence[float]) -> int:
-    """The place of the least cost. Of costs that are close to it, the one of the worker that has the fewest tokens of
-    the prompt to compute; of those the least, then the one with the fewest answers, then the first.
+    """Index of the least cost. Among costs close to it, the worker with the fewest uncached tokens of the prompt; among
+    those the one with the least cost, then the one with the fewest answers, then the first.
 
-    A fit to few steps, or to prompts that are all alike, may find that a token of a prompt costs nothing. Pages in a
-    cache still save work.
+    A fit to few steps, or to similar prompts, may give a cost of zero per prompt token. Cached pages save work even
+    then.
     """
     limit = min(costs) * (1 + CLOSE)
     close = (place for place, cost in enumerate(costs) if cost <= limit)

@@ -1,8 +1,8 @@
-"""Which worker has which pages in its prefix cache, from what the workers tell of them.
+"""Index of the pages in the workers' prefix caches, from the events that workers publish.
 
-A page's hash chains over all that comes before it, so the pages that a worker can begin a prompt from are found by
-walking the prompt's hashes until one is missing, for all workers in one walk: each hash has a set of workers, kept as
-the bits of a number. A worker may have forgotten a page from the middle; the walk then ends there, as its own does.
+A page's hash chains over all previous ones, so the cached prefix of a prompt is found by walking the prompt's hashes
+until one is missing, for all workers in one pass: each hash has a set of workers, stored as a bit mask. A worker may
+have evicted a page from the middle; the walk ends there, as the worker's own does.
 """
 
 from collections.abc import Sequence
@@ -10,34 +10,34 @@ from collections.abc import Sequence
 from redline.wire.job import PageHash
 from redline.wire.news import Cached
 
-_LOST = -1  # in the place of a number: news of a worker has been missed
+_LOST = -1  # in place of a message number: updates of a worker were missed
 
 
 class PageIndex:
-    """State of all workers' caches. A worker is there from `begin` to `forget`.
+    """The content of all workers' prefix caches. A worker is included from `begin` to `forget`.
 
     Memory: about 200 bytes for each page of each worker.
     """
 
     def __init__(self) -> None:
-        self._bits: dict[str, int] = {}  # of each worker; a power of two
+        self._bits: dict[str, int] = {}  # bit of each worker, as a power of two
         self._holders: dict[PageHash, int] = {}
-        self._pages: dict[str, set[PageHash]] = {}  # the same, by worker
-        self._numbers: dict[str, int] = {}  # of the newest news that has been taken in
+        self._pages: dict[str, set[PageHash]] = {}  # the same content, by worker
+        self._numbers: dict[str, int] = {}  # number of the newest update of each worker
 
     def __len__(self) -> int:
-        """Pages of all workers, each as often as workers have it."""
+        """Number of cached pages, summed over workers."""
         return sum(len(pages) for pages in self._pages.values())
 
     def pages_of(self, worker: str) -> int:
-        """How many pages a worker has cached."""
+        """Number of pages that a worker has cached."""
         return len(self._pages.get(worker, ()))
 
     def begin(self, worker: str) -> None:
-        """A worker has started, with an empty cache. Whatever an earlier start of it had is forgotten."""
+        """A worker has started, with an empty cache. The content of an earlier start is dropped."""
         self.forget(worker)
         taken = sum(self._bits.values())
-        self._bits[worker] = ~taken & (taken + 1)  # the lowest that is free
+        self._bits[worker] = ~taken & (taken + 1)  # the lowest free bit
         self._pages[worker] = set()
         self._numbers[worker] = 0
 
@@ -48,13 +48,14 @@ class PageIndex:
             del self._bits[worker], self._pages[worker], self._numbers[worker]
 
     def take(self, worker: str, news: Cached) -> bool:
-        """Takes in what has changed. False where news is missed for the first time: the whole has to be asked for, and
-        until it comes nothing is known. Raises KeyError for a worker that has not begun."""
+        """Apply an update. False when the first missed update is detected: the caller has to request the complete
+        content, and the index has none of the worker's pages until it arrives. Raises KeyError for a worker that has
+        not begun."""
         expected = self._numbers[worker] + 1
         if news.whole:
             self._clear(worker)
         elif expected == _LOST + 1:
-            return True  # the whole has been asked for already
+            return True  # the complete content was requested already
         elif news.number != expected:
             self._clear(worker)
             self._numbers[worker] = _LOST
@@ -71,7 +72,7 @@ class PageIndex:
         return True
 
     def cached(self, prompt: Sequence[PageHash]) -> dict[str, int]:
-        """How many of a prompt's first pages each worker has."""
+        """The number of leading pages of a prompt that each worker has cached."""
         found = dict.fromkeys(self._bits, len(prompt))
         left = sum(self._bits.values())
         holders = self._holders
@@ -85,7 +86,7 @@ class PageIndex:
         return found
 
     def check(self) -> None:
-        """Raises AssertionError unless both books say the same."""
+        """Raises AssertionError unless both tables agree."""
         holders: dict[PageHash, int] = {}
         for worker, pages in self._pages.items():
             for page in pages:

@@ -1,7 +1,8 @@
-"""What was asked lately: when, how long prompts and answers are, and of which class, for whoever plans by it.
+"""History of recent requests, for role switching and autoscaling: arrival time, class, and lengths of prompt and
+answer.
 
-A request is known from its arrival on. So a wave of long prompts is seen while they wait, and not once the first of
-them have been answered; how long an answer becomes that has not ended is taken from those that have, lately or before.
+A request is recorded at its arrival, so a wave of long prompts is visible while they wait, and not only when the first
+are complete. The final length of a running answer is estimated from completed answers.
 """
 
 import bisect
@@ -10,27 +11,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-MOST = 2048  # requests that are remembered
-KNOWN = 128  # newest answers of a class that have ended, by which others are judged
+MOST = 2048  # requests kept
+KNOWN = 128  # newest completed answers of a class, used for the estimate of others
 
 
 class Came:
-    """One job, from its arrival on."""
+    """The record of one job, from its arrival on."""
 
     __slots__ = ("at", "cached", "ended", "of", "output", "prompt")
 
     def __init__(self, at: float, of: str, prompt: int) -> None:
-        """at: seconds of the clock. of: its class. prompt: tokens."""
+        """at: arrival time in seconds. of: class of the job. prompt: number of prompt tokens."""
         self.at = at
         self.of = of
         self.prompt = prompt
-        self.cached = 0  # tokens of the prompt, as it was expected or found
-        self.output = 0  # tokens, so far
-        self.ended = False  # as it was to end: it would have had no more tokens
+        self.cached = 0  # cached tokens of the prompt, as predicted or found
+        self.output = 0  # tokens so far
+        self.ended = False  # the answer is complete; not set if it was cut off
 
 
 class Length(NamedTuple):
-    """Tokens of one request, and its class."""
+    """Token counts of one request, and its class."""
 
     cached: int
     uncached: int
@@ -39,7 +40,7 @@ class Length(NamedTuple):
 
 
 class Lately:
-    """The newest jobs, once somebody plans by them: none is remembered before. clock: tells seconds."""
+    """The newest jobs, recorded from the first call of `remember` on. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -47,29 +48,30 @@ class Lately:
         self._came: deque[Came] = deque(maxlen=0)
 
     def remember(self) -> None:
-        """Somebody plans by them from now on."""
+        """Start recording."""
         self._since = self._clock()
         self._came = deque(maxlen=MOST)
 
     def came(self, of: str, prompt: int) -> Came:
-        """A job has come, of a class, with so many tokens of its prompt. What is learnt of it is written there."""
+        """Record the arrival of a job of class `of` with `prompt` prompt tokens. The caller updates the returned
+        record."""
         came = Came(self._clock(), of, prompt)
         self._came.append(came)
         return came
 
     def rate(self, window_s: float) -> float:
-        """Jobs a second in the last so many seconds, or since there is a clock."""
+        """Jobs per second in the last `window_s` seconds, or since recording started if that is shorter."""
         newest = self._newest(window_s)
         seconds = min(window_s, self._clock() - self._since)
-        if len(self._came) == MOST == len(newest):  # those before are forgotten
+        if len(self._came) == MOST == len(newest):  # older records were dropped
             seconds = self._clock() - newest[0].at
         return len(newest) / seconds if seconds > 0 else 0.0
 
     def lengths(self, window_s: float) -> list[Length]:
-        """Those of the last so many seconds. An answer that has not ended is taken to become as long as those of its
-        class that became longer than it is, on the mean, or of all where none of its class has ended; where none became
-        longer, as long as it is. Those that end in the window are the short ones where answers take as long as that, so
-        what has ended before it counts too."""
+        """Lengths of the requests of the last `window_s` seconds. A running answer is estimated as the mean of the
+        completed answers of its class that are longer than it, or of all classes if its class has none; if no
+        completed answer is longer, as its current length. Answers completed before the window count too, because
+        with answers as long as the window only the short ones complete in it."""
         newest = self._newest(window_s)
         becomes = self._becomes(newest)
         return [
@@ -78,7 +80,7 @@ class Lately:
         ]
 
     def left(self, under_way: Sequence[Came]) -> list[Length]:
-        """Of jobs that have not ended, what is left: an answer that has begun needs nothing more of its prompt."""
+        """Remaining work of running jobs: an answer that has begun needs no more prefill."""
         becomes = self._becomes(under_way)
         found: list[Length] = []
         for each in under_way:
@@ -87,7 +89,7 @@ class Lately:
         return found
 
     def _becomes(self, some: Sequence[Came]) -> Callable[[Came], int]:
-        """How many tokens the answers of some jobs have, or are expected to come to."""
+        """A function that returns the actual or estimated number of tokens of an answer."""
         of_all = _Ended([each.output for each in self._came if each.ended])
         ended = {
             of: _Ended([each.output for each in self._came if each.ended and each.of == of])
@@ -101,7 +103,7 @@ class Lately:
 
 
 class _Ended:
-    """How long the newest of some answers became; true where there are any."""
+    """Lengths of the newest of some completed answers; false if there are none."""
 
     def __init__(self, outputs: Sequence[int]) -> None:
         self._outputs = sorted(outputs[-KNOWN:])
@@ -111,7 +113,7 @@ class _Ended:
         return bool(self._outputs)
 
     def longer_than(self, tokens: int) -> int:
-        """The mean of those that became longer than so many tokens; where none did, so many."""
+        """Mean of the lengths greater than `tokens`; `tokens` if there are none."""
         place = bisect.bisect_right(self._outputs, tokens)
         longer = len(self._outputs) - place
         return round((self._sums[-1] - self._sums[place]) / longer) if longer else tokens

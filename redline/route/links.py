@@ -1,8 +1,8 @@
-"""The workers as one replica of the API sees them, and which of them takes a job.
+"""The workers as one replica of the API sees them, and the choice of the worker for a job.
 
-A worker has a name, and an epoch that grows with each start. A `Link` is one start of one worker: its messages come
-through an inbox of their own, so what an earlier start still says reaches nobody. State lives in `Links`; who is chosen
-is a function of what they have said (`choose.py`).
+A worker has a name, and an epoch that increases with each start. A `Link` is one start of one worker: each start has
+its own inbox, so late messages of an earlier start are not received. `Links` holds the state; the choice is a pure
+function of it (`choose.py`).
 """
 
 import math
@@ -20,69 +20,71 @@ from redline.wire.channel import Outbox
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PagesFrom
 from redline.wire.news import Beat, Cached, Knock, Load, Ready, Recall, Role, TakeRole
 
-SILENT_S = 5.0  # without a beat (one comes every pulse.BEAT_S) for so long, a worker is stopped or gone
-MOVE_S = 1.0  # of silence, after which its answers go on elsewhere, where somebody has been heard of meanwhile
-STALLED_S = 60.0  # in one step for so long: there may be good reasons, but no new request should come here meanwhile
-COMING = 64  # jobs of a worker, the newest, that are looked at for pages that it is about to have
+# Timeout: without a heartbeat (sent every pulse.BEAT_S) for this long, a worker is taken as stopped or down.
+SILENT_S = 5.0
+MOVE_S = 1.0  # timeout after which a worker's answers are resumed on others, if another worker responds
+STALLED_S = 60.0  # maximum time of one step; a longer one may be legitimate, but no new requests should be sent here
+COMING = 64  # newest jobs of a worker that are searched for pages that it is about to have
 
 
 class Coming(NamedTuple):
-    """A job whose prompt a worker has not computed yet."""
+    """A job with a prompt that a worker has not computed yet."""
 
-    tokens: int  # that it has to compute
+    tokens: int  # tokens to compute
     pages: tuple[PageHash, ...]
 
 
 class Link:
-    """One start of one worker. `ready` is None until it can take jobs; `lost` is why it has ended, once it has."""
+    """One start of one worker. `ready` is None until it accepts jobs; `lost` is the reason of its end, once it has
+    ended."""
 
     def __init__(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
     ) -> None:
-        """inbox: the address that it reads, for other workers. at: its machine, where that is another than this."""
+        """inbox: the address at which it receives messages of other workers. at: its machine, if it is a remote one."""
         self.name = name
         self.inbox = inbox
         self.at = at
-        self.gone = False  # others have been told that nothing is to be expected of it
-        self.role: Role = role  # what it is sent from now on goes by it
-        self.turning: float | None = None  # since when it changes to its role; None: it is wholly in it
-        self.told: Role = role  # what its loop has heard of last
+        self.gone = False  # the other workers have been notified that it is down
+        self.role: Role = role  # the role by which new jobs are sent to it
+        self.turning: float | None = None  # time at which its role switch started; None: no switch in progress
+        self.told: Role = role  # the newest role that its loop has confirmed
         self.epoch = epoch
         self.outbox = outbox
         self.ready: Ready | None = None
         self.lost: str | None = None
-        self.before: str | None = None  # why the worker's start before this one has ended
-        self.draining = False  # it is sent nothing new, since it is to be replaced
-        self.pid: int | None = None  # of its process, where that is on this host
-        self.load: Load | None = None  # its newest counters
-        self.jobs = 0  # that it has been sent and that have not ended
-        self.awaiting: dict[JobId, int] = {}  # of these, whose prompts others compute: tokens of the prompt
-        self.given = 0  # which of all jobs it has been sent last; 0: none
-        self.jobs_of_others = 0  # `jobs` of other replicas of the API
-        self.tokens_of_others = 0  # of the prompts in their `coming`
-        self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
-        self.computing = Busy()  # prompts that it has been sent
-        self.timed = 0  # the newest of its steps that `pace` has taken in
-        self.joined_at = 0.0  # when it was started
+        self.before: str | None = None  # why the worker's previous start ended
+        self.draining = False  # it gets no new jobs, because it is about to be replaced
+        self.pid: int | None = None  # of its process, if that is on this host
+        self.load: Load | None = None  # its newest gauges and counters
+        self.jobs = 0  # unfinished jobs sent to it
+        self.awaiting: dict[JobId, int] = {}  # of these, jobs in prefill on another worker: tokens of the prompt
+        self.given = 0  # sequence number, among all jobs, of the last one sent to it; 0: none
+        self.jobs_of_others = 0  # `jobs` of the other API replicas
+        self.tokens_of_others = 0  # prompt tokens in `coming` of the other API replicas
+        self.coming: dict[JobId, Coming] = {}  # jobs in prefill there, until their first token
+        self.computing = Busy()  # prefill work sent to it
+        self.timed = 0  # number of its newest step that was added to `pace`
+        self.joined_at = 0.0  # time of its start
         self.beats = 0
-        self.beat_at: float | None = None  # None: it has no heart
+        self.beat_at: float | None = None  # time of the last heartbeat; None: it sends none
         self.turn_s = 0.0
-        self._last_turn_s = 0.0  # as the beat before said: what was told since may not have been taken in by this one
+        self._last_turn_s = 0.0  # of the previous heartbeat: pings sent during that step may not have been read yet
         self._knocks = 0
-        self._unanswered: deque[tuple[int, float]] = deque()  # knocks, and when they were sent
+        self._unanswered: deque[tuple[int, float]] = deque()  # pings without a reply: number, and time of sending
 
     @property
     def answers(self) -> bool:
-        """Whether it can be sent jobs whose answers it gives."""
+        """Whether it accepts jobs to decode."""
         return self.ready is not None and self.role != "prefill"
 
     def turn(self, role: Role, now: float) -> None:
-        """It has another role from now on. What it has begun in the one before is its caller's to end or to move."""
+        """Set its role, and send it to the worker. The caller ends or moves the jobs of the previous role."""
         self.role, self.turning = role, now
         self.outbox.put(TakeRole(role=role))
 
     def heard(self, beat: Beat, now: float) -> None:
-        """Take in that it lives."""
+        """Record a heartbeat."""
         self.beats += 1
         self._last_turn_s = self.turn_s
         self.beat_at, self.turn_s = now, beat.turn_s
@@ -91,41 +93,42 @@ class Link:
 
     @property
     def busy(self) -> bool:
-        """Whether it has jobs, or has not answered since it had some."""
+        """Whether it has jobs, or has not replied to a ping since it had some."""
         of_its_own = self.load is not None and bool(self.load.running or self.load.waiting)
         return bool(self.jobs or self._unanswered or of_its_own)
 
     def knock(self, now: float, replica: str = "") -> None:
-        """Have it say with a beat that it hears. replica: of the API, that knocks."""
+        """Send a ping, to which its next heartbeat replies. replica: the API replica that sends it."""
         self._knocks += 1
         self._unanswered.append((self._knocks, now))
         self.outbox.put(Knock(number=self._knocks, replica=replica))
 
     def silent_s(self, now: float) -> float:
-        """For how long nothing has been heard of it, or nothing of what it was told; a step that runs is no silence."""
+        """Seconds since its last heartbeat, or since the oldest ping without a reply; the time of a running step
+        does not count for a ping."""
         beat_s = 0.0 if self.beat_at is None else now - self.beat_at
         knock_s = now - self._unanswered[0][1] if self._unanswered else 0.0
         return max(beat_s, knock_s - max(self.turn_s, self._last_turn_s))
 
     def forgive(self, seconds: float) -> None:
-        """Who listens was held up for so long, and has heard nobody meanwhile."""
+        """The event loop stalled for `seconds`; do not count that as worker silence."""
         if self.beat_at is not None:
             self.beat_at += seconds
         self._unanswered = deque((number, at + seconds) for number, at in self._unanswered)
 
     def about_to_have(self, pages: Sequence[PageHash]) -> int:
-        """How many of a prompt's first pages it is computing, or will, for jobs that it has been sent."""
+        """Number of leading pages of a prompt that it is computing, or will compute, for jobs sent to it."""
         return max((_shared(pages, each.pages) for each in islice(reversed(self.coming.values()), COMING)), default=0)
 
     @property
     def coming_tokens(self) -> int:
-        """Of the prompts that it computes, or will, for jobs that it has been sent."""
+        """Prompt tokens that it is computing, or will compute, for jobs sent to it."""
         return sum(each.tokens for each in self.coming.values())
 
     @property
     def room(self) -> float:
-        """Tokens whose pages it can have now, beside those of all jobs that it has been sent. Pages that a job has
-        while its prompt is on the way count twice: it has room for at least so many."""
+        """Tokens that fit into its free pages, in addition to all jobs sent to it. A lower bound: pages allocated
+        for a job during its KV transfer are counted twice."""
         if self.load is None:
             return math.inf
         free = (self.load.pages_total - self.load.pages_used) * PAGE_TOKENS
@@ -133,12 +136,12 @@ class Link:
 
     @property
     def awaited(self) -> int:
-        """Its jobs whose prompts others compute."""
+        """Number of its jobs in prefill on another worker."""
         return len(self.awaiting)
 
     @property
     def as_other(self) -> PagesFrom:
-        """What another worker has to know of it for a handoff."""
+        """Its address for a KV transfer with another worker."""
         area, format = (self.ready.area, self.ready.format) if self.ready is not None else (b"", "")
         return PagesFrom(worker=self.name, epoch=self.epoch, inbox=self.inbox, area=area, format=format)
 
@@ -147,29 +150,30 @@ class Link:
 
 
 class Route(NamedTuple):
-    """Who takes a job, and why."""
+    """The worker or workers for a job, with the predictions for the choice."""
 
     link: Link
-    prefill: Link | None  # who computes its prompt, where that is another worker
-    expected: Predicted  # of whoever computes the prompt
-    instead: tuple[Predicted, ...] = ()  # of the others that could have
+    prefill: Link | None  # the prefill worker; None: `link` does the prefill
+    expected: Predicted  # for the worker that computes the prompt
+    instead: tuple[Predicted, ...] = ()  # for the other candidates
 
 
 class Links:
     """The newest start of each worker.
 
-    clock: tells seconds, by which silence is measured.
+    clock: returns seconds; heartbeat timeouts use it.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._links: dict[str, Link] = {}
-        self._start_s: dict[str, float] = {}  # of each worker's newest start that became ready
+        # By worker: seconds from start to ready, of its newest start that became ready.
+        self._start_s: dict[str, float] = {}
         self.index = PageIndex()
         self.pace = Pace()
-        self._given = 0  # jobs
+        self._given = 0  # number of jobs sent
         self._ready: Ready | None = None
-        self.last: Ready | None = None  # what jobs could be like when there last was a worker that answers
+        self.last: Ready | None = None  # limits on jobs, as of when there last was a decode worker
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links.values())
@@ -181,14 +185,14 @@ class Links:
 
     @property
     def start_s(self) -> float:
-        """Seconds from a worker's start until it could take jobs: the longest of all workers' newest. 0: none has been
-        seen to start."""
+        """Seconds from a worker's start until it was ready: the maximum over all workers' newest starts; 0: none has
+        become ready yet."""
         return max(self._start_s.values(), default=0.0)
 
     def join(self, link: Link) -> None:
-        """A worker has been started. Raises AssertionError where its last start has not been lost."""
+        """Add the start of a worker. Raises AssertionError if its previous start has not ended."""
         before = self._links.get(link.name)
-        assert before is None or before.lost is not None, f"{before} has not ended, and {link} begins"
+        assert before is None or before.lost is not None, f"{before} has not ended, but {link} starts"
         link.before = None if before is None else before.lost
         self._links[link.name] = link
         link.joined_at = self._clock()
@@ -196,11 +200,11 @@ class Links:
         self._look()
 
     def speaks(self, link: Link, ready: Ready) -> str | None:
-        """A worker has loaded its model: None, or why it cannot be among the others.
+        """A worker has loaded its model: None, or why it cannot serve together with the others.
 
-        Raises AssertionError for one that has been lost: it would be another start.
+        Raises AssertionError for a worker that has ended: only another start of it can become ready.
         """
-        assert link.lost is None, f"{link} is lost, and says that it is ready"
+        assert link.lost is None, f"{link} has ended, but reports that it is ready"
         others = [other for other in self if other.ready is not None and other is not link]
         if others and (known := others[0].ready) is not None and known.fingerprint != ready.fingerprint:
             return f"{link.name} has loaded another model, or pages of another format, than {others[0].name}"
@@ -211,68 +215,68 @@ class Links:
         return None
 
     def lose(self, link: Link, reason: str) -> None:
-        """A worker has ended: nothing more is sent to it."""
+        """A worker has ended: send it nothing more."""
         link.ready, link.load, link.lost = None, None, reason
         self.index.forget(link.name)
         self._look()
 
     def turn(self, link: Link, role: Role) -> None:
-        """A worker has another role from now on (`roles.refusal` says whether it can)."""
+        """Switch a worker's role (`roles.refusal` returns whether that is possible)."""
         link.turn(role, self._clock())
         self._look()
 
     def turning_s(self, link: Link) -> float | None:
-        """For how long a worker has been changing its role; None: it is wholly in it."""
+        """Seconds since a worker's role switch started; None: no switch in progress."""
         return None if link.turning is None else self._clock() - link.turning
 
     def cached(self, link: Link, news: Cached) -> None:
-        """Take in what a worker tells of its prefix cache. Where something was missed, it is asked for all of it."""
+        """Apply an update of a worker's prefix cache. If an update was missed, request the complete content."""
         if not self.index.take(link.name, news):
             self.recall(link)
 
     def recall(self, link: Link) -> None:
-        """Ask a worker for all of its prefix cache, where others could be chosen."""
+        """Request the complete content of a worker's prefix cache, if there are other workers to choose from."""
         if self.several:
             link.outbox.put(Recall())
 
     @property
     def ready(self) -> Ready | None:
-        """What jobs may be like: of any worker that answers; None where there is none. One object until it changes."""
+        """Limits on jobs, over all decode workers; None if there is none. The same object until it changes."""
         return self._ready
 
     @property
     def lost(self) -> str | None:
-        """Why there is no worker, where none answers and none that would is loading."""
+        """Why there is no decode worker, if none is ready or loading."""
         serving = [link for link in self if link.role != "prefill"]
         if self._ready is not None or any(link.lost is None for link in serving):
             return None
         return next((link.lost for link in serving), None)
 
     def silent_s(self, link: Link) -> float:
-        """For how long nothing has been heard of a worker that has a heart."""
+        """Seconds since a worker's last heartbeat, or since its oldest ping without a reply (`Link.silent_s`)."""
         return link.silent_s(self._clock())
 
     def is_silent(self, link: Link) -> bool:
-        """Whether nothing has been heard of a worker for so long that it is stopped or gone."""
+        """Whether a worker has exceeded the heartbeat timeout SILENT_S: it is stopped or down."""
         return self.silent_s(link) > SILENT_S
 
     @property
     def silence(self) -> str | None:
-        """Why new jobs are refused though a model is loaded: none of its workers is heard of."""
+        """Why new jobs are refused although a model is loaded: no decode worker responds."""
         silent = [self.silent_s(link) for link in self if link.answers]
         if not silent or min(silent) <= SILENT_S:
             return None
-        return f"the worker has not been heard of for {min(silent):.0f} s"
+        return f"the worker has not responded for {min(silent):.0f} s"
 
     @property
     def trouble(self) -> str | None:
-        """Why nobody should be sent here, though a model is loaded; None: it works."""
+        """Why this server is not healthy although a model is loaded; None if it is."""
         turns = [link.turn_s for link in self if link.answers]
         stalled = f"a step has been running for {min(turns):.0f} s" if turns and min(turns) > STALLED_S else None
         return self.silence or stalled
 
     def loaded(self, link: Link, load: Load) -> None:
-        """Take in what a worker tells of itself; its last word may come once it is lost, and has no pages any more."""
+        """Apply a worker's load report. The last one may arrive after the worker has ended, and is then dropped."""
         link.load = load if link.lost is None else None
         for step in load.timed:
             if step.number > link.timed:
@@ -281,13 +285,13 @@ class Links:
                 self.pace.stepped(work, step.ms / 1e3, step.tokens)
 
     def route(self, job: Job, of: str = "", targets: Targets = NO_TARGETS) -> Route | None:
-        """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody.
+        """The worker for a job (`choose.py`), among those that are ready and respond; None if there is none.
 
-        of: its class. targets: what that is promised.
+        of: class of the job. targets: SLO targets of the class.
         """
         able = [link for link in self if link.answers and not link.draining]
         answering = [link for link in able if self.silent_s(link) <= MOVE_S] or able
-        answering.sort(key=lambda link: link.given)  # of several alike the one whose last job is the oldest
+        answering.sort(key=lambda link: link.given)  # ties go to the least recently used worker
         if not answering:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
@@ -304,7 +308,7 @@ class Links:
         return Route(answering[place], lenders[computes], there[computes], others)
 
     def sent(self, route: Route, job: Job) -> None:
-        """A job goes this way; `computed` has to follow."""
+        """Account for a job sent by this route; a call of `computed` must follow."""
         route.link.jobs += 1
         self._given += 1
         route.link.given = self._given
@@ -317,7 +321,7 @@ class Links:
         computes.computing.add(route.expected.own_s, self._clock())
 
     def computed(self, route: Route, id: JobId) -> None:
-        """The prompt of a job is computed, or will not be."""
+        """The prefill of a job is complete, or was cancelled."""
         if route.prefill is not None:
             route.prefill.jobs -= 1
             del route.link.awaiting[id]
@@ -325,15 +329,15 @@ class Links:
 
     @property
     def prompts_wait_s(self) -> float:
-        """How long prompts wait at most, at those that compute them for others."""
+        """Maximum queueing time of prompts at the prefill workers."""
         queued = max((link.coming_tokens for link in self if link.role == "prefill"), default=0)
         return queued * self.pace.token_s(self.pace.model)
 
     def candidate(
         self, link: Link, job: Job, pages: Mapping[str, int], of: str = "", waits_s: float = 0.0
     ) -> Candidate:
-        """What is known of a worker. pages: that each has cached of the prompt, by name. of: the job's class. waits_s:
-        `prompts_wait_s`."""
+        """State of a worker for the choice. pages: cached leading pages of the prompt, by worker. of: the job's
+        class. waits_s: `prompts_wait_s`."""
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
         queue = link.coming_tokens + link.tokens_of_others
         answers = 0 if link.role == "prefill" else self._beside(link, of, waits_s)
@@ -343,14 +347,14 @@ class Links:
         return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, busy, link.room)
 
     def _beside(self, link: Link, of: str, waits_s: float) -> int:
-        """Answers at a worker, as of when a job of a class is answered there."""
+        """Number of answers at a worker when a job of class `of` is decoded there."""
         writing = link.jobs + link.jobs_of_others - link.awaited
         if not link.awaited:
             return writing
         return beside(writing, link.awaited, self.pace.output(of) * self.pace.between_s(writing + 1), waits_s)
 
     def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
-        """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""
+        """Whether it is a prefill worker that responds, and all of `others` can read its parcels."""
         ready = link.ready
         return (
             link.role == "prefill"
@@ -362,7 +366,8 @@ class Links:
         )
 
     def newly_gone(self) -> list[Link]:
-        """Workers that have been lost or fallen silent and of which the others have not been told; each once."""
+        """Workers that are down or do not respond, and of which the other workers have not been notified; each is
+        returned once."""
         found: list[Link] = []
         for link in self:
             out = link.lost is not None or (link.ready is not None and self.silent_s(link) > MOVE_S)
@@ -372,8 +377,8 @@ class Links:
         return found
 
     def fallen_silent(self) -> list[Link]:
-        """Workers of which nothing has been heard for MOVE_S while another that answers is heard of. One that computes
-        prompts may have answers left from the role that it had before."""
+        """Workers that have not responded for MOVE_S while another decode worker responds. A prefill worker may have
+        answers left from its previous role."""
         if not any(self.silent_s(link) <= MOVE_S / 2 for link in self if link.answers):
             return []
         return [link for link in self if link.ready is not None and self.silent_s(link) > MOVE_S]
@@ -392,14 +397,14 @@ class Links:
 
 
 def is_worth(job: Job) -> bool:
-    """Whether a prompt may be computed by one worker and its answer by another: it has pages, and the answer goes on
-    behind its first token."""
+    """Whether prefill and decode of a job may be done by two workers: it has full pages, and the answer continues
+    after its first token."""
     return bool(job.pages) and not job.answer and job.sampling.max_tokens > 1
 
 
 def _shared(a: Sequence[PageHash], b: Sequence[PageHash]) -> int:
-    """How many hashes two prompts begin with together. A hash chains over those before it: where two are equal, so are
-    all before."""
+    """Length of the common prefix of two lists of hashes. Hashes are chained: if two are equal, so are all before
+    them."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,9 +1,8 @@
-"""What prompts and answers take, learned from what happened: of all workers together, each time with less of what was
-before.
+"""Step times and answer lengths, learned from reports of all workers together, with exponentially fading weights.
 
-Of all together: one that had a slow moment would be avoided, and so never be measured again. `Pace` knows what a step
-takes by what is in it (`tune.steps.StepModel`, from the steps that workers tell of), and how long answers become.
-`Busy` is one worker's: the share of its time that it computes prompts.
+They are not learned per worker: a worker with a slow moment would then be avoided, and never be measured again. `Pace`
+predicts step times from the content of a step (`tune.steps.StepModel`, fitted to the steps that workers report), and
+the length of answers. `Busy` is kept per worker: the share of its time spent on prefill.
 """
 
 import math
@@ -13,32 +12,32 @@ import msgspec
 from redline.tune.pairs import Work
 from redline.tune.steps import StepModel, StepSums
 
-FRESH_TOKEN_S = 1e-4  # of a prompt, where nothing has been computed yet
-FRESH_OUTPUT = 256  # tokens of an answer, where none has ended yet
-STEP_MEMORY = 0.99  # share of what was measured that stays when a step is added
-OUTPUT_MEMORY = 0.98  # likewise an answer
-BUSY_S = 30.0  # over which a worker's share of prompts is taken: some answers
+FRESH_TOKEN_S = 1e-4  # seconds per prompt token, before any prefill was measured
+FRESH_OUTPUT = 256  # tokens of an answer, before any is complete
+STEP_MEMORY = 0.99  # factor on the weight of earlier steps when a step is added
+OUTPUT_MEMORY = 0.98  # factor on the weight of earlier answers when an answer is added
+BUSY_S = 30.0  # time constant of a worker's prefill share: the duration of some answers
 
 
 class Pace:
-    """What has been measured lately. Everything has a value from the beginning on."""
+    """Recent measurements. Every property has a default before the first one."""
 
     def __init__(self, known: StepModel | None = None) -> None:
-        """known: what steps take, where nothing is to be learned of it."""
-        self.step_tokens = 512  # of a step, at most: the least of all workers
+        """known: a fixed step model; None: it is learned."""
+        self.step_tokens = 512  # maximum tokens of a step: the minimum over all workers
         self._known = known
         self._sums = StepSums()
-        self._prompts = False  # whether a step with some was measured
+        self._prompts = False  # whether a step with prompt tokens was measured
         self._rows = self._context = self._tokens = 0.0  # of steps without prompts
         self._prompt = self._pairs = self._expanded = 0.0  # of steps with prompts
-        self._outputs: dict[str, tuple[float, float]] = {}  # of each class: answers, and their tokens
+        self._outputs: dict[str, tuple[float, float]] = {}  # by class: number of answers, and their tokens
 
     def experts(self, of: int, chosen: int) -> None:
-        """Each layer has so many experts, of which a token chooses so many. To be said before steps are added."""
+        """Set experts per layer and experts per token. Call before the first `stepped`."""
         self._sums.experts_of, self._sums.experts_chosen = of, chosen
 
     def stepped(self, work: Work, seconds: float, tokens: float) -> None:
-        """A step with so much in it took so many seconds, and gave so many tokens of answers."""
+        """Add a step: its work, its duration in seconds, and the number of answer tokens that it gave."""
         if self._known is None:
             self._sums.add(work, 1e3 * seconds)
         keep = STEP_MEMORY
@@ -53,13 +52,13 @@ class Pace:
             self._tokens = keep * self._tokens + tokens
 
     def answered(self, of: str, tokens: int) -> None:
-        """An answer of a class has come to its end."""
+        """Add the length of a completed answer of class `of`."""
         answers, all = self._outputs.get(of, (0.0, 0.0))
         self._outputs[of] = OUTPUT_MEMORY * answers + 1, OUTPUT_MEMORY * all + tokens
 
     @property
     def model(self) -> StepModel:
-        """What a step takes."""
+        """The step time model."""
         if self._known is not None:
             return self._known
         model = self._sums.model() or StepModel(base=0.0)
@@ -67,33 +66,33 @@ class Pace:
 
     @property
     def context(self) -> float:
-        """Tokens that a row of an answer attends to, on the mean."""
+        """Mean context of a decode row, in tokens."""
         return self._context / self._rows if self._rows else 0.0
 
     @property
     def steps_a_token(self) -> float:
-        """Of an answer; less than 1 where drafts hold."""
+        """Decode steps per answer token; less than 1 if draft tokens are accepted."""
         return self._rows / self._tokens if self._tokens else 1.0
 
     def token_s(self, model: StepModel) -> float:
-        """Seconds for a token of a prompt among many, in steps that are full."""
+        """Seconds per prompt token of a long queue, computed in full steps."""
         ms = (model.base + model.experts * model.share(self.step_tokens)) / self.step_tokens + model.prompt
         if self._prompt:
             ms += (model.pair * self._pairs + model.expand * self._expanded) / self._prompt
         return ms / 1e3
 
     def between_s(self, answers: float) -> float:
-        """Seconds between two tokens of an answer, where so many are written, it among them."""
+        """Seconds between two tokens of an answer, with `answers` answers running, this one included."""
         return self.model.decode_ms(answers, self.context) * self.steps_a_token / 1e3
 
     def output(self, of: str) -> float:
-        """Tokens that an answer of a class becomes, on the mean."""
+        """Mean number of tokens of an answer of class `of`."""
         answers, tokens = self._outputs.get(of, (0.0, 0.0))
         return max(1.0, tokens / answers) if answers else FRESH_OUTPUT
 
 
 class Busy:
-    """The share of its time that one worker computes prompts, over the last BUSY_S or so."""
+    """The share of its time that one worker spends on prefill, over about the last BUSY_S seconds."""
 
     __slots__ = ("_at", "_share")
 
@@ -101,10 +100,10 @@ class Busy:
         self._share = self._at = 0.0
 
     def add(self, seconds: float, now: float) -> None:
-        """It is to compute a prompt, for so long."""
+        """Add a prompt with a predicted prefill time of `seconds`."""
         self._share = self.share(now) + seconds / BUSY_S
         self._at = now
 
     def share(self, now: float) -> float:
-        """As of now; more than 1 where more comes than it can compute."""
+        """The share at time `now`; more than 1 if more work arrives than the worker can compute."""
         return self._share * math.exp((self._at - now) / BUSY_S)

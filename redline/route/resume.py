@@ -1,9 +1,8 @@
-"""When a job that a worker has pre-empted goes on again: a prediction, told beside what it took.
+"""Predicts when a preempted job resumes; the prediction is reported with the measured time.
 
-It waits until answers beside it have ended and left it enough pages, and then has tokens to compute again. How long
-answers become is known on the mean alone, and of answers that other replicas of the API have asked for nothing is: so
-it is a guess of the wait, and a better one of the computing. An answer that has gone on for long is not taken to end
-sooner for that.
+The job waits until other answers on the worker have ended and freed enough pages, and then recomputes tokens. Only the
+mean length of answers is known, and nothing of answers from other API replicas: so the wait is a rough estimate, and
+the recompute time a better one. An answer that has been running for long is not assumed to end sooner.
 """
 
 from collections.abc import Iterable
@@ -14,23 +13,23 @@ from redline.wire.delta import Preempted
 
 
 class Beside(NamedTuple):
-    """An answer that goes on meanwhile."""
+    """Another running answer on the same worker."""
 
-    pages: int  # that it holds
-    tokens: int  # it has
-    most_tokens: int  # it may have
-    of: str  # its class
+    pages: int  # pages that it holds
+    tokens: int  # tokens so far
+    most_tokens: int  # maximum number of tokens
+    of: str  # class of its request
 
 
 class GoesOn(NamedTuple):
-    """Seconds, predicted when a job was pre-empted."""
+    """Seconds, predicted at the preemption of a job."""
 
-    wait_s: float  # until there are pages for it
-    again_s: float  # then, to its next token
+    wait_s: float  # until enough pages are free
+    again_s: float  # from then to its next token
 
 
 def goes_on(lost: Preempted, beside: Iterable[Beside], pace: Pace) -> GoesOn:
-    """What is expected. beside: the answers that the same worker writes; the job itself is not among them."""
+    """The prediction. beside: the other running answers on the worker, without the preempted job."""
     between_s = pace.between_s(lost.running)
     ends = sorted((min(pace.output(each.of), max(1, each.most_tokens - each.tokens)), each.pages) for each in beside)
     wait_s, short = 0.0, lost.short_pages
@@ -38,7 +37,7 @@ def goes_on(lost: Preempted, beside: Iterable[Beside], pace: Pace) -> GoesOn:
         if short <= 0:
             break
         wait_s = left * between_s
-        short -= pages + 1  # one more is kept for each that runs
+        short -= pages + 1  # admission keeps one more page free for each running job
     kept = max(0, lost.lost_tokens - lost.again_tokens)
     again_ms = pace.model.prompt_ms(kept, lost.again_tokens, pace.step_tokens, lost.running, pace.context)
     return GoesOn(wait_s, max(between_s, again_ms / 1e3))

@@ -1,7 +1,9 @@
-"""What fits: pages, and the longest job, from memory. Pure functions whose results print their own arithmetic.
+"""Memory planning: the number of KV pages and the longest context that fit. Pure functions; their results can print the
+arithmetic.
 
-Beside the pages stand the weights, a drafter, what running jobs are written in, what a step computes in, and on a GPU
-its recorded steps. These are bounds from sizes alone, not measurements; tests hold them against what a step takes.
+In addition to the pages, memory holds the weights, a drafter, the state of running jobs, the activations of a step, and
+on a GPU the CUDA graphs. These are upper bounds computed from sizes, not measurements; tests compare them with the
+memory of a step.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +14,7 @@ import torch
 
 from redline.errors import ConfigError
 from redline.kernels.hopper.step.adjust import SlotWishes
-from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
+from redline.kernels.hopper.step.step_rows import MOST_STEP
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.eagle3.shard import head_ranks, left_out
 from redline.model.k2.config import K2Config
@@ -23,24 +25,24 @@ from redline.run.sampling.on_host import SCORED_ROWS
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Shape
 
-KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
+# Default share of the memory left for pages, and its upper bound in bytes
+KV_SHARE = 0.25
 KV_MOST = 4 << 30
-# Likewise, of a GPU that the worker has for itself; at most so many pages, two million tokens: who wants more says it.
+# The same for a GPU that the worker has for itself. The bound is in pages, two million tokens; more on request.
 KV_SHARE_ALONE, KV_PAGES_ALONE = 0.9, 1 << 15
-DRAWN_ROWS, DRAWN_BYTES = (
-    32,
-    48,
-)  # rows whose vocabularies are sorted at once on a GPU, bytes a token (redline/ops/sample.py)
-RECORDED_LAUNCH = 16 << 10  # bytes of a launch in a recorded step
-LAUNCHES = 24  # of a layer in a recorded step, and of a drafter's pass, at most
-LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}  # what torch and its libraries take beside the tensors of a step
+# Rows sorted at once over the vocabulary on a GPU, and bytes per token for that (redline/ops/sample.py)
+DRAWN_ROWS, DRAWN_BYTES = 32, 48
+RECORDED_LAUNCH = 16 << 10  # bytes per kernel launch in a CUDA graph
+LAUNCHES = 24  # kernel launches per layer, and per drafter pass, in a CUDA graph, at most
+# bytes that torch and its libraries take, in addition to a step's tensors
+LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many pages of PAGE_TOKENS tokens there are, and how many tokens one job may have, prompt and answer.
+    """The number of KV pages of PAGE_TOKENS tokens, and the longest context of a job, prompt and output together.
 
-    page_bytes: of one page in all planes, of which draft_bytes are the drafter's.
+    page_bytes: bytes of one page in all planes, including draft_bytes for the drafter.
     """
 
     pages: int
@@ -51,7 +53,7 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Tokens that all pages hold together."""
+        """KV capacity in tokens."""
         return self.pages * PAGE_TOKENS
 
     @property
@@ -60,7 +62,7 @@ class Layout:
         return self.pages * self.page_bytes
 
     def explain(self) -> list[str]:
-        """Lines that tell the pages, their bytes and their tokens, with the arithmetic."""
+        """Lines that show the pages, their bytes and their tokens, with the arithmetic."""
         per_token = (self.page_bytes - self.draft_bytes) // PAGE_TOKENS
         drafter = f" + {self.draft_bytes:,} of the drafter" if self.draft_bytes else ""
         jobs = self.tokens / self.max_model_len
@@ -73,21 +75,21 @@ class Layout:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of everything but pages, for jobs of a given length."""
+    """Bytes of everything except KV pages, for jobs of a given length."""
 
     weights: int
-    drafter: int  # its weights
-    slots: int  # tokens, page tables, angles and on a GPU wishes of running jobs, and the page that is nobody's
-    scratch: int  # what a step computes in, at its most tokens and its longest context
-    recorded: int  # steps on a GPU
+    drafter: int  # weights of the drafter
+    slots: int  # tokens, page tables, angles, on a GPU the logit adjustments of running jobs, and the spare page
+    scratch: int  # activations of a step, with the most tokens and the longest context
+    recorded: int  # CUDA graphs
 
     @property
     def whole(self) -> int:
-        """Bytes of all of it."""
+        """Bytes in total."""
         return self.weights + self.drafter + self.slots + self.scratch + self.recorded
 
     def explain(self) -> list[str]:
-        """A line for each part that there is, in GB."""
+        """A line for each part above 0, in GB."""
         return [f"{name:<16} {size / 1e9:.2f} GB" for name, size in self._parts()]
 
     def sentence(self) -> str:
@@ -100,37 +102,39 @@ class Needs:
             if size:
                 yield name, size
         if self.recorded:
-            yield "recorded steps", self.recorded
+            yield "CUDA graphs", self.recorded
 
 
 class ShapeMemory(NamedTuple):
-    """Bytes of one recorded shape."""
+    """Bytes of one shape's CUDA graphs."""
 
     launches: int
-    between: int  # what lies between launches and pieces, of which all shapes share the largest
+    between: int  # tensors between launches and graphs; all shapes share the largest
 
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """The recorded shapes of decode steps in the order of their recording, with their memory."""
+    """The captured shapes of decode steps, in the order of their capture, with their memory."""
 
     shapes: Mapping[Shape, ShapeMemory]
 
     @property
     def between(self) -> int:
-        """Bytes that lie between launches and pieces: one shape runs at a time."""
+        """Bytes of the tensors between launches and graphs, which all shapes share: one shape runs at a time."""
         return max((memory.between for memory in self.shapes.values()), default=0)
 
     @property
     def whole(self) -> int:
-        """Bytes of all of it."""
+        """Bytes in total."""
         return sum(memory.launches for memory in self.shapes.values()) + self.between
 
     def explain(self) -> list[str]:
-        """A line for each shape, and one for what they share."""
+        """A line for each shape, and one for the shared memory."""
         later = len(self.shapes) - FIRST_SHAPES
-        when = f"the last {later} while nothing runs" if later > 0 else "all before the first job"
-        lines = [f"recorded shapes  {len(self.shapes)} of rows x positions, contexts to so many tokens; {when}"]
+        when = f"the last {later} while idle" if later > 0 else "all before the first job"
+        lines = [
+            f"CUDA graphs      {len(self.shapes)} shapes of rows x positions, up to a context length in tokens; {when}"
+        ]
         for shape, memory in self.shapes.items():
             size = f"{shape.rows} x {shape.positions}"
             lines.append(
@@ -138,21 +142,21 @@ class RecordedSteps:
                 f"{memory.between / 1e6:,.1f} MB between them"
             )
         launches, between = (size / 1e6 for size in (self.whole - self.between, self.between))
-        shared = f"{between:,.1f} MB between them, which all share"
-        lines.append(f"recorded memory  {launches:,.1f} MB of launches + {shared} = {self.whole / 1e6:,.1f} MB")
+        shared = f"{between:,.1f} MB between them, shared by all"
+        lines.append(f"graph memory     {launches:,.1f} MB of launches + {shared} = {self.whole / 1e6:,.1f} MB")
         return lines
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides how much memory an engine needs, but for pages and the length of jobs.
+    """The sizes that determine an engine's memory, except for pages and the length of jobs.
 
-    positions    of a decode row, at most: its last token and its drafts
-    gpu_kernels  whether the GPU's own kernels run the model; they alone are recorded, and divide a drafter among ranks
+    positions    per decode row, at most: its last token and its drafts
+    gpu_kernels  whether the GPU's own kernels run the model; only they are captured, and shard a drafter over ranks
     drafter_parameters  of the whole drafter
-    head_bits    of the head that drafts: 16, or 8
-    ranks        that share the model: the bytes are those of one
-    in_memory    layers that lie there, the first of the model; None: all
+    head_bits    of the drafter's output head: 16, or 8
+    ranks        tensor parallel ranks; all byte counts are per rank
+    in_memory    number of first layers of the model that are loaded; None: all
     """
 
     config: K2Config
@@ -170,7 +174,7 @@ class Sizes:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of a page that are the drafter's: its rows, and the page's last feature (`KvPool.tails`)."""
+        """Bytes of a page for the drafter: its rows, and the page's last feature (`KvPool.tails`)."""
         if self.drafter is None:
             return 0
         return self.drafter.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + 4 * self.drafter.hidden_size
@@ -182,7 +186,7 @@ class Sizes:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the target's weights, a rank's part of them."""
+        """Bytes of one rank's part of the target's weights."""
         config = self.config
         if self.in_memory is not None:
             config = replace(config, num_hidden_layers=self.in_memory)
@@ -190,15 +194,15 @@ class Sizes:
 
     @property
     def links_bytes(self) -> int:
-        """Bytes of the inbox through which a GPU's ranks meet (`GpuGroup`)."""
+        """Bytes of the all-reduce buffers of a GPU's ranks (`GpuGroup`)."""
         if self.ranks == 1 or self.device != "cuda":
             return 0
         return 4 * self.ranks * rooms_of(self.config, self.ranks).words
 
     def needs(self, max_model_len: int) -> Needs:
-        """Bytes of everything but pages, where jobs come to `max_model_len` tokens."""
+        """Bytes of everything except pages, for jobs of up to `max_model_len` tokens."""
         slots, pages = self.max_running + 1, _pages(max_model_len)
-        angles = 8 * self.config.qk_rope_head_dim  # of the model's table, and of a drafter's
+        angles = 8 * self.config.qk_rope_head_dim  # bytes per position, for the model's table and the drafter's
         return Needs(
             weights=self.weight_bytes,
             drafter=self._drafter_bytes,
@@ -212,27 +216,27 @@ class Sizes:
 
     @property
     def _wishes_bytes(self) -> int:
-        """Bytes of what recorded steps know of requests: counts of tokens, masks and log probabilities."""
+        """Bytes of the sampling state of CUDA graphs: token counts, masks and log probabilities."""
         if self.device != "cuda":
             return 0
-        vocabulary, positions = self.config.vocab_size, MOST_ROWS * MOST_POSITIONS
+        vocabulary, positions = self.config.vocab_size, MOST_STEP
         of_positions = positions * (4 * -(-vocabulary // 32) + 8 * TOP_LOGPROBS.stop)
         return SlotWishes.bytes_of(self.max_running + 1, vocabulary) + of_positions
 
     @property
     def _drafter_bytes(self) -> int:
-        """Bytes of the drafter's weights, a rank's part of them."""
+        """Bytes of one rank's part of the drafter's weights."""
         if self.drafter is None:
             return 0
         ranks = self.ranks if self.gpu_kernels else 1
         numbers = self.drafter_parameters - left_out(self.drafter, ranks)
-        # As it is read, in float32; and as its ops want it, in bf16.
+        # On a CPU: as loaded, in float32, and as the ops use it, in bf16.
         return (2 if self.device == "cuda" else 6) * numbers + self._head_bytes(head_ranks(self.drafter, ranks))
 
     def _head_bytes(self, ranks: int) -> int:
-        """Bytes that a head in 8 bits takes beyond what the drafter would take: negative where it has its own.
+        """Additional bytes of an 8-bit output head; negative if the drafter has a head of its own.
 
-        ranks: that share it.
+        ranks: tensor parallel ranks that share the head.
         """
         if self.drafter is None or self.head_bits == 16:
             return 0
@@ -247,15 +251,15 @@ class Sizes:
         features = 0 if self.drafter is None else len(self.drafter.layer_ids) * c.hidden_size
         wide = max(2 * c.intermediate_size, c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size))
         narrow = c.q_lora_rank + c.kv_width + 2 * c.shared_intermediate_size + c.n_routed_experts
-        # Of every token: its stream in several forms, queries and what attention gives, the widest of the MLPs.
+        # Per token: the residual stream in several forms, queries and attention outputs, the widest of the MLPs.
         token = 4 * (8 * c.hidden_size + 2 * features + 2 * heads * (head + value) + wide + narrow)
-        if self.drafter is not None:  # its one layer over the same tokens
+        if self.drafter is not None:  # the drafter's one layer over the same tokens
             token += 4 * (8 * c.hidden_size + 2 * heads * (head + value) + 3 * self.drafter.intermediate_size)
-        # Of every token whose next one is asked for: absorbed queries, parts of sums, logits, and copies to draw from.
+        # Per token with logits: absorbed queries, partial sums, logits, and copies for sampling.
         row = 8 * heads * (c.kv_width + c.kv_lora_rank) + 4 * 4 * c.vocab_size
         scored = 2 * 4 * SCORED_ROWS * c.vocab_size
         if self.device == "cuda":
-            # A prompt's context unfolded: rows, keys in two pieces and whole, values; and the weights that unfold it.
+            # A prompt's expanded context: rows, keys in two parts and whole, values; and the weights that expand it.
             context = 4 * c.kv_width + 2 * heads * (c.qk_nope_head_dim + 2 * head + 2 * value)
             fixed = 4 * heads * c.kv_lora_rank * (c.qk_nope_head_dim + value)
             fixed += DRAWN_ROWS * DRAWN_BYTES * c.vocab_size
@@ -267,22 +271,23 @@ class Sizes:
         return whole + self.links_bytes + LIBRARIES[self.device]
 
     def recorded_steps(self, max_model_len: int) -> RecordedSteps:
-        """What is recorded for jobs of `max_model_len` tokens: before the first job or later, all of it is counted."""
+        """The shapes captured for jobs of `max_model_len` tokens: those before the first job and later ones, all
+        counted."""
         if not self.gpu_kernels:
             return RecordedSteps({})
         c = part_of(self.config, self.ranks)
         heads = c.num_attention_heads
-        # Of every position: its stream in several forms, absorbed queries and what attention gives, its logits.
+        # Per position: the residual stream in several forms, absorbed queries and attention outputs, logits.
         position = (
             4 * (8 * c.hidden_size + 2 * heads * (c.kv_width + c.kv_lora_rank + c.v_head_dim)) + 16 * c.vocab_size
         )
-        if self.drafter is not None:  # the features that it reads, and its one layer
+        if self.drafter is not None:  # the features that the drafter reads, and its one layer
             features = len(self.drafter.layer_ids) * c.hidden_size
             position += 4 * (2 * features + 8 * c.hidden_size + 3 * self.drafter.intermediate_size)
 
         def memory(shape: Shape) -> ShapeMemory:
             launches = LAUNCHES * c.num_hidden_layers + 64
-            if self.drafter is not None:  # as many passes as there are drafts, a first one, and one more
+            if self.drafter is not None:  # one pass per draft, a first one, and one more
                 launches += LAUNCHES * (shape.positions + 1)
             between = shape.rows * shape.positions * position
             return ShapeMemory(launches * RECORDED_LAUNCH, between + DRAWN_ROWS * DRAWN_BYTES * c.vocab_size)
@@ -291,16 +296,18 @@ class Sizes:
         return RecordedSteps({shape: memory(shape) for shape in wanted})
 
     def left(self, free: int, max_model_len: int) -> int:
-        """Bytes of `free` for pages, for jobs of `max_model_len` tokens; negative where even the rest does not fit."""
+        """Bytes of `free` that are left for pages, for jobs of `max_model_len` tokens; negative if even the rest
+        does not fit."""
         return free - self.needs(max_model_len).whole
 
 
-ROOM = 4  # times what larger steps take more, that has to be left beside them
+ROOM = 4  # factor: the memory left for pages must be at least this multiple of what larger steps add
 
 
 def in_steps(sizes: Sizes, free: int, choices: Sequence[int]) -> Sizes:
-    """The sizes with the most positions of a step among `choices` whose working memory leaves enough of `free` for
-    pages: ROOM times what it takes beyond that of the fewest, which are taken where none does."""
+    """The sizes with the largest number of positions per step, among `choices`, that leaves enough of `free` for
+    pages: ROOM times what its activations take in addition to those of the smallest choice. If none does, the
+    smallest choice."""
     fewest = replace(sizes, step_tokens=min(choices))
     for tokens in sorted(choices, reverse=True):
         larger = replace(sizes, step_tokens=tokens)
@@ -313,21 +320,20 @@ def in_steps(sizes: Sizes, free: int, choices: Sequence[int]) -> Sizes:
 def fit(
     sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None, *, alone: bool = False
 ) -> Layout:
-    """As many pages as `kv_bytes` holds, and the longest job that they allow.
+    """The number of pages that `kv_bytes` holds, and the longest context that they allow.
 
-    free           bytes of memory that nobody uses
-    kv_bytes       for pages; None: derived from `free`
+    free           bytes of unused memory
+    kv_bytes       bytes for pages; None: derived from `free`
     max_model_len  tokens of one job; None: derived from `free`
-    alone          with a GPU's own kernels: nobody else is to have what is free there, so pages may have most of it
+    alone          with a GPU's own kernels: no other process needs the GPU's free memory, so pages may take most of it
 
-    ConfigError, one line with the arithmetic, where that does not fit. Whatever it advises to give instead does fit.
+    Raises ConfigError, one line with the arithmetic, if that does not fit. The settings that it suggests instead do
+    fit.
     """
     reads = sizes.config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= reads:
-        raise ConfigError(
-            f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most, and 1 at least"
-        )
-    alone = alone and sizes.gpu_kernels  # what ops of references take for themselves is not counted to the last byte
+        raise ConfigError(f"max-model-len is {max_model_len:,}; this model supports 1 to {reads:,} tokens")
+    alone = alone and sizes.gpu_kernels  # the memory of reference ops is not counted to the last byte
     length = max_model_len or _derived_length(sizes, free, kv_bytes, alone)
     given = kv_bytes
     if kv_bytes is None:
@@ -339,9 +345,10 @@ def fit(
 
 
 def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None, alone: bool) -> int:
-    """The longest job, in tokens; 0: none fits.
+    """The longest context of a job, in tokens; 0: none fits.
 
-    Where `kv_bytes` is None too, pages get their share of the memory, or all that is left where the share holds no job.
+    If `kv_bytes` is None too, pages get their default share of the memory, or all that is left if that share holds no
+    job.
     """
     if kv_bytes is not None:
         return _longest(sizes, free, kv_bytes)
@@ -349,15 +356,15 @@ def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None, alone: bool) 
 
 
 def _share(sizes: Sizes, left: int, alone: bool) -> int:
-    """Bytes for pages, where nothing is said, of those that are left."""
+    """The default bytes for pages, of the `left` bytes."""
     share, most = (KV_SHARE_ALONE, KV_PAGES_ALONE * sizes.page_bytes) if alone else (KV_SHARE, KV_MOST)
     return max(0, min(most, int(left * share)))
 
 
 def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
-    """The longest job, in tokens, that `kv_bytes` of pages hold and that fits into `free`; 0: none does.
+    """The longest context of a job, in tokens, that `kv_bytes` of pages hold and that fits into `free`; 0: none does.
 
-    kv_bytes: None: as many as the job needs.
+    kv_bytes: None: the bytes that the job needs.
     """
 
     def fits(length: int) -> bool:
@@ -372,7 +379,7 @@ def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
 
 
 def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> ConfigError:
-    """In one line: what was asked for, what there is, and what to give instead."""
+    """The error, in one line: the requested and the available memory, and settings that fit."""
     length = max_model_len or 1
     needs, needed = sizes.needs(length), _paged(sizes, length)
     asked = needed if kv_bytes is None else kv_bytes
@@ -385,18 +392,18 @@ def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int |
     else:
         missing = (needs.whole + asked - free) / 1e9
         fault = (
-            f"{needs.sentence()} + {asked / 1e9:,.2f} GB of pages{what} do not fit into the {free / 1e9:,.2f} GB that "
-            f"are free here: {missing:,.2f} GB too many"
+            f"{needs.sentence()} + {asked / 1e9:,.2f} GB of pages{what} do not fit into the {free / 1e9:,.2f} GB of "
+            f"free memory: {missing:,.2f} GB too many"
         )
     advice = list(_advice(sizes, free, kv_bytes, max_model_len))
     weights = "; ".join(sizes.config.explain_weight_bytes())
     if not advice:
-        return ConfigError(f"{fault}; a larger device is needed, or several. The weights: {weights}")
+        return ConfigError(f"{fault}; use a larger device, or several. The weights: {weights}")
     return ConfigError(f"{fault}: give {', or '.join(advice)}")
 
 
 def _advice(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:
-    """Flags that fit, each line by itself; a line changes one flag where one is enough."""
+    """Flags that fit, each line on its own; a line changes one flag if that is enough."""
     length = max_model_len or 1
     least, most = _paged(sizes, length), sizes.left(free, length)
     alone = False
@@ -421,7 +428,7 @@ def _paged(sizes: Sizes, tokens: int) -> int:
 
 
 def _size(wanted: int, least: int, most: int) -> str:
-    """A size near `wanted` in [least, most], as the flag takes it, with as few digits as that allows."""
+    """A size near `wanted` in [least, most], in the form that the flag takes, with the fewest digits possible."""
     for unit, digits, name in ((10**9, 2, "GB"), (10**6, 2, "MB")):
         step = unit // 10**digits
         for steps in (-(-wanted // step), wanted // step):

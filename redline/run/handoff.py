@@ -1,14 +1,15 @@
-"""What travels in a parcel: some layers of some positions of a job's pages, gathered into one piece of bytes.
+"""Contents of a parcel, the unit of KV transfer: some layers of some positions of a job's pages, gathered into one
+block of bytes.
 
-A page's layers lie far apart, each in its plane, since that is how attention reads them; in pieces of one page and
-layer a network, or a second GPU, is read at a tenth of its speed (docs/handoff.md). So whoever computes gathers them
-into megabytes, and whoever answers puts them into pages of its own, whose numbers are its own affair. A parcel is
+The layers of a page are far apart, each in its own plane, as attention reads them. A network or a second GPU would read
+pieces of one page and one layer at a tenth of its bandwidth (docs/handoff.md). So the prefill worker gathers them into
+megabytes, and the decode worker scatters them into pages of its own, with page ids of its own. A parcel is
 
     the target's rows    [layers, positions, bytes of a row]
-    the drafter's rows   [places, bytes of a row]                 in the parcel with the last layers, where there is one
-    its tails            [full pages, bytes of a feature]         likewise
+    the drafter's rows   [places, bytes of a row]                 in the parcel with the last layers, with a drafter
+    its tails            [full pages, bytes of a feature]         in the same parcel
 
-What is behind the last position in its page does not travel.
+Positions of a page after the last one to transfer are not sent.
 
 L layers, N positions, B bytes, W words of a row.
 """
@@ -23,22 +24,23 @@ from redline.wire.handoff import Piece
 from redline.wire.job import PAGE_TOKENS, PageId
 
 VERSION = 1
-PARCEL_BYTES = 4 << 20  # at most, where a page of one layer is no more
+PARCEL_BYTES = 4 << 20  # largest size, unless one layer of one page is larger
 
 
 class Parcels:
-    """Between the pages of a pool and parcels. `format` names what parcels of this pool hold: others have another."""
+    """Converts between the pages of a pool and parcels. `format` identifies the contents of this pool's parcels;
+    only workers with the same format exchange parcels."""
 
     def __init__(self, kv: KvPool, most: int = PARCEL_BYTES) -> None:
-        """most: bytes of the target's rows in a parcel, where a page of one layer is no more."""
+        """most: bytes of the target's rows per parcel, unless one layer of one page is larger."""
         planes, draft, tails = kv.planes, kv.draft, kv.tails
         self._kv = kv
         self.layers = planes.shape[0]
         self._rows_LNB = planes.view(torch.uint8).flatten(1, 2)
-        # Eight bytes at a time where rows have so many: a byte at a time, indexing takes seven times as long.
+        # Eight bytes at a time if rows are a multiple of that: indexing single bytes takes seven times as long.
         self._word = torch.int64 if self._rows_LNB.shape[2] % 8 == 0 else torch.uint8
-        # Rows of all layers one behind the other: with layers as a dimension torch launches a copy for each few layers
-        # of a large pool, since it counts bytes in 32 bits.
+        # The rows of all layers as one dimension: with layers as a dimension of its own, torch launches one copy for
+        # every few layers of a large pool, since it counts bytes in 32 bits.
         self._rows_MW = self._rows_LNB.view(self._word).flatten(0, 1)
         self._starts_L = torch.arange(self.layers, device=planes.device) * self._rows_LNB.shape[1]
         self._draft_NB = draft.view(torch.uint8).flatten(0, 1)
@@ -46,7 +48,7 @@ class Parcels:
         target = f"{self.layers} x {planes.shape[-1]} {planes.dtype}"
         self.format = f"{VERSION}: {target}, {draft.shape[-1]}, {tails.shape[-1]} {tails.dtype}"
         self._most = most
-        self._page = PAGE_TOKENS * self._rows_LNB.shape[2]  # bytes of one layer
+        self._page = PAGE_TOKENS * self._rows_LNB.shape[2]  # bytes of one layer of a page
 
     @property
     def drafts(self) -> bool:
@@ -54,13 +56,13 @@ class Parcels:
         return self._draft_NB.shape[1] > 0
 
     def group(self, positions: int) -> int:
-        """How many layers of so many positions fill a parcel; one, where it holds less."""
+        """Number of layers of `positions` positions that fill a parcel; at least one."""
         return max(1, self._most // max(1, self._page * positions // PAGE_TOKENS))
 
     def pieces(self, first: int, end: int, draft_end: int, layers: tuple[int, int] | None = None) -> Iterator[Piece]:
-        """Positions [first, end) of some layers, None: of all, as pieces. first: begins a page.
+        """Positions [first, end) of some layers (None: all) as pieces. first: begins a page.
 
-        draft_end: the drafter's rows at places [first, draft_end) go with the last layer; end, or one more.
+        draft_end: the drafter's rows at places [first, draft_end) go with the last layer; `end`, or one more.
         """
         lowest, highest = layers or (0, self.layers)
         count = max(1, min(highest - lowest, self._most // self._page))  # layers of a parcel, at most
@@ -77,9 +79,10 @@ class Parcels:
         return sum(part[0] * part[1] for part in self._shapes(piece))
 
     def gather(self, piece: Piece, pages: Sequence[int], into_B: Tensor) -> None:
-        """Fill a parcel, once what was launched before on the caller's stream has run. pages: of the job, from its
-        first on. into_B: uint8 [size], which begins at a whole word; of the pages' device, or of the host: then this
-        waits for it."""
+        """Fills a parcel, after the work launched earlier on the caller's stream.
+
+        pages: of the job, from its first on. into_B: uint8 [size], aligned to a word, on the pages' device or on the
+        host; a copy to the host blocks until it is done."""
         rows = self._target(pages, piece)
         parcel_B = into_B if into_B.device == rows.device else torch.empty_like(into_B, device=rows.device)
         target, draft, tails = self._split(piece, parcel_B)
@@ -92,7 +95,7 @@ class Parcels:
             into_B.copy_(parcel_B)
 
     def scatter(self, piece: Piece, pages: Sequence[int], from_B: Tensor) -> None:
-        """Put what a parcel holds into a job's pages. As in `gather`."""
+        """Writes a parcel into a job's pages. Arguments as in `gather`."""
         rows = self._target(pages, piece)
         target, draft, tails = self._split(piece, from_B.to(rows.device))
         self._rows_MW.index_copy_(0, rows, target.view(self._word))
@@ -102,11 +105,11 @@ class Parcels:
             self._tails_PB.index_copy_(0, self._full(pages, piece), tails)
 
     def placed(self, event: torch.cuda.Event) -> None:
-        """A GPU's stream of steps has the end of a `scatter` here."""
+        """Sets the event at the end of a `scatter` on the GPU's stream of steps."""
         self._kv.placed = event
 
     def fits(self, piece: Piece, pages: Sequence[int], size: int) -> bool:
-        """Whether a piece that somebody else has told of is one of these pages, and has so many bytes."""
+        """Whether a piece received from another worker lies within these pages and has `size` bytes."""
         (first, last), (at, to), (place, end) = piece.layers, piece.positions, piece.draft
         there = len(pages) * PAGE_TOKENS
         return (
@@ -133,7 +136,7 @@ class Parcels:
         return target.view(*shapes[0]), draft.view(*shapes[1]), tails.view(*shapes[2])
 
     def _target(self, pages: Sequence[int], piece: Piece) -> Tensor:
-        """Where the target's rows of a piece lie, layer by layer."""
+        """Row indices of the target's rows of a piece, layer by layer."""
         first, last = piece.layers
         return (self._starts_L[first:last, None] + self._index(pages, *piece.positions)).flatten()
 
@@ -149,13 +152,13 @@ class Parcels:
         return self._sent(torch.tensor(pages[at // PAGE_TOKENS : to // PAGE_TOKENS]))
 
     def _sent(self, index: Tensor) -> Tensor:
-        """On the pages' device; to a GPU it goes behind what the stream has, and nobody waits."""
+        """The index on the pages' device; a copy to a GPU is queued on the stream without waiting."""
         there = self._rows_LNB.device
         return index if there.type == "cpu" else index.pin_memory().to(there, non_blocking=True)
 
 
 def of_its_pages(piece: Piece, pages: Sequence[PageId]) -> tuple[Piece, tuple[PageId, ...]]:
-    """The piece as one of the pages that it touches alone, and these. pages: of the job, from its first on."""
+    """The piece relative to the pages that it touches, and these pages. pages: of the job, from its first on."""
     (at, to), (place, end) = piece.positions, piece.draft
     first = at // PAGE_TOKENS
     skipped = first * PAGE_TOKENS

@@ -1,4 +1,4 @@
-"""What is kept of all running and cached tokens, paged: one page id addresses 64 tokens in every plane."""
+"""The paged KV cache of all running and cached tokens: one page id addresses 64 tokens in every plane."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,17 @@ from redline.wire.job import PAGE_TOKENS
 
 
 class KvPool:
-    """planes [layers, pages, 64, kv width]: the target's latents.
-    draft    [pages, 64, drafter's kv width]: at place p the drafter's row that took token p, whose feature is that of
-             the token before; so a page's rows are told by the tokens up to its end, whatever follows.
+    """planes   [layers, pages, 64, kv width]: the target model's latents.
+    draft    [pages, 64, drafter's kv width]: at place p the drafter's row that took token p with the feature of the
+             token before it; so a page's rows depend only on the tokens up to its end.
     tails    [pages, hidden]: the fused feature of each page's last token, for the row at the next page's first place.
 
-    placed   where a GPU's stream of steps has the last parcel that came from another worker behind it. A page whose job
-             has gone on without it may be given away before: other streams than that of steps wait (`run/tiers`).
+    placed   event on the GPU's stream of steps after the last parcel received from another worker. A page may be freed
+             and reused before that, if its job continued without it: streams other than that of steps wait for the
+             event (`run/tiers`).
 
-    There is one page more than the layout has: it is nobody's, and takes what must be written somewhere.
-    Memory is touched when first written. Raises ConfigError where the machine refuses so much.
+    There is one page more than the layout has: a spare page without an owner that takes writes to be discarded. Memory
+    is committed at the first write. Raises ConfigError if the machine has too little memory.
     """
 
     def __init__(self, model: K2, layout: Layout, drafter: Eagle3 | None = None) -> None:
@@ -35,8 +36,8 @@ class KvPool:
             hidden = drafter.config.hidden_size if drafter is not None else 0
             self.tails: Tensor = torch.empty(pages, hidden, dtype=model.dtype, device=model.device)
             self.planes[:, self.pages] = 0
-        except RuntimeError as error:  # torch's word for no memory, on a CPU as on a GPU
+        except RuntimeError as error:  # torch's out-of-memory error, on a CPU and on a GPU
             raise ConfigError(
-                f"kv-memory: this machine does not give {layout.kv_bytes / 1e9:,.2f} GB for pages; "
+                f"kv-memory: cannot allocate {layout.kv_bytes / 1e9:,.2f} GB for pages on this machine; "
                 "`redline doctor` prints what fits"
             ) from error

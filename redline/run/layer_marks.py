@@ -1,9 +1,9 @@
-"""How far the device is with a step's prompts while it runs: how many of the model's layers are computed.
+"""Progress of a step's prefill while the device runs it: the number of model layers computed.
 
-Whoever hands a prompt over sends the layers of a step while the device computes the next ones (`worker/exchange.py`).
-The thread that launches the step marks the end of each layer on its stream, and the loop's thread looks which of these
-marks the device has passed. Where steps are led by the host, or run in one call, there are no marks, and what is
-computed is known at the step's end.
+With KV transfer, a prefill worker sends the layers of a step while the device computes the next ones
+(`worker/exchange.py`). The thread that launches the step records an event after each layer on its stream, and the
+loop's thread polls which of these events the device has passed. Steps that run eagerly, or in one call, have no marks;
+their layers count as computed at the step's end.
 """
 
 from collections import deque
@@ -13,26 +13,26 @@ from typing import Protocol
 import torch
 
 Meanwhile = Callable[[int], object]
-"""Called while a step runs, with how many layers of its prompts are computed; it waits a moment by itself."""
+"""Called while a step runs, with the number of computed layers of its prompts. The callback itself waits a moment."""
 
 
 class Mark(Protocol):
-    """A place on the device's stream."""
+    """An event on the device's stream."""
 
     def query(self) -> bool:
-        """Whether the device has passed it. Raises the device's own error."""
+        """Whether the device has passed it. Raises errors of the device."""
         ...
 
 
 def mark_stream() -> Mark:
-    """The end of what is launched now on the current stream of a GPU."""
+    """Records an event after the work launched so far on the current GPU stream."""
     event = torch.cuda.Event()
     event.record()
     return event
 
 
 class LayerMarks:
-    """The marks of one step. One thread marks and ends, another looks."""
+    """The marks of one step. One thread records and ends, another one polls."""
 
     def __init__(self, mark: Callable[[], Mark] = mark_stream) -> None:
         self._mark = mark
@@ -41,20 +41,20 @@ class LayerMarks:
         self._ended = False
 
     def launched(self, layers: int) -> None:
-        """The work of the first so many layers is launched."""
+        """Marks that the work of the first `layers` layers is launched."""
         self._marks.append((layers, self._mark()))
 
     def end(self) -> None:
-        """There will be no further marks: all is launched, or something has failed."""
+        """Ends the marks: all work is launched, or the launch has failed."""
         self._ended = True
 
     def passed(self) -> int:
-        """How many layers are computed. Raises the device's own error."""
+        """Number of computed layers. Raises errors of the device."""
         while self._marks and self._marks[0][1].query():
             self._passed = self._marks.popleft()[0]
         return self._passed
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to look for."""
+        """Whether no mark is left to poll."""
         return self._ended and not self._marks

@@ -1,13 +1,13 @@
-"""Runs steps, one after another.
+"""Runs the engine's steps in order.
 
-A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
-what the slot's next row will verify. The next step finds it there.
+A step is one forward pass over all rows, then settling: verify each row's drafts, append the accepted tokens to its
+slot, and draft the tokens that the slot's next row will verify. The next step reads them from the slot.
 
-On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Decode
-rows are recorded and replayed (`captured.py`), a step's prompts are launched behind them (`prompt_chunk.py`), and the
-thread leads the rest. On a CPU the kernels have every core, and a step runs in the thread that waits for it: a second
-thread would take cores and Python from it. That thread enters `torch.inference_mode` once for all steps, as the GPU's
-does.
+On a GPU a thread runs the steps without waiting between them: the scheduler plans the next step while the device
+computes one. Decode rows are captured in CUDA graphs and replayed (`captured.py`), a step's prompts are launched after
+them (`prompt_chunk.py`), and all other work runs eagerly, with the host waiting for it. On a CPU the kernels use every
+core, so a step runs in the thread that waits for it: a second thread would take cores and the GIL from it. That thread
+enters `torch.inference_mode` once for all steps, as the GPU's thread does.
 """
 
 import functools
@@ -56,20 +56,20 @@ class Pending(Protocol):
     """A launched step."""
 
     def watch(self, meanwhile: Meanwhile) -> None:
-        """Calls `meanwhile` again and again until all layers of the step's prompts are computed; where nobody can know
-        how far they are, not at all. What goes wrong with the step is for `wait` to raise."""
+        """Calls `meanwhile` repeatedly until all layers of the step's prompts are computed; not at all if this
+        runner does not report progress. Errors of the step are left for `wait` to raise."""
         ...
 
     def wait(self) -> StepResult:
-        """Blocks until the step has run; raises what it raised."""
+        """Blocks until the step has run. Re-raises the step's exception."""
         ...
 
 
 class Launched:
-    """A step that a thread will run. `wait` raises what the step raised."""
+    """A step that the runner's thread will run. `wait` re-raises the step's exception."""
 
     def __init__(self, future: "Future[WaitForStep]", group: Group, marks: LayerMarks | None = None) -> None:
-        """marks: of the layers of its prompts; None: nobody asks for them."""
+        """marks: layer marks of its prompts; None disables progress reports."""
         self._future = future
         self._group = group
         self._marks = marks
@@ -86,15 +86,15 @@ class Launched:
             meanwhile(layers)
 
     def wait(self) -> StepResult:
-        """The step's result; blocks until the thread has run it. Raises what the step raised, and RankLost."""
+        """The step's result; blocks until the thread has run it. Re-raises the step's exception, or raises RankLost."""
         try:
             return self._future.result()()
         finally:
-            self._group.check()  # what a lost rank has led to is not the reason
+            self._group.check()  # if a rank is down, raise RankLost instead of an error that it caused
 
 
 class Queued:
-    """A step that runs in the thread that waits for it, behind those that were launched before it."""
+    """A step that runs in the thread that waits for it, after all steps launched before it."""
 
     def __init__(self, step: Step, runner: "Runner", queued: "deque[Queued]") -> None:
         self._step = step
@@ -104,10 +104,10 @@ class Queued:
         queued.append(self)
 
     def watch(self, meanwhile: Meanwhile) -> None:
-        """Nothing runs before `wait`."""
+        """Does nothing: the step does not run before `wait`."""
 
     def wait(self) -> StepResult:
-        """The step's result; runs it here, after those launched before it. Raises what the step raised."""
+        """The step's result. Runs it here, after the steps launched before it. Re-raises the step's exception."""
         while self._ran is None:
             self._queued.popleft().run()
         if isinstance(self._ran, Exception):
@@ -115,7 +115,7 @@ class Queued:
         return self._ran
 
     def run(self) -> None:
-        """Runs the step, and keeps its result or what it raised for `wait`."""
+        """Runs the step and keeps its result, or its exception, for `wait`."""
         try:
             self._ran = self._runner.run(self._step)
         except Exception as error:
@@ -123,19 +123,19 @@ class Queued:
 
 
 WaitForStep = Callable[[], StepResult]
-"""Waits for the device, where a step is still on its way."""
+"""Waits for the device if the step is still running; returns the step's result."""
 
 
 def nobody(part: str) -> None:
-    """Who is told of the parts of steps where nobody wants to know."""
+    """Default step profiler: does nothing."""
 
 
 class Runner:
-    """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
+    """Runs one model with its KV pages and slots, optionally with a drafter prepared for the model, and suffix matches.
 
-    `replays` counts the steps whose decode rows were replayed, `chunks` those whose prompts were launched without
-    waiting for the device, `led` those that the host waited for, by why. One step may be counted twice: for its decode
-    rows, and for its prompts.
+    `replays` counts the steps with decode rows replayed from CUDA graphs, `chunks` the steps with prompts launched
+    without waiting for the device, and `led` the eager steps, which the host waited for, by reason. One step may be
+    counted twice: for its decode rows and for its prompts.
     """
 
     def __init__(
@@ -151,24 +151,25 @@ class Runner:
         captured: bool | None = None,
         tokens: "Callable[[], LLTokenizer] | None" = None,
     ) -> None:
-        """slots    how many jobs run at once
-        drafts   of a row, at most
-        rates    of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens
-        captured whether decode steps are recorded, and a thread runs all steps; None: on a GPU
-        tokens   makes the vocabulary that grammars are compiled with; None: no job may have a grammar
+        """slots    number of jobs that run at once
+        drafts   draft tokens per row, at most
+        rates    synthetic acceptance rates (`tune.synthetic.rates_of`); empty: drafts are compared with the target's
+                 tokens
+        captured whether decode steps are captured in CUDA graphs, and a thread runs all steps; None: on a GPU only
+        tokens   makes the vocabulary that grammars are compiled with; None: jobs with a grammar fail
 
-        Raises what the recording raised, and ConfigError where the machine does not give the memory for pages.
+        Re-raises errors of the capture, and raises ConfigError if the machine has too little memory for the pages.
         """
         self.model = model
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
         recorded = model.device.type == "cuda" if captured is None else captured
-        # Recorded steps have the device look for matches. Of the steps that the host leads among them, none does.
+        # Captured steps find suffix matches on the device. The eager steps of such a runner find none.
         of_host = suffix and not (recorded and model.recordable)
         vocabulary, on_gpu = model.config.vocab_size, model.device.type == "cuda"
-        # Where acceptance is synthetic, drafts hold that a grammar would refuse.
+        # With synthetic acceptance, drafts are accepted that a grammar would refuse.
         self._matchers = None if tokens is None or rates else Matchers(tokens, vocabulary, pinned=on_gpu)
-        self._held: dict[int, object] = {}  # grammars that rank 0 may need, where this rank follows it
+        self._held: dict[int, object] = {}  # grammars that rank 0 may need, on a rank that follows rank 0
         self.slots = Slots(
             slots, layout.max_model_len, vocabulary, model.device, suffix=of_host, matchers=self._matchers
         )
@@ -178,8 +179,9 @@ class Runner:
         self.replays = 0
         self.led: Counter[str] = Counter()
         self.chunks = 0
-        self.marks_layers = False  # whether `watch` of a step tells how many layers of its prompts are computed
-        # Told of each part of a step as it begins, by the thread that runs it; "" where the step's work ends.
+        self.marks_layers = False  # whether `watch` of a step reports how many layers of its prompts are computed
+        # Called with the name of each part of a step as it begins, in the thread that runs it; with "" when the step's
+        # work ends.
         self.begins: Callable[[str], object] = nobody
         self._captured: CapturedSteps | None = None
         self._chunks: PromptChunks | None = None
@@ -198,36 +200,36 @@ class Runner:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a launched step runs before it is waited for."""
+        """Whether a launched step starts before its result is waited for."""
         return self._thread is not None
 
     @property
     def recorded(self) -> Recorded:
-        """The shapes of decode steps that can be replayed now."""
+        """The shapes of decode steps that have a CUDA graph now."""
         return Recorded() if self._captured is None else self._captured.report
 
     def launch(self, step: Step) -> Pending:
-        """Queues the step; `wait` of what comes back gives its result. One and the same thread must launch and wait."""
+        """Queues the step; `wait` of the returned object gives its result. The same thread must launch and wait."""
         if self._captured is None:
             return Queued(step, self, self._queued)
-        # Decode rows stand before all others.
+        # Decode rows come before all other rows.
         reads = self.marks_layers and bool(step.rows) and step.rows[-1].start is not None
         marks = LayerMarks() if reads and self.model.device.type == "cuda" else None
         start = functools.partial(self._start, step, self._captured, marks)
         return Launched(self._by_thread(start), self.model.group, marks)
 
     def record_more(self) -> bool:
-        """Records one more of the shapes that were not recorded at the start; false where none is left.
+        """Captures one more of the shapes that were not captured at startup; false if none is left.
 
-        Takes seconds with a large model; what is launched meanwhile waits. Any thread may call it, until the runner is
-        closed. Raises what the device's own failure raised.
+        Takes seconds with a large model; steps launched during the capture wait. Any thread may call it until the
+        runner is closed. Raises errors of the device.
         """
         captured = self._captured
         return captured is not None and self._by_thread(functools.partial(self._record_more, captured)).result()
 
     def _record_more(self, captured: CapturedSteps) -> bool:
-        """Where ranks share the model, each compiles what it records at its own pace: all have to be done with it
-        before one is waited for in a step."""
+        """With tensor parallelism each rank compiles its kernels at its own pace: all ranks have to finish the
+        capture before a step waits for one of them."""
         group = self.model.group
         group.allow(START_S)
         if not captured.record_more():
@@ -237,30 +239,31 @@ class Runner:
         return True
 
     def hold(self, grammar: Grammar) -> Callable[[], bool]:
-        """Has a grammar compiled on every rank. The result tells whether all have, so that no step waits for it.
+        """Has a grammar compiled on every rank. The returned function reports whether all ranks have compiled it, so
+        that no step has to wait for that.
 
-        As long as the result is referenced, no rank forgets the grammar."""
+        As long as the returned function is referenced, no rank drops the grammar."""
         if self._matchers is None or not grammar.text:
             return lambda: True
         return self._matchers.hold(grammar.text).done
 
     def compile(self, number: int, text: str, done: Callable[[], object]) -> None:
-        """Has a grammar compiled, as rank 0 does, and keeps it until `forget` names its number. A thread calls `done`
-        once it is compiled, in the order of these calls."""
+        """Has a grammar compiled, as rank 0 does, and keeps it until `forget` is called with its number. A thread
+        calls `done` when it is compiled, in the order of these calls."""
         if self._matchers is None:
             done()
         else:
             self._held[number] = self._matchers.compile(text, done)
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Rank 0 does not need these grammars any more. Those that were used last may be kept all the same."""
+        """Releases grammars that rank 0 no longer needs. The most recently used ones may stay cached."""
         for number in numbers:
             self._held.pop(number, None)
 
     def hurry(self) -> None:
-        """Waits until every rank is ready for steps; from now on one is waited for a short time only.
+        """Waits until every rank is ready for steps; from then on the timeout for a rank is short (STEP_S).
 
-        The runner must be idle. Raises RankLost where a rank does not come.
+        The runner must be idle. Raises RankLost if a rank does not respond.
         """
         ready = functools.partial(meet, self.model.group, self.model.device, START_S, STEP_S)
         if self._thread is None:
@@ -269,7 +272,7 @@ class Runner:
             self._by_thread(ready).result()
 
     def _by_thread(self, work: Callable[[], T]) -> "Future[T]":
-        """Has the thread do it, behind all that it was given before."""
+        """Queues `work` for the thread, after all earlier work."""
         future: Future[T] = Future()
 
         def done() -> None:
@@ -288,14 +291,14 @@ class Runner:
         if self._thread is not None:
             self._work.put(None)
             self._thread.join()
-            _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
+            _log.info("%d steps replayed from CUDA graphs; eager steps by reason: %s", self.replays, dict(self.led))
         if self._captured is not None:
             self._captured.close()
         if self._matchers is not None:
             self._matchers.close()
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
-        """Sets a slot's length in tokens and the drafts that its next row verifies, for measurements.
+        """Sets a slot's length in tokens and the drafts that its next row verifies. For measurements.
 
         The runner must be idle.
         """
@@ -305,15 +308,15 @@ class Runner:
         slot.length, slot.proposal, slot.told = length, Proposal(list(drafts)), False
 
     def forget_text(self, number: int) -> None:
-        """Has the host look for no matches in a slot's text any more, for measurements: they would be the drafts."""
+        """Disables suffix matching for a slot, for measurements: matches would replace the drafts."""
         self.slots.at[number].suffix = None
 
     def _serve(self) -> None:
-        """Until `close`; or until the recording has failed, which is the thread's first work."""
+        """The thread's loop: captures the graphs first, then runs work until `close`. Ends if the capture fails."""
         captured = self._captured
-        assert captured is not None, "a thread runs steps where they are recorded"
+        assert captured is not None, "the thread exists only if steps are captured"
         if self.model.device.type == "cuda":
-            torch.cuda.set_device(self.model.device)  # which each thread has to be told
+            torch.cuda.set_device(self.model.device)  # the current device is set per thread
         with torch.inference_mode():
             try:
                 captured.record()
@@ -325,7 +328,7 @@ class Runner:
                 work()
 
     def _start(self, step: Step, captured: CapturedSteps, marks: LayerMarks | None) -> WaitForStep:
-        """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
+        """Launches the step's decode rows, then its prompts, and waits for neither unless a row needs the host."""
         self.begins("begin")
         try:
             return self._launch(step, captured, marks)
@@ -364,16 +367,17 @@ class Runner:
         return read if replayed is None else functools.partial(_together, step, replayed, read)
 
     def _replay(self, step: Step, wants: Wants, captured: CapturedSteps) -> WaitForStep:
-        """Launches a step of decode rows that can be replayed."""
+        """Launches a step of decode rows as a CUDA graph."""
         self.begins("replay")
         self.replays += 1
-        assert step.shape is not None, "only a step that is recorded is replayed"
+        assert step.shape is not None, "only a step with a captured shape is replayed"
         return captured.launch(step, wants, captured.masks(step.rows, step.shape.positions)).result
 
     def _read(self, step: Step, marks: LayerMarks | None) -> WaitForStep:
-        """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
-        assert self._chunks is not None, "there are chunks where steps are recorded"
-        assert self._captured is not None, "likewise"
+        """Launches a step of prompts after their jobs have begun. If a row needs the host, the step runs eagerly and
+        is waited for."""
+        assert self._chunks is not None, "prompt chunks exist if steps are captured"
+        assert self._captured is not None, "steps are captured"
         self.begins("prompts")
         if self._chunks.refused(step.rows):
             self.led["prompt"] += 1
@@ -382,10 +386,10 @@ class Runner:
         return self._chunks.launch(step, marks)
 
     def run(self, step: Step) -> StepResult:
-        """Runs the step now, in this thread, and gives its result.
+        """Runs the step now, in this thread, and returns its result.
 
-        Rows of a slot that has an error get that error and do not run. Where the step raises, the slots of its rows
-        have an error from then on, since the next step may be launched already.
+        Rows of a slot that has an error get that error and do not run. If the step raises, the slots of its rows are
+        marked with an error, because the next step may be launched already.
         """
         for begin in step.begins:
             self.slots.empty(begin.slot)
@@ -396,17 +400,18 @@ class Runner:
             raise
 
     def _fail(self, step: Step, error: Exception) -> None:
-        """Raises RankLost where ranks share the model: this one has left sums out that the others wait for, or none has
-        and nobody can tell."""
+        """Marks the slots of the step's rows as failed. Raises RankLost if tensor parallel ranks share the model:
+        this rank has skipped all-reduces that the others wait for, or it cannot be known whether it has."""
         for row in step.rows:
-            self.slots.at[row.slot].error = "the step before failed"
+            self.slots.at[row.slot].error = "an earlier step of this slot failed"
         if self.model.group.ranks > 1 and not isinstance(error, WorkerLost):
             raise RankLost(
                 f"rank {self.model.group.rank} has failed in step {step.number:,}: {type(error).__name__}: {error}"
             ) from error
 
     def _is_ours_alone(self, error: Exception) -> bool:
-        """Whether an error may have met this rank and no other, or leaves nothing that works: no row's affair then."""
+        """Whether an error may have occurred on this rank only, or leaves the worker unusable: such an error is not
+        one row's."""
         short = isinstance(error, MemoryError | torch.OutOfMemoryError) and self.model.group.ranks > 1
         return short or isinstance(error, WorkerLost) or is_device_error(error)
 
@@ -439,10 +444,10 @@ class Runner:
         except Exception as error:
             if self._is_ours_alone(error):
                 raise
-            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
+            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # fails this job only
 
     def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
-        asked: list[int] = []  # tokens of the step: all of a decode row, the last of a prompt, where the row samples
+        asked: list[int] = []  # tokens with logits: all of a decode row, the last one of a prompt row that samples
         sampling: list[Span] = []
         layers: Sequence[int] = ()
         end, prompts, drafts = 0, False, False
@@ -471,7 +476,7 @@ class Runner:
 
     def _draft(self, spans: Sequence[Span], results: Sequence[RowResult], features: Tensor | None) -> None:
         firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
-        # A row with tokens and an error goes on as any other: its error may be this rank's alone.
+        # A row with tokens and an error continues like any other: its error may be on this rank only.
         sound = [i for i, result in enumerate(results) if result.tokens or result.error is None]
         if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
             self.drafting.follow(
@@ -482,7 +487,7 @@ class Runner:
             )
 
     def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
-        """The result of each row. All positions of a decode row were asked for, and one of any other row."""
+        """The result of each row. Logits exist for all positions of a decode row, and for one of any other row."""
         chosen = self._chosen(spans, out)
         tokens = range(self.model.config.vocab_size)
         all_finite = -1 not in chosen
@@ -496,7 +501,8 @@ class Runner:
             if not sound:
                 results.append(RowResult(error=not_finite(position - 1)))
                 continue
-            # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
+            # Drafts may leave the range that the model handles: from the first position with non-finite logits on, they
+            # are dropped.
             drafts = span.drafts.until(sound)
             try:
                 if self._rates:
@@ -509,7 +515,7 @@ class Runner:
                 if self._is_ours_alone(error):
                     raise
                 reason = f"the next token could not be chosen: {error}"
-                results.append(_stuck(slot) or RowResult(error=reason))  # this row's alone
+                results.append(_stuck(slot) or RowResult(error=reason))  # fails this row only
                 continue
             if not given.tokens or not all(token in tokens for token in given.tokens):
                 results.append(_stuck(slot) or RowResult(error=no_choice(position)))
@@ -540,9 +546,9 @@ class Runner:
         return results
 
     def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
-        """The token of each row of logits for which `is_chosen_alone` holds; all draws go in one call.
+        """The token of each row of logits for which `is_chosen_alone` holds; all random draws go in one call.
 
-        For other rows it is the likeliest. -1 where the logits are not finite, or give nothing to draw.
+        For other rows it is the argmax. -1 if the logits are not finite, or if nothing can be drawn.
         """
         rows: list[int] = []
         asked: list[Sampling] = []
@@ -582,19 +588,20 @@ class Runner:
     def _verify_synthetic(
         self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int
     ) -> Verified:
-        """The drafts that a draw says hold, and the target's own token behind them. first: of the slot's positions."""
+        """The drafts that the synthetic draw accepts, and the target model's own token after them. first: index of
+        the slot's first row of logits."""
         slot, tokens = self.slots.at[number], self.slots.tokens[number]
         held = verify_synthetic(self._rates, slot.sampling.seed, position, len(drafts))
         if is_chosen_alone(slot.sampling, position - slot.prompt, None):
             return Verified([*drafts[:held], chosen[first + held]], held)
-        # The slot has the drafts behind its tokens.
+        # The slot's tensor holds the drafts after its tokens.
         generated = tokens[slot.prompt : position + held]
         logits_V = out.logits()[first + held]
         token = sample_token(logits_V, slot.sampling, tokens[: slot.prompt], generated, position + held)
         return Verified([*drafts[:held], token], held)
 
     def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
-        """A result for each row: what it sampled, and log probabilities of prompt tokens where they are asked for."""
+        """A result for each row: its sampled tokens, and log probabilities of prompt tokens if requested."""
         results: list[RowResult] = []
         left, end = iter(sampled), 0
         for span in spans:
@@ -618,15 +625,16 @@ class Runner:
 
 
 def _stuck(slot: Slot) -> RowResult | None:
-    """The result of a row that its slot's grammar left no token, where the grammar has met a bound; else None."""
+    """The result of a row for which the slot's grammar allows no token, if the grammar has reached a limit; else
+    None."""
     if slot.matcher is None or slot.matcher.error is None:
         return None
     return RowResult(error=slot.matcher.error, refused=True)
 
 
 def _once_done(result: StepResult, done: Callable[[], None]) -> WaitForStep:
-    """A result that the host has by now, once the device has done all of its step: what is told to be computed is read
-    by others than its stream, too (`worker/parcel_memory.py`)."""
+    """A result that the host has already, returned once the device has finished the step: the computed pages are
+    also read by other streams (`worker/parcel_memory.py`)."""
 
     def wait() -> StepResult:
         done()
@@ -636,7 +644,7 @@ def _once_done(result: StepResult, done: Callable[[], None]) -> WaitForStep:
 
 
 def _together(step: Step, decoded: WaitForStep, read: WaitForStep) -> StepResult:
-    """The result of a step from that of its decode rows and that of its prompts."""
+    """Merges the results of a step's decode rows and of its prompts."""
     of_decoding, of_prompts = iter(decoded().rows), iter(read().rows)
     rows = tuple(next(of_decoding if row.start is None else of_prompts) for row in step.rows)
     return StepResult(number=step.number, rows=rows, replayed=True)

@@ -1,8 +1,8 @@
-"""The running jobs as tensors: each slot's tokens, page table and sampling.
+"""State of the running jobs as tensors: each slot's tokens, page table and sampling parameters.
 
-Tokens live here, not in the steps: sampling appends to its slot, and the next step reads what it finds. So does a
-drafter: what it proposes waits here for the row that verifies it. On a CPU the tables are plain memory that the step
-thread alone touches; the inputs of steps that decode are memory too, and hold until the next step's are asked for.
+Tokens are kept here, not in the steps: sampling appends to the slot, and the next step reads from it. Drafts are kept
+here too, until the row that verifies them. On a CPU the tables are plain memory that only the step thread touches; the
+inputs of decode steps are buffers that stay valid until the next step's inputs are requested.
 """
 
 import functools
@@ -26,10 +26,10 @@ from redline.wire.step import Begin, Drafter, Row
 
 
 class Proposal(NamedTuple):
-    """Drafts of the tokens that follow a slot's last one.
+    """Draft tokens that follow a slot's last token.
 
-    q: float32 [drafts, V], what each was drawn from; None: they are certain of themselves (greedy, or a suffix match).
-    by: who made them.
+    q: float32 [drafts, V], the distribution that each draft was drawn from; None: the drafts are certain (greedy, or a
+    suffix match). by: the drafter.
     """
 
     tokens: list[int]
@@ -37,7 +37,7 @@ class Proposal(NamedTuple):
     by: Drafter = "learned"
 
     def until(self, count: int) -> "Proposal":
-        """The first `count` of them, or all where there are fewer."""
+        """The first `count` drafts, or all if there are fewer."""
         return (
             self
             if count >= len(self.tokens)
@@ -46,14 +46,14 @@ class Proposal(NamedTuple):
 
 
 NOTHING = Proposal([])
-MOST_KEPT = 256  # tokens of a step whose memory is kept: all those together take less than 10 MB
+MOST_KEPT = 256  # largest step, in tokens, for which the input buffers are kept: all of them take less than 10 MB
 
 
 class Span(msgspec.Struct, frozen=True):
-    """A row as its slot knows it: positions [start, start + count).
+    """A row with its positions [start, start + count) in the slot.
 
-    All positions of a decode row but the first are drafts. `drafts` has one more where the row is cut behind the last:
-    that one is verified, and its own position is not computed.
+    All positions of a decode row except the first are drafts. `drafts` has one token more if the row is cut after the
+    last position: that draft is verified, but its own position is not computed.
     """
 
     row: Row
@@ -64,53 +64,51 @@ class Span(msgspec.Struct, frozen=True):
 
     @property
     def decodes(self) -> bool:
-        """Whether the row goes on with its job's answer rather than reads its prompt."""
+        """Whether the row decodes rather than computes a prompt."""
         return self.row.start is None
 
     @property
     def end(self) -> int:
-        """The position behind the last one."""
+        """The position after the last one."""
         return self.start + self.count
 
     @property
     def proposed(self) -> int:
-        """How many of the positions are drafts."""
+        """Number of positions that are drafts."""
         return self.count - 1 if self.decodes else 0
 
 
 @dataclass
 class Slot:
-    """A slot's facts that are not tensors."""
+    """State of a slot outside of tensors."""
 
     prompt: int = 0
-    length: int = 0  # tokens, prompt and generated; drafts are behind them
+    length: int = 0  # prompt and generated tokens; drafts come after them
     limit: int = 0
     pages: int = 0
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     proposal: Proposal = NOTHING
-    coming: list[int] = field(default_factory=list)  # what its grammar forces where its next row begins (captured.py)
+    # tokens that the grammar forces where the next row begins (captured.py)
+    coming: list[int] = field(default_factory=list)
     suffix: Suffix | None = None
-    matcher: Matcher | None = None  # where its job has a grammar
-    again: tuple[int, ...] = ()  # tokens of its answer that the matcher follows as rows compute them again
-    behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
-    unmasked: Sampling | None = None  # its job's without the grammar, where it has one
-    error: str | None = None  # why its job cannot go on: its rows must not run
-    told: bool = False  # the device's account of length and limit holds, and is ahead of this one (captured.py)
+    matcher: Matcher | None = None  # None: the job has no grammar
+    again: tuple[int, ...] = ()  # generated tokens that the matcher advances over while rows recompute them
+    # the drafter's row of the next position is still missing; its feature is in the tails of the previous page
+    behind: bool = False
+    unmasked: Sampling | None = None  # the sampling parameters without the grammar, if the job has one
+    error: str | None = None  # why the job cannot continue: its rows must not run
+    told: bool = False  # the device has the slot's length and limit, and is ahead of this copy (captured.py)
 
     @property
     def choosing(self) -> Sampling:
-        """How the next row's tokens are chosen: without the grammar while it is idle."""
+        """The sampling parameters of the next row: without the grammar while it is idle."""
         if self.matcher is not None and self.unmasked is not None and self.matcher.idle:
             return self.unmasked
         return self.sampling
 
 
 class Slots:
-    """The tensors of all slots, and in `at` each slot's facts.
-
-    tokens  int64 [slots + 1, max_model_len + 1]
-    tables  int32 [slots + 1, pages per slot]: page ids
-    """
+    """The tensors of all slots, and in `at` the other state of each slot."""
 
     def __init__(
         self,
@@ -122,9 +120,10 @@ class Slots:
         suffix: bool = False,
         matchers: Matchers | None = None,
     ) -> None:
-        """slots: how many there are; the last row of each tensor belongs to none of them (`SharedState`).
+        """slots: number of slots; the last row of each tensor is a spare that belongs to no slot (`SharedState`).
 
-        suffix: whether slots keep what suffix matches need. matchers: compile the grammars of jobs; None: none can.
+        suffix: whether slots keep the data for suffix matching. matchers: compiles the grammars of jobs; None: jobs
+        with a grammar fail.
         """
         self._vocabulary = vocabulary
         self._matchers = matchers
@@ -133,24 +132,25 @@ class Slots:
         self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.at = [Slot() for _ in range(slots)]
-        self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position, on a CPU
-        self._memories: dict[int, StepMemory] = {}  # by the step's tokens
+        self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position; CPU only
+        self._memories: dict[int, StepMemory] = {}  # by the number of tokens in the step
 
     @functools.cached_property
     def _memory(self) -> memoryview | None:
-        """The memory of `tokens`, on a CPU: writing there costs a tenth of a torch operation."""
+        """The memory of `tokens` on a CPU: a direct write takes a tenth of the time of a torch operation."""
         return self.tokens.numpy().data if self.tokens.is_cpu else None
 
     def empty(self, number: int) -> None:
-        """Makes a slot nobody's until a job has begun in it.
+        """Empties a slot until a job has begun in it.
 
-        Rows that were launched for a job that could not begin must find nothing of the job before it, whose pages may
-        be others' by now.
+        Rows launched for a job that could not begin must not see the previous job: its pages may belong to other jobs
+        by now.
         """
         self.at[number] = Slot(error="the job could not begin")
 
     def begin(self, begin: Begin) -> None:
-        """Fills a slot with a job: tokens, pages, sampling. A token beyond the vocabulary becomes the slot's error."""
+        """Fills a slot with a job: tokens, pages, sampling parameters. A token id outside of the vocabulary becomes
+        the slot's error."""
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
         self.empty(number)
         slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
@@ -163,16 +163,17 @@ class Slots:
                 slot.suffix.extend(begin.tokens)
         else:
             wrong = least if least < 0 else most
-            slot.error = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
+            slot.error = f"token ids must be between 0 and {self._vocabulary - 1}; the prompt contains {wrong}"
         if begin.sampling.grammar is not None:
             if self._matchers is None:
-                slot.error = "the job has a grammar, and this engine was not told what its tokens spell"
+                slot.error = "the job has a grammar, but this engine has no tokenizer vocabulary to compile it with"
             else:
                 grammar, least = begin.sampling.grammar, 0
-                if grammar.text:  # once it has begun it says where the answer ends, so the matcher keeps to the least
+                # once the grammar has begun, it decides where the output may end, so the matcher enforces min_tokens
+                if grammar.text:
                     least = begin.sampling.min_tokens
                     slot.sampling = msgspec.structs.replace(begin.sampling, min_tokens=0)
-                # An answer that was interrupted may be long. Its rows compute it again, a step's tokens at a time.
+                # The output of a preempted job may be long. Its rows recompute it, one step's tokens at a time.
                 answer, rows_follow = begin.tokens[begin.prompt :], begin.computed is None
                 slot.again, followed = (answer, ()) if rows_follow else ((), answer)
                 slot.matcher = self._matchers.begin(grammar, followed, least=least, stop_ids=begin.sampling.stop_ids)
@@ -189,9 +190,9 @@ class Slots:
             self.at[slot].pages = have + len(pages)
 
     def span(self, row: Row) -> Span:
-        """A row's positions, from where its slot stands on. Writes the drafts to verify behind its tokens.
+        """A row's positions, from the slot's current length on. Writes the drafts to verify after the slot's tokens.
 
-        A decode row that finds its job at its limit has no positions.
+        A decode row of a job that has reached its limit has no positions.
         """
         slot = self.at[row.slot]
         if slot.again and slot.matcher is not None:
@@ -209,16 +210,16 @@ class Slots:
         drafts = slot.proposal.until(min(row.drafts, room - 1))
         computed = len(drafts.tokens)
         if slot.matcher is not None:
-            # The draft behind these is verified as any other, as the last one (`Matcher.allowed`).
+            # The draft after these is verified like any other, as the last one (`Matcher.allowed`).
             computed = slot.matcher.allowed(drafts.tokens)
             drafts = drafts.until(computed + 1)
         self._write(row.slot, drafts.tokens[:computed], length)
         return Span(row, row.slot, length - 1, 1 + computed, drafts)
 
     def append(self, number: int, tokens: Sequence[int], position: int) -> None:
-        """Appends tokens that are certain. What its grammar forces behind them becomes the slot's drafts.
+        """Appends accepted tokens. The tokens that the grammar forces after them become the slot's drafts.
 
-        position: of the first, which is where the slot's known ones end.
+        position: of the first token, equal to the slot's length.
         """
         self._write(number, tokens, position)
         self.learn(number, tokens, position)
@@ -229,8 +230,8 @@ class Slots:
             slot.proposal = Proposal(slot.matcher.forced(), by="grammar")
 
     def learn(self, number: int, tokens: Sequence[int], position: int) -> None:
-        """As `append`, where the tensors have the tokens already, and the matcher follows by itself. The slot's drafts
-        are forgotten."""
+        """As `append`, if the tensors hold the tokens already and the matcher advances by itself. Discards the
+        slot's drafts."""
         slot = self.at[number]
         slot.length = position + len(tokens)
         slot.proposal = NOTHING
@@ -249,11 +250,11 @@ class Slots:
             self.tokens[number, position : position + len(tokens)] = staged(tokens, self.tokens.device)
 
     def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
-        """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
+        """Inputs of the forward pass, in the order of the spans: prompt positions as chunks, generated ones as queries.
 
-        Which form of attention computes a position depends on the position alone: below the prompt's length the
-        expanded one, from there on the absorbed one. So a pre-empted job that is computed again gets the same bits,
-        and a verified token those of one that was decoded alone.
+        The form of attention for a position depends on the position alone: the expanded form within the prompt, the
+        absorbed form from there on. So recomputing a preempted job gives the same bits, and so does verifying a token
+        compared with decoding it alone.
         """
         if self._memory is not None and (given := self._decoding(spans, model)) is not None:
             return given
@@ -271,7 +272,8 @@ class Slots:
             else:
                 assert span.end <= prompt, f"{span.row} crosses the end of its prompt"
                 chunks.append(Chunk(first, span.count, span.start, span.slot))
-        # Where each token, and its page's number, stands in the two tensors: worked out here, an op is dear.
+        # Flat indices of each token and of its page in the two tensors, computed with numpy: torch operations cost more
+        # here.
         slot, position, query = np.array(slots), np.array(positions), np.array(queries, dtype=np.int64)
         page, place = np.divmod(position, PAGE_TOKENS)
         index = [slot * self.tokens.shape[1] + position, slot * self.tables.shape[1] + page, place, position]
@@ -295,7 +297,7 @@ class Slots:
         )
 
     def _decoding(self, spans: Sequence[Span], model: K2) -> Inputs | None:
-        """The inputs of a step whose tokens are all queries, and few enough; else None."""
+        """The inputs of a step if all of its tokens are queries and there are at most MOST_KEPT; else None."""
         asked: list[int] = []
         tokens = 0
         for span in spans:
@@ -312,7 +314,7 @@ class Slots:
         return into.inputs
 
     def _all_angles(self, model: K2) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position, so that a position's are the same whatever it is computed with."""
+        """cos and sin of every position, computed once, so that a position's values do not depend on the batch."""
         if self._angles is None:
             self._angles = model.angles(torch.arange(self.tokens.shape[1]))
         return self._angles

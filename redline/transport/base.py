@@ -1,7 +1,7 @@
-"""Moves bytes from a peer's memory into ours: what every transport promises.
+"""The interface of a transport, which copies bytes from a peer's memory into memory of this process (one-sided reads).
 
-Bytes are only ever read by whoever needs them. Nobody writes into memory of another process, so whoever owns memory
-knows who writes to it: itself. What may be read, and for how long, is the ledger's business (`ledger.py`).
+Transfers are reads only: the receiver pulls. No process writes into another process's memory, so the owner of a memory
+area is its only writer. `ledger.py` decides which bytes may be read, and for how long.
 """
 
 import ctypes
@@ -13,18 +13,18 @@ import msgspec
 
 from redline.errors import RedlineError
 
-Target = int | bytearray | memoryview  # where read bytes go: an address, or writable and contiguous bytes
+Target = int | bytearray | memoryview  # the destination of a read: an address, or writable and contiguous bytes
 
 
 class TransferFailed(RedlineError):
-    """Bytes did not come: the peer has gone, the link has, or the time is over. A read of another peer may succeed."""
+    """A read failed: the peer or the link is down, or the read timed out. A read from another peer may succeed."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of this process that somebody else made, a tensor's for example.
+    """A range of this process's memory that was allocated elsewhere, a tensor's storage for example.
 
-    device: the GPU that has them, by CUDA's number; None: the host. owner: whatever keeps them alive.
+    device: CUDA device index of the GPU memory; None: host memory. owner: the object that keeps the memory allocated.
     """
 
     address: int
@@ -33,29 +33,29 @@ class Memory:
     owner: object = None
 
     def holds(self, address: int, count: int) -> bool:
-        """Whether [address, address + count) lies in it."""
+        """Whether it contains [address, address + count)."""
         return self.address <= address and address + count <= self.address + self.size
 
 
 class Reading(Protocol):
-    """One read under way. One thread at a time may use it, the one that uses its peer."""
+    """One read in progress. One thread at a time may use it: the thread that uses its peer."""
 
     def done(self) -> bool:
-        """Whether all bytes are there. It also moves the read on, so it has to be asked.
+        """Whether all bytes have arrived. It also makes the read progress, so the caller has to poll it.
 
-        Raises TransferFailed where they will not come, each time. Once it has said True or raised, nothing writes into
-        `into` any more.
+        Raises TransferFailed, on every call, if the read has failed. After it has returned True or raised, nothing
+        writes into `into` any more.
         """
         ...
 
     def cancel(self) -> None:
-        """Gives the read up: returns once nothing can write into `into` any more, within the time that the transport
-        says. A read that is done already stays done; any other raises TransferFailed from then on."""
+        """Cancels the read: returns once nothing can write into `into` any more, within a time that each transport
+        documents. A read that is already done stays done; any other raises TransferFailed from then on."""
         ...
 
 
 class Peer(Protocol):
-    """An area of another process, connected. One thread at a time may use it."""
+    """A connection to an area of another process. One thread at a time may use it."""
 
     @property
     def size(self) -> int:
@@ -63,16 +63,16 @@ class Peer(Protocol):
         ...
 
     def read(self, source_offset: int, into: Target, count: int, seconds: float) -> Reading:
-        """Begins to copy bytes [source_offset, source_offset + count) of the area.
+        """Starts to copy bytes [source_offset, source_offset + count) of the area to `into`.
 
-        seconds: after so many the reading cancels itself when it is next asked, and raises TransferFailed.
-        Raises ValueError for no bytes, for bytes outside the area or `into`, and for memory that the transport has not
-        been told of (`Transport.landing`). That the peer has gone is the reading's to tell.
+        seconds: timeout. The first poll after it cancels the reading and raises TransferFailed.
+        Raises ValueError if `count` is not positive, if the bytes are outside the area or `into`, and if the target
+        memory is not registered (`Transport.landing`). If the peer is down, `Reading.done` raises, not this method.
         """
         ...
 
     def close(self) -> None:
-        """Cancels every reading, and lets the connection go."""
+        """Cancels every reading and closes the connection."""
         ...
 
 
@@ -81,77 +81,79 @@ class Area(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """Where it lies."""
+        """Its address, size and device."""
         ...
 
     @property
     def told(self) -> bytes:
-        """What a peer has to know to connect. It travels over our own channels and is a secret of the deployment."""
+        """The descriptor with which a peer connects. It is sent over our own channels and is a secret of the
+        deployment."""
         ...
 
     def close(self) -> None:
-        """Peers can connect no more, and the memory may go. Bytes that peers read from now on are anything."""
+        """Ends access: peers can no longer connect, and the memory may be freed. The content of reads from now on is
+        undefined."""
         ...
 
 
 class Landing(Protocol):
-    """Memory that reads may go to, as long as this is open."""
+    """Memory registered as the target of reads, until this is closed."""
 
     def close(self) -> None:
-        """The memory may go. Whoever closes it has ended the reads that go there; a transport that still knows of one
-        raises ValueError."""
+        """Deregisters the memory, which may be freed then. The caller has to end all reads into it first; a transport
+        that still knows of one raises ValueError."""
         ...
 
 
 class Transport(Protocol):
-    """One way for bytes to get from process to process."""
+    """A method of copying bytes between processes."""
 
     def area(self, memory: Memory | int) -> Area:
-        """Lets peers read this memory, or so many bytes of new host memory, which are zeros.
+        """Lets peers read `memory`, or, if it is an int, that many bytes of new, zeroed memory.
 
-        Raises ConfigError where it cannot be had or, for memory of the caller's, where this transport only makes its
-        own.
+        Raises ConfigError if the memory cannot be allocated or registered, and for memory of the caller's if this
+        transport can only use memory that it allocates itself.
         """
         ...
 
     def landing(self, memory: Memory) -> Landing:
-        """Says where reads will go to. Raises ConfigError where this transport cannot write there."""
+        """Registers memory as a target of reads. Raises ConfigError if this transport cannot write there."""
         ...
 
     def connect(self, told: bytes) -> Peer:
-        """The area of which a peer has told these bytes.
+        """Connects to a peer's area, given its descriptor (`Area.told`).
 
-        Raises TransferFailed where it is not there, or what was told is nothing that this transport tells.
+        Raises TransferFailed if the area does not exist, or if the descriptor was not produced by this transport.
         """
         ...
 
     def close(self) -> None:
-        """Closes all that it has made."""
+        """Closes all peers and areas that it has created."""
         ...
 
 
 def address_of(into: Target, count: int) -> tuple[int, object]:
-    """The address of `into`, and what keeps it in its place as long as it is held.
+    """The address of `into`, and an object that pins the memory while it is referenced.
 
-    Raises ValueError where there are fewer than `count` bytes or they cannot be written to.
+    Raises ValueError if there are fewer than `count` bytes, or if they are not writable and contiguous.
     """
     if isinstance(into, int):
         return into, None
     view = memoryview(into)
     if view.readonly or not view.contiguous or view.nbytes < count:
-        raise ValueError(f"a read of {count:,} bytes goes to as many that can be written to, one after the other")
+        raise ValueError(f"the target of a read of {count:,} bytes must be writable, contiguous and at least that long")
     held = (ctypes.c_char * view.nbytes).from_buffer(view)
     return ctypes.addressof(held), held
 
 
 def inside(source_offset: int, count: int, size: int) -> None:
-    """Raises ValueError where there are none, or they do not lie in an area of `size`."""
+    """Raises ValueError if `count` is not positive, or if the bytes are outside an area of `size` bytes."""
     if count <= 0 or source_offset < 0 or source_offset + count > size:
-        raise ValueError(f"bytes [{source_offset:,}, {source_offset + count:,}) are not in an area of {size:,}")
+        raise ValueError(f"bytes [{source_offset:,}, {source_offset + count:,}) are outside an area of {size:,} bytes")
 
 
 class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What is told of an area. kind: of which transport, and in which form."""
+    """The descriptor of an area. kind: name and format version of its transport."""
 
     kind: str
 
@@ -165,19 +167,19 @@ AnyLanding = TypeVar("AnyLanding", bound=_Lies)
 
 
 def heard(told: bytes, of: type[AnyTold], kind: str, transport: str) -> AnyTold:
-    """What a peer has told, of this kind. Raises TransferFailed where it is none."""
+    """Decodes the descriptor of a peer's area. Raises TransferFailed if it is not of this kind."""
     try:
         facts = msgspec.msgpack.decode(told, type=of)
     except msgspec.MsgspecError as error:
-        raise TransferFailed(f"what the peer told is not of the transport `{transport}` ({error})") from error
+        raise TransferFailed(f"the peer's descriptor is not of the transport `{transport}` ({error})") from error
     if facts.kind != kind:
-        raise TransferFailed(f"what the peer told is not of the transport `{transport}`")
+        raise TransferFailed(f"the peer's descriptor is not of the transport `{transport}`")
     return facts
 
 
 def landing_at(landings: Iterable[AnyLanding], address: int, count: int) -> AnyLanding:
-    """The one that has these bytes. Raises ValueError where none does."""
+    """The landing that contains these bytes. Raises ValueError if none does."""
     for landing in landings:
         if landing.memory.holds(address, count):
             return landing
-    raise ValueError(f"a read of {count:,} bytes to memory that the transport was not told of (`landing`)")
+    raise ValueError(f"a read of {count:,} bytes to memory that is not registered with the transport (`landing`)")

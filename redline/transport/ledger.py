@@ -1,12 +1,12 @@
-"""What is lent of an area: parcels, each for one peer to read, for a time, and never mistaken for another.
+"""Leases on an area: parcels (KV chunks in the transfer buffer), each lent to one peer to read until a deadline.
 
-A parcel's space belongs to whoever fills it, then to the transfer, and never to a request: it is free again only when
-its reader has taken it, in the words of its own ticket, when its time is over, or when its reader has gone. A reader
-that comes later than that finds other bytes, and its checksum says so.
+A parcel's space belongs first to the code that fills it, then to the transfer, and never to a request. It is free again
+only when its reader acknowledges it with the id and epoch of its own ticket, when its lease expires, or when its reader
+is down. A reader that reads after that finds other bytes, which fail its checksum.
 
-    lend     -> Parcel    a space that its owner fills; None: no room now
-    offer    -> Ticket    it is filled: what the reader is told
-    taken                 its reader has verified its own copy
+    lend     -> Parcel    a space for its owner to fill; None: no room now
+    offer    -> Ticket    the space is filled; the ticket is sent to the reader
+    taken                 the reader has verified its own copy
 """
 
 import secrets
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from redline import clock
 from redline.wire.parcel import Ticket, seed_of
 
-ALIGNED = 256  # bytes: what a GPU reads at best in one piece, and whole words of a checksum
-EPOCH_BITS = 62  # of a first epoch: those that follow it are below 2^63
+ALIGNED = 256  # bytes: the largest efficient single read of a GPU, and a whole number of checksum words
+EPOCH_BITS = 62  # size of a random first epoch, so that the epochs that follow it are below 2^63
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """A space that is lent. id: among those that are lent at once. epoch: no other parcel has had it, nor will.
+    """A space that is lent. id: unique among the parcels lent at one time. epoch: never used for another parcel.
 
-    deadline: of its lender's clock, in seconds.
+    deadline: end of the lease by the lender's clock, in seconds.
     """
 
     id: int
@@ -37,12 +37,12 @@ class Parcel:
 
     @property
     def seed(self) -> int:
-        """Of the checksum of its bytes."""
+        """The seed of the checksum of its bytes."""
         return seed_of(self.id, self.epoch)
 
     @property
     def space(self) -> int:
-        """Bytes that it takes of the area."""
+        """Bytes of the area that it occupies: its size, aligned."""
         return -(-self.size // ALIGNED) * ALIGNED
 
 
@@ -50,17 +50,18 @@ class Parcel:
 class _Lent:
     parcel: Parcel
     filled: bool = False
-    lost: bool = False  # its time is over or its reader has gone while it was being filled
+    lost: bool = False  # its lease expired, or its reader went down, while it was being filled
 
 
 class Lender:
-    """The book of one area. One thread at a time may use it.
+    """Allocator of the leases on one area. One thread at a time may use it.
 
-    A space that its owner still fills does not come back before the owner says that it has stopped, by `offer` or
-    `drop`, whatever becomes of its reader: two would fill it.
+    A space that its owner is still filling is not freed before the owner calls `offer` or `drop`, even if its reader is
+    down: otherwise two owners would fill it at once.
 
-    size: bytes of the area; those behind the last 256 are not used. first_epoch: of the first parcel, the next have one
-    more each; None: drawn at random, so that no two lenders have one in common, whatever the system's clock does.
+    size: bytes of the area; a rest of less than 256 bytes at its end is not used. first_epoch: epoch of the first
+    parcel, incremented for each following one; None: drawn at random, so that no two lenders have an epoch in common,
+    whatever the system's clock does.
     """
 
     def __init__(self, size: int, clock: Callable[[], float] = clock.monotonic, first_epoch: int | None = None) -> None:
@@ -69,7 +70,7 @@ class Lender:
         self._epoch = secrets.randbits(EPOCH_BITS) if first_epoch is None else first_epoch
         self._first_epoch = self._epoch
         self._lent: dict[int, _Lent] = {}
-        self._ids: list[int] = []  # free ones below _next_id
+        self._ids: list[int] = []  # free ids below _next_id
         self._next_id = 0
         self._free: list[tuple[int, int]] = (
             [(0, self.size)] if self.size else []
@@ -77,22 +78,22 @@ class Lender:
 
     @property
     def free(self) -> int:
-        """Bytes that are not lent, perhaps in several pieces."""
+        """Bytes that are not lent, possibly in several separate spaces."""
         return sum(end - first for first, end in self._free)
 
     @property
     def lent(self) -> tuple[Parcel, ...]:
-        """All parcels whose space has not come back."""
+        """All parcels that still occupy space."""
         return tuple(lent.parcel for lent in self._lent.values())
 
     def lend(self, size: int, to: str, seconds: float) -> Parcel | None:
-        """The first space that holds so many bytes, for one reader and for so long; None where there is none now.
+        """Lends the first free space of at least `size` bytes to the reader `to` for `seconds`; None: no room now.
 
-        Raises ValueError for a size that there will never be room for.
+        Raises ValueError for a size that never fits into the area.
         """
         space = -(-size // ALIGNED) * ALIGNED
         if size <= 0 or space > self.size:
-            raise ValueError(f"a parcel of {size:,} bytes in an area of {self.size:,}")
+            raise ValueError(f"a parcel of {size:,} bytes does not fit into an area of {self.size:,} bytes")
         at = next((at for at, (first, end) in enumerate(self._free) if end - first >= space), None)
         if at is None:
             return None
@@ -108,10 +109,10 @@ class Lender:
         return parcel
 
     def offer(self, parcel: Parcel, checksum: int) -> Ticket | None:
-        """It is filled, and nobody writes to it any more. None, and the space is back, where its reader has gone or its
-        time is over.
+        """Marks a parcel as filled: its owner has stopped writing. If its reader is down or its lease has expired,
+        frees the space and returns None.
 
-        checksum: 64 bits, of its bytes under its seed. Raises KeyError for one that is not being filled.
+        checksum: 64 bits, over its bytes with its seed. Raises KeyError for a parcel that is not being filled.
         """
         lent = self._filling(parcel)
         lent.filled = True
@@ -121,14 +122,15 @@ class Lender:
         return Ticket(id=parcel.id, epoch=parcel.epoch, offset=parcel.offset, size=parcel.size, checksum=checksum)
 
     def drop(self, parcel: Parcel) -> None:
-        """Nobody writes to it any more, and it is not offered. Raises KeyError for one that is not being filled."""
+        """Frees a parcel that will not be offered; its owner has stopped writing. Raises KeyError for a parcel that is
+        not being filled."""
         self._filling(parcel)
         self._return(parcel)
 
     def taken(self, id: int, epoch: int) -> bool:
-        """Its reader has a verified copy: the space is back.
+        """Frees a parcel that its reader has acknowledged: the reader has a verified copy.
 
-        False, and nothing changes, for a parcel that is offered no more, or not yet.
+        False, and nothing changes, for a parcel that is no longer offered or not offered yet.
         """
         lent = self._lent.get(id)
         if lent is None or lent.parcel.epoch != epoch or not lent.filled:
@@ -137,29 +139,31 @@ class Lender:
         return True
 
     def give_up(self, to: str) -> list[Parcel]:
-        """This reader has gone. -> its parcels; those that are being filled come back when that has stopped."""
+        """Ends the leases of a reader that is down. -> its parcels; a parcel that is being filled is freed when its
+        owner stops filling it."""
         return self._lose(lent for lent in self._lent.values() if lent.parcel.to == to)
 
     def expire(self, now: float) -> list[Parcel]:
-        """-> the parcels whose time is over; those that are being filled come back when that has stopped."""
+        """Ends the leases that have expired. -> their parcels; a parcel that is being filled is freed when its
+        owner stops filling it."""
         return self._lose(lent for lent in self._lent.values() if lent.parcel.deadline <= now)
 
     def check(self) -> None:
-        """Proves that no two parcels overlap and that every byte is lent or free. Raises AssertionError."""
+        """Checks that no two parcels overlap and that every byte is either lent or free. Raises AssertionError."""
         lent = [(one.parcel.offset, one.parcel.offset + one.parcel.space) for one in self._lent.values()]
         at = 0
         for first, end in sorted([*lent, *self._free]):
-            assert first == at < end, f"bytes from {min(at, first)} to {max(at, first)} are in two places or none"
+            assert first == at < end, f"bytes from {min(at, first)} to {max(at, first)} have two owners or none"
             at = end
-        assert at == self.size, f"the book ends at {at} of {self.size}"
+        assert at == self.size, f"the spaces end at {at} of {self.size}"
         assert self._free == sorted(self._free), self._free
         gaps = zip(self._free, self._free[1:], strict=False)
-        assert all(left[1] < right[0] for left, right in gaps), f"free spaces beside each other: {self._free}"
-        assert sorted([*self._lent, *self._ids]) == list(range(self._next_id)), "an id is in two places or none"
+        assert all(left[1] < right[0] for left, right in gaps), f"adjacent free spaces: {self._free}"
+        assert sorted([*self._lent, *self._ids]) == list(range(self._next_id)), "an id has two owners or none"
         epochs = [one.parcel.epoch for one in self._lent.values()]
         assert len(set(epochs)) == len(epochs), "two parcels have the same epoch"
-        assert all(self._first_epoch <= epoch < self._epoch for epoch in epochs), "an epoch that was not given out"
-        assert all(one.parcel.id == id for id, one in self._lent.items()), "a parcel under another's id"
+        assert all(self._first_epoch <= epoch < self._epoch for epoch in epochs), "an epoch that was not assigned"
+        assert all(one.parcel.id == id for id, one in self._lent.items()), "a parcel is stored under a wrong id"
         assert not any(one.filled and one.lost for one in self._lent.values()), "a lost parcel is kept"
 
     def _filling(self, parcel: Parcel) -> _Lent:

@@ -1,7 +1,7 @@
-"""Within one process: a read is a copy, made while its reading is asked.
+"""The transport `memory`, within one process: a read is a copy, made while its reading is polled.
 
-A link that is slow, drops, tears or corrupts can be said (`Disturbance`), so what holds above a transport can be tested
-with a seed instead of a clock.
+`Disturbance` simulates a link that is slow, drops, tears or corrupts reads, so that the layers above a transport can be
+tested with a seed instead of a clock.
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from redline.transport.base import Memory, Target, TransferFailed, address_of, i
 
 @dataclass(frozen=True)
 class Disturbance:
-    """What happens to one read.
+    """The faults that are injected into one read.
 
-    polls: so many times it is asked in vain first. torn: the first half of its bytes is copied when it begins, the
-    rest when it ends; else all of them when it ends. dropped: it never ends by itself. failing: it fails instead of
-    ending. change: is given address and count of the bytes that have come, and may change them.
+    polls: the first `polls` calls of `done` return False. torn: the first half of the bytes is copied when the read
+    begins, the rest when it ends; otherwise all of them when it ends. dropped: the read never completes. failing: the
+    read fails instead of completing. change: called with address and count of the received bytes, which it may change.
     """
 
     polls: int = 0
@@ -32,9 +32,9 @@ class Disturbance:
     change: Callable[[int, int], None] | None = None
 
 
-Disturb = Callable[[int, int], Disturbance | None]  # source offset and count of a read -> what happens to it
+Disturb = Callable[[int, int], Disturbance | None]  # source offset and count of a read -> its faults; None: no fault
 
-_areas: dict[bytes, "MemoryArea"] = {}  # told -> area, of the whole process
+_areas: dict[bytes, "MemoryArea"] = {}  # descriptor -> area, of the whole process
 _numbers = itertools.count()
 
 
@@ -42,9 +42,9 @@ class MemoryArea:
     """An area of this process for peers in this process."""
 
     def __init__(self, memory: Memory) -> None:
-        """Raises ConfigError where the memory is a GPU's."""
+        """Raises ConfigError if the memory is a GPU's."""
         if memory.device is not None:
-            raise ConfigError("transport: `memory` moves bytes of the host, and these are a GPU's")
+            raise ConfigError("transport: `memory` copies host memory only, and this is GPU memory")
         self.memory = memory
         self.told = b"memory %d" % next(_numbers)
         _areas[self.told] = self
@@ -55,19 +55,19 @@ class MemoryArea:
         return self.told in _areas
 
     def close(self) -> None:
-        """As `Area.close`: reads under way fail when they are next asked."""
+        """As `Area.close`: reads in progress fail at their next poll."""
         _areas.pop(self.told, None)
 
 
 class MemoryLanding:
-    """Nothing has to be prepared."""
+    """The target of reads; host memory needs no registration here."""
 
     def close(self) -> None:
-        """Nothing has been."""
+        """Does nothing."""
 
 
 class MemoryReading:
-    """A read that goes on when it is asked."""
+    """A read that progresses when it is polled."""
 
     def __init__(self, peer: "MemoryPeer", offset: int, into: Target, count: int, until: float) -> None:
         self._peer, self._offset, self._count, self._until = peer, offset, count, until
@@ -87,7 +87,7 @@ class MemoryReading:
         if self._failed is not None:
             raise TransferFailed(self._failed)
         if not self._peer.area.open:
-            self._fail("the peer's memory is there no more")
+            self._fail("the peer has closed its memory area")
         if self._polls > 0:
             self._polls -= 1
             return self._wait()
@@ -105,14 +105,14 @@ class MemoryReading:
         return True
 
     def cancel(self) -> None:
-        """As `Reading.cancel`, at once: bytes move only while somebody asks."""
+        """As `Reading.cancel`, immediately: bytes are copied only while the read is polled."""
         if not self._done and self._failed is None:
             self._failed = "the read was cancelled"
             self._end()
 
     def _wait(self) -> bool:
         if self._peer.clock() >= self._until:
-            self._fail("the read took longer than it was given")
+            self._fail("the read timed out")
         return False
 
     def _copy(self, end: int) -> None:
@@ -131,7 +131,7 @@ class MemoryReading:
 
 
 class MemoryPeer:
-    """An area of this process, as its peers see it."""
+    """A connection to an area of this process."""
 
     def __init__(self, area: MemoryArea, disturb: Disturb | None, clock: Callable[[], float]) -> None:
         self.area, self.clock = area, clock
@@ -143,13 +143,13 @@ class MemoryPeer:
     def read(self, source_offset: int, into: Target, count: int, seconds: float) -> MemoryReading:
         """As `Peer.read`."""
         inside(source_offset, count, self.size)
-        assert self._open, "a peer that has been closed"
+        assert self._open, "the peer is closed"
         reading = MemoryReading(self, source_offset, into, count, self.clock() + seconds)
         self.readings.add(reading)
         return reading
 
     def disturbed(self, offset: int, count: int) -> Disturbance | None:
-        """What happens to this read; None: nothing does."""
+        """The faults to inject into this read; None: no fault."""
         return self._disturb(offset, count) if self._disturb is not None else None
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class MemoryPeer:
 class MemoryTransport:
     """Areas and peers of one process.
 
-    disturb: what happens to each read (tests). clock: of the readings' deadlines, in seconds.
+    disturb: chooses the faults of each read (tests). clock: the clock of the readings' deadlines, in seconds.
     """
 
     def __init__(self, disturb: Disturb | None = None, clock: Callable[[], float] = clock.monotonic) -> None:
@@ -177,16 +177,16 @@ class MemoryTransport:
         return area
 
     def landing(self, memory: Memory) -> MemoryLanding:
-        """As `Transport.landing`: any memory of the host."""
+        """As `Transport.landing`: any host memory."""
         if memory.device is not None:
-            raise ConfigError("transport: `memory` moves bytes of the host, and these are a GPU's")
+            raise ConfigError("transport: `memory` copies host memory only, and this is GPU memory")
         return MemoryLanding()
 
     def connect(self, told: bytes) -> MemoryPeer:
         """As `Transport.connect`."""
         area = _areas.get(told)
         if area is None:
-            raise TransferFailed(f"no area of this process is called {told!r}")
+            raise TransferFailed(f"this process has no area with the descriptor {told!r}")
         peer = MemoryPeer(area, self._disturb, self._clock)
         self._peers.add(peer)
         return peer
@@ -198,10 +198,10 @@ class MemoryTransport:
 
 
 def host_memory(size: int) -> Memory:
-    """New memory of this process, zeros, as whole pages. Raises ConfigError where there is not so much."""
+    """New zeroed memory of this process, as whole pages. Raises ConfigError if it cannot be allocated."""
     try:
         mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigError(f"transport: this machine does not give an area of {size:,} bytes ({error})") from error
+        raise ConfigError(f"transport: cannot allocate an area of {size:,} bytes ({error})") from error
     held = (ctypes.c_char * size).from_buffer(mapped)
     return Memory(ctypes.addressof(held), size, owner=held)

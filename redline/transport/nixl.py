@@ -1,11 +1,13 @@
-"""Between processes and machines, through NIXL over UCX: RDMA, NVLink, shared memory, TCP; a host's memory or a GPU's.
+"""The transport `nixl`, between processes and machines, through NIXL over UCX: RDMA, NVLink, shared memory or TCP, from
+and to host or GPU memory.
 
-What NIXL calls a release, or the removal of a peer, ends no read: over TCP the bytes of a peer that was stopped came
-into the buffer after either (docs/transport.md). Only the end of the agent that began the read ends it for certain. So
-every peer has an agent of its own here, and a read that neither ends nor can be called back takes its peer with it.
-What a GPU was told to copy needs no agent to go on: whoever has its memory says how that is waited for (`settle`).
+Neither NIXL's release of a transfer nor the removal of a remote agent ends a read: over TCP, the bytes of a peer that
+was paused arrived in the buffer after both (docs/transport.md). Only destroying the local agent that started the read
+ends it for certain. So every peer has a local agent of its own here, and a read that can neither complete nor be
+cancelled fails its peer. A copy that is already queued on a GPU continues without an agent: the owner of the GPU memory
+passes a function that waits for it (`settle`).
 
-An area's owner has to help some links on. NIXL's own thread for that takes a whole core while nothing moves; ours looks
+Some links need the area's owner to make progress. NIXL's own progress thread takes a whole core while idle; ours polls
 once a millisecond.
 """
 
@@ -25,27 +27,27 @@ from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
 from redline.transport.memory import host_memory
 
-LOOK_S = 0.001  # between two looks of an area's owner at what its peers ask: about 3 % of a core
-GRACE_S = 0.1  # that a cancelled read may take to end by itself before its peer is given up
+LOOK_S = 0.001  # progress interval, in seconds, of an area's owner: polling takes about 3 % of a core
+GRACE_S = 0.1  # seconds that a cancelled read may take to end by itself before its peer is failed
 
 _KIND = "redline-nixl-1"
 
 
 class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
     agent: str
-    metadata: bytes  # NIXL's, of the agent that has registered the memory
+    metadata: bytes  # NIXL's metadata of the agent that has registered the memory
     address: int
     size: int
     device: int | None
 
 
 class _Nixl:
-    """The library, where it is installed: its agents, and what it raises."""
+    """The NIXL library: creates its agents and names its exceptions."""
 
     def __init__(self, tls: str | None) -> None:
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # a line for each agent otherwise
-        os.environ.setdefault("UCX_LOG_LEVEL", "error")  # and one for each read that an agent's end has ended
-        # Where UCX sees no NVLink it would read from GPU to GPU over TCP, though the GPUs reach each other's memory.
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # the default logs a line for each agent
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")  # the default logs each read that an agent's end has ended
+        # If UCX detects no NVLink, it reads from GPU to GPU over TCP by default, even between GPUs with peer access.
         os.environ.setdefault("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         if tls is not None:
             os.environ["UCX_TLS"] = tls
@@ -59,35 +61,37 @@ class _Nixl:
         self.errors: tuple[type[Exception], ...] = tuple(bindings[name] for name in names)
 
     def agent(self) -> Any:
-        """A new one, which nothing helps on but its own calls. Raises ConfigError where UCX cannot begin."""
+        """A new agent without a progress thread. Raises ConfigError if UCX cannot be initialised."""
         config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             agent = self._api.nixl_agent(f"redline-{secrets.token_hex(12)}", config)
         except (*self.errors, RuntimeError) as error:
-            raise ConfigError(f"transport: NIXL cannot begin here ({error}); UCX_TLS says over what") from error
+            raise ConfigError(
+                f"transport: NIXL cannot be initialised here ({error}); UCX_TLS selects UCX's transports"
+            ) from error
         if "UCX" not in agent.backends:
-            raise ConfigError("transport: this NIXL has no UCX")
+            raise ConfigError("transport: this NIXL has no UCX backend")
         return agent
 
     def register(self, agent: Any, memory: Memory) -> Any:
-        """Makes it known to the agent, and pins it where the link wants that. Raises ConfigError where it cannot."""
+        """Registers memory with the agent, which pins it if the link needs that. Raises ConfigError if NIXL refuses."""
         try:
             return agent.register_memory([(memory.address, memory.size, memory.device or 0, "")], _kind(memory))
         except self.errors as error:
             what, why = "the host", f"{error}"
-            if memory.device is not None:  # NIXL has said more on standard error
-                what, why = f"GPU {memory.device}", f"{error}: UCX may lack CUDA here, or UCX_TLS leave it out"
-            raise ConfigError(f"transport: NIXL cannot use {memory.size:,} bytes of {what} ({why})") from error
+            if memory.device is not None:  # NIXL has logged details on standard error
+                what, why = f"GPU {memory.device}", f"{error}: UCX may lack CUDA here, or UCX_TLS may exclude it"
+            raise ConfigError(f"transport: NIXL cannot register {memory.size:,} bytes of {what} ({why})") from error
 
 
 class NixlArea:
-    """Memory that an agent of its own has registered."""
+    """Memory that is registered with an agent of its own."""
 
     def __init__(self, nixl: _Nixl, memory: Memory) -> None:
-        """Raises ConfigError where NIXL cannot use the memory."""
+        """Raises ConfigError if NIXL cannot register the memory."""
         self.memory = memory
         self._agent: Any = nixl.agent()
-        # Registered first: what an agent tells of itself holds what it had registered by then, and no more.
+        # Registration comes first: an agent's metadata contains only the memory that is registered by then.
         nixl.register(self._agent, memory)
         told = _Told(
             _KIND, self._agent.name, self._agent.get_agent_metadata(), memory.address, memory.size, memory.device
@@ -96,7 +100,7 @@ class NixlArea:
         self._lock = threading.Lock()
 
     def help_on(self) -> None:
-        """Answers what peers ask, where the link wants that done."""
+        """Makes progress on peers' reads, for links that need the owner's help."""
         with self._lock:
             if self._agent is not None:
                 self._agent.get_new_notifs()
@@ -108,7 +112,7 @@ class NixlArea:
 
 
 class NixlLanding:
-    """Memory that every peer's agent has registered."""
+    """Memory that is registered with every peer's agent as the target of reads."""
 
     def __init__(self, transport: "NixlTransport", memory: Memory) -> None:
         self.memory = memory
@@ -120,7 +124,7 @@ class NixlLanding:
 
 
 class NixlReading:
-    """A transfer that NIXL has under way."""
+    """A NIXL transfer in progress."""
 
     def __init__(self, peer: "NixlPeer", into: NixlLanding, handle: Any, held: object, seconds: float) -> None:
         self.into = into
@@ -137,20 +141,20 @@ class NixlReading:
         if self._peer.ended(self._handle):
             self._end()
             return True
-        if self._failed is not None:  # the peer has, and all of its readings
+        if self._failed is not None:  # `ended` has failed the peer and all its readings
             raise TransferFailed(self._failed)
         if clock.monotonic() >= self._until:
-            self._give_up(f"the read took longer than its {self._seconds:g} s")
+            self._give_up(f"the read timed out after {self._seconds:g} s")
             return self.done()
         return False
 
     def cancel(self) -> None:
-        """As `Reading.cancel`. One that does not end within a tenth of a second ends with its peer, and so do the
-        peer's other readings."""
+        """As `Reading.cancel`. A read that does not end within `GRACE_S`, 0.1 s, fails its peer, and with it the peer's
+        other readings."""
         self._give_up("the read was cancelled")
 
     def fail(self, reason: str) -> None:
-        """Its peer's agent ends now, and waits for this one's handle."""
+        """Marks the read as failed and releases its handle, since its peer's agent is about to end."""
         self._failed = reason
         self._end()
 
@@ -171,10 +175,10 @@ class NixlReading:
 
 
 class NixlPeer:
-    """An area of another process. One that has failed once fails for ever: whoever still needs it connects anew."""
+    """A connection to an area of another process. A peer that has failed stays failed; the caller has to reconnect."""
 
     def __init__(self, transport: "NixlTransport", nixl: _Nixl, told: _Told) -> None:
-        """Raises TransferFailed where NIXL cannot reach it."""
+        """Raises TransferFailed if NIXL cannot reach the peer."""
         self.size = told.size
         self.readings: set[NixlReading] = set()
         self._transport, self._nixl, self._told = transport, nixl, told
@@ -190,7 +194,7 @@ class NixlPeer:
             raise TransferFailed(f"NIXL cannot reach the peer ({error})") from error
 
     def read(self, source_offset: int, into: Target, count: int, seconds: float) -> NixlReading:
-        """As `Peer.read`. Over shared memory it may be done before this returns."""
+        """As `Peer.read`. Over shared memory the read may be complete before this returns."""
         inside(source_offset, count, self.size)
         address, held = address_of(into, count)
         landing = landing_at(self._transport.landings, address, count)
@@ -207,14 +211,14 @@ class NixlPeer:
                 )
                 reading = NixlReading(self, landing, handle, held, seconds)
                 self.readings.add(reading)
-                agent.transfer(handle)  # what it says, `ended` finds out too
+                agent.transfer(handle)  # its status is ignored: `ended` polls it
                 return reading
         reading = NixlReading(self, landing, None, None, seconds)
-        reading.fail(self._failed or "the peer is not reached any more")
+        reading.fail(self._failed or "the peer is unreachable")
         return reading
 
     def ended(self, handle: Any) -> bool:
-        """Whether all bytes are there. Where the transfer has failed, the peer has: its readings raise from now on."""
+        """Whether all bytes have arrived. A failed transfer fails the peer: its readings raise from now on."""
         with self._failing():
             state = self._agent.check_xfer_state(handle)
             if state == "ERR":
@@ -223,24 +227,24 @@ class NixlPeer:
         return False
 
     def release(self, handle: Any) -> None:
-        """Lets go of a transfer that has ended, or whose agent is about to."""
+        """Releases the handle of a transfer that has ended, or that ends with its agent."""
         if handle is not None:
             with contextlib.suppress(*self._nixl.errors):
                 handle.release()
 
     def register(self, landing: NixlLanding) -> None:
-        """Reads may go there."""
+        """Registers memory as a target of reads."""
         if self._agent is not None:
             self._registered[landing] = self._nixl.register(self._agent, landing.memory)
 
     def deregister(self, landing: NixlLanding) -> None:
-        """Reads may go there no more."""
+        """Deregisters a target of reads."""
         registered = self._registered.pop(landing, None)
         if registered is not None and self._agent is not None:
             self._agent.deregister_memory(registered)
 
     def fail(self, reason: str) -> None:
-        """Ends the agent, and with it whatever it has under way."""
+        """Destroys the agent, and with it all transfers in progress."""
         if self._failed is None:
             self._failed = reason
         on_gpu = any(reading.into.memory.device is not None for reading in self.readings)
@@ -257,20 +261,20 @@ class NixlPeer:
 
     @contextlib.contextmanager
     def _failing(self) -> Generator[None]:
-        """Whatever NIXL raises inside is the end of the peer."""
+        """Fails the peer on any NIXL error that is raised inside."""
         try:
             yield
         except self._nixl.errors as error:
-            self.fail(f"the peer is not reached any more ({error})")
+            self.fail(f"the peer is unreachable ({error})")
 
 
 class NixlTransport:
     """Areas and peers over NIXL.
 
-    tls: over what UCX may connect, in its words (`UCX_TLS`), for the whole process; None: as the environment says, else
-    what UCX finds best. Where only TCP is wanted: `tcp,self`. make: memory of so many bytes, for areas. settle: returns
-    once the GPU whose memory reads go to has ended whatever it was told to copy; needed only where there is one. Raises
-    ConfigError where the library is not installed.
+    tls: value of `UCX_TLS` for the whole process, the transports that UCX may use (`tcp,self` for TCP only); None: the
+    environment's value, by default the transports that UCX prefers. make: allocates memory of a given size in bytes,
+    for areas. settle: returns once the GPU that reads go to has completed all queued copies; needed only with a GPU.
+    Raises ConfigError if the library is not installed.
     """
 
     def __init__(
@@ -288,7 +292,7 @@ class NixlTransport:
         self._closed = threading.Event()
 
     def area(self, memory: Memory | int) -> NixlArea:
-        """As `Transport.area`: of a host's memory or a GPU's."""
+        """As `Transport.area`: of host or GPU memory."""
         area = NixlArea(self._nixl, self._make(memory) if isinstance(memory, int) else memory)
         self._areas.append(area)
         if self._helper is None:
@@ -297,7 +301,7 @@ class NixlTransport:
         return area
 
     def landing(self, memory: Memory) -> NixlLanding:
-        """As `Transport.landing`: of a host's memory or a GPU's, which is tried at once."""
+        """As `Transport.landing`: host memory, or GPU memory, for which registration is tried immediately."""
         if memory.device is not None:
             self._nixl.register(self._nixl.agent(), memory)
         landing = NixlLanding(self, memory)
@@ -307,15 +311,15 @@ class NixlTransport:
         return landing
 
     def forget(self, landing: NixlLanding) -> None:
-        """Its memory may go. Raises ValueError while a reading goes there."""
+        """Deregisters a landing. Raises ValueError while a reading into it is in progress."""
         if any(reading.into is landing for peer in self._peers for reading in peer.readings):
-            raise ValueError("a landing that a reading still goes to")
+            raise ValueError("a landing is closed while a reading into it is in progress")
         for peer in self._peers:
             peer.deregister(landing)
         self.landings.remove(landing)
 
     def connect(self, told: bytes) -> NixlPeer:
-        """As `Transport.connect`. A peer that cannot be reached may be found out only by the first read."""
+        """As `Transport.connect`. That a peer is unreachable may be detected only by the first read."""
         facts = heard(told, _Told, _KIND, "nixl")
         peer = NixlPeer(self, self._nixl, facts)
         self._peers.add(peer)

@@ -1,10 +1,11 @@
-"""Between GPUs of one host: an area is memory of its owner's GPU, which its peers map and copy from with their own.
+"""The transport `peer`, between GPUs of one host (CUDA IPC): an area is GPU memory of its owner, which its peers map
+and copy from with their own GPUs.
 
-No byte passes through the host: a read is a copy that the reader's GPU is told of, and is asked about later. A copy
-that has begun cannot be called back, so whoever cancels it waits for its end, which takes less than a millisecond;
-where it does not end, the GPU has failed, and so has the worker.
+No byte passes through host memory: a read is an asynchronous copy that is queued on the reader's GPU and polled later.
+A copy that has begun cannot be cancelled, so `cancel` waits for its end, which takes less than a millisecond; if the
+copy does not end, the GPU has failed, and the worker with it.
 
-What a driver does here is behind `Chip`, so that all else can be tried where there is no GPU.
+All driver calls are in the interface `Chip`, so that everything else can be tested without a GPU.
 """
 
 import contextlib
@@ -19,47 +20,47 @@ from redline import clock
 from redline.errors import ConfigError, WorkerLost
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside, landing_at
 
-HANG_S = 10.0  # for a copy that was given up to end
-LOOK_S = 0.00005  # between two looks at one that is waited for
+HANG_S = 10.0  # timeout, in seconds, for a cancelled copy to end
+LOOK_S = 0.00005  # polling interval, in seconds, while a cancelled copy ends
 
 _KIND = "redline-peer-1"
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another on each host, and after each start of it
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # different on each host and after each boot
 
 
 class Exported(Protocol):
     """Memory of a GPU that other processes of the host can map."""
 
     address: int
-    handle: bytes  # what they map it by
+    handle: bytes  # the IPC handle by which they map it
 
     def free(self) -> None:
-        """Gives it back: it is mapped anew no more."""
+        """Frees it: it cannot be mapped again."""
         ...
 
 
 class Chip(Protocol):
-    """One GPU, as far as this transport needs it. What its driver refuses is a RuntimeError."""
+    """The driver calls of one GPU that this transport needs. Driver errors are raised as RuntimeError."""
 
     @property
     def device(self) -> int | None:
-        """By CUDA's number; None: the host's memory stands in its place."""
+        """CUDA device index; None: host memory takes the place of GPU memory."""
         ...
 
     def export(self, size: int) -> Exported:
-        """New memory, zeros, that others may map."""
+        """Allocates zeroed memory that other processes may map."""
         ...
 
     def map(self, handle: bytes) -> int:
-        """The address at which this GPU reads what another process has exported."""
+        """Maps memory that another process has exported. -> its address for this GPU."""
         ...
 
     def unmap(self, address: int) -> None:
-        """Ends what `map` began."""
+        """Unmaps memory that `map` has mapped."""
         ...
 
     def copy(self, into: int, source: int, count: int) -> Callable[[], bool]:
-        """Has the GPU copy so many bytes, behind those that it was told of before, and returns at once. What comes back
-        tells whether they are there."""
+        """Queues a copy of `count` bytes on the GPU, after all earlier copies, and returns immediately. -> a function
+        that returns whether the copy has completed."""
         ...
 
 
@@ -70,28 +71,29 @@ class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class PeerArea:
-    """Memory of this process's GPU that others can map."""
+    """Memory of this process's GPU that other processes can map."""
 
     def __init__(self, chip: Chip, size: int) -> None:
-        """Raises ConfigError where the GPU has no room for it, or exports nothing."""
+        """Raises ConfigError if the GPU has no room for it or cannot export memory."""
         try:
             self._exported = chip.export(size)
         except RuntimeError as error:
-            raise ConfigError(f"transport: `peer` has no area of {size:,} bytes of the GPU's ({error})") from error
+            raise ConfigError(f"transport: `peer` cannot allocate {size:,} bytes of GPU memory ({error})") from error
         self._open = True
         self.memory = Memory(self._exported.address, size, chip.device, owner=self._exported)
         self.told = msgspec.msgpack.encode(_Told(_KIND, _host(), self._exported.handle, size))
 
     def close(self) -> None:
-        """As `Area.close`. Who has it mapped keeps its memory as a driver keeps it when a process ends."""
+        """As `Area.close`. For peers that have it mapped, the driver keeps the memory as it does when a process
+        ends."""
         if self._open:
             self._open = False
-            with contextlib.suppress(RuntimeError):  # of a GPU that has failed, whose process ends
+            with contextlib.suppress(RuntimeError):  # the GPU has failed, and this process is ending
                 self._exported.free()
 
 
 class PeerLanding:
-    """Memory of this process's GPU."""
+    """Memory of this process's GPU that is the target of reads."""
 
     def __init__(self, transport: "PeerTransport", memory: Memory) -> None:
         self.memory = memory
@@ -103,12 +105,13 @@ class PeerLanding:
 
 
 class PeerReading:
-    """A copy that the GPU was told of."""
+    """A copy that is queued on the GPU."""
 
     def __init__(
         self, peer: "PeerPeer", into: PeerLanding, ended: Callable[[], bool] | None, held: object, seconds: float
     ) -> None:
-        """ended: whether the bytes are there; None: the GPU has refused the copy, as `fail` will say."""
+        """ended: returns whether the copy has completed; None: the GPU has refused the copy, and the caller calls
+        `fail` with the reason."""
         self.into = into
         self._peer, self._ended, self._held = peer, ended, held
         self._seconds, self._until = seconds, clock.monotonic() + seconds
@@ -122,24 +125,25 @@ class PeerReading:
             return True
         try:
             ended = self._ended()
-        except RuntimeError as error:  # a GPU that has failed copies nothing more
+        except RuntimeError as error:  # the GPU has failed and runs no more copies
             self.fail(f"the GPU could not copy ({error})")
             return self.done()
         if ended:
             self._end()
             return True
         if clock.monotonic() >= self._until:
-            self._give_up(f"the read took longer than its {self._seconds:g} s")
+            self._give_up(f"the read timed out after {self._seconds:g} s")
             return self.done()
         return False
 
     def cancel(self) -> None:
-        """As `Reading.cancel`: it waits for the copy. Raises WorkerLost where the GPU does not end it in `HANG_S`."""
+        """As `Reading.cancel`: waits for the end of the copy. Raises WorkerLost if the GPU does not end it within
+        `HANG_S` seconds."""
         if self._ended is not None:
             self._give_up("the read was cancelled")
 
     def fail(self, reason: str) -> None:
-        """Nothing was copied, or will be."""
+        """Marks the read as failed: nothing is being copied any more."""
         self._failed = reason
         self._end()
 
@@ -148,7 +152,7 @@ class PeerReading:
         try:
             while self._ended is not None and not self._ended():
                 if clock.monotonic() >= until:
-                    raise WorkerLost(f"the GPU has not ended a copy from a peer in {HANG_S:g} s")
+                    raise WorkerLost(f"the GPU has not completed a copy from a peer within {HANG_S:g} s")
                 clock.sleep(LOOK_S)
         except RuntimeError as error:
             reason = f"{reason}, and the GPU could not copy ({error})"
@@ -160,10 +164,10 @@ class PeerReading:
 
 
 class PeerPeer:
-    """An area of another process's GPU, mapped."""
+    """A connection to an area of another process's GPU, which is mapped here."""
 
     def __init__(self, transport: "PeerTransport", chip: Chip, facts: _Told) -> None:
-        """Raises TransferFailed, with the driver's reason, where it cannot be mapped."""
+        """Raises TransferFailed, with the driver's reason, if the area cannot be mapped."""
         self.size = facts.size
         self.readings: set[PeerReading] = set()
         self._transport, self._chip = transport, chip
@@ -173,9 +177,9 @@ class PeerPeer:
             raise TransferFailed(f"this GPU cannot map the peer's memory ({error})") from error
 
     def read(self, source_offset: int, into: Target, count: int, seconds: float) -> PeerReading:
-        """As `Peer.read`: microseconds of the host's, whatever the count."""
+        """As `Peer.read`: takes microseconds of host time, independent of `count`."""
         inside(source_offset, count, self.size)
-        assert self._address is not None, "a peer that has been closed"
+        assert self._address is not None, "the peer is closed"
         address, held = address_of(into, count)
         landing = landing_at(self._transport.landings, address, count)
         try:
@@ -189,12 +193,12 @@ class PeerPeer:
         return reading
 
     def close(self) -> None:
-        """As `Peer.close`: once no copy is under way, the memory is unmapped."""
+        """As `Peer.close`: unmaps the memory once no copy is in progress."""
         for reading in tuple(self.readings):
             reading.cancel()
         if self._address is not None:
             address, self._address = self._address, None
-            with contextlib.suppress(RuntimeError):  # it stays mapped; a GPU that has failed says so in the next step
+            with contextlib.suppress(RuntimeError):  # it stays mapped; the next step reports a GPU that has failed
                 self._chip.unmap(address)
 
 
@@ -211,32 +215,32 @@ class PeerTransport:
         self._peers: WeakSet[PeerPeer] = WeakSet()
 
     def area(self, memory: Memory | int) -> PeerArea:
-        """As `Transport.area`: of new memory alone, which is the GPU's."""
+        """As `Transport.area`: only of new memory, which is allocated on the GPU."""
         if not isinstance(memory, int):
-            raise ConfigError("transport: `peer` makes the memory of an area itself: say its size")
+            raise ConfigError("transport: `peer` allocates the memory of an area itself: pass its size")
         area = PeerArea(self._chip, memory)
         self._areas.append(area)
         return area
 
     def landing(self, memory: Memory) -> PeerLanding:
-        """As `Transport.landing`: memory of the GPU alone."""
+        """As `Transport.landing`: only memory of this GPU."""
         if memory.device != self._chip.device:
-            raise ConfigError("transport: `peer` copies into memory of its own GPU, and this is none of it")
+            raise ConfigError("transport: `peer` copies only into memory of its own GPU, and this is other memory")
         landing = PeerLanding(self, memory)
         self.landings.append(landing)
         return landing
 
     def forget(self, landing: PeerLanding) -> None:
-        """Its memory may go. Raises ValueError while a reading goes there."""
+        """Deregisters a landing. Raises ValueError while a reading into it is in progress."""
         if any(reading.into is landing for peer in self._peers for reading in peer.readings):
-            raise ValueError("a landing that a reading still goes to")
+            raise ValueError("a landing is closed while a reading into it is in progress")
         self.landings.remove(landing)
 
     def connect(self, told: bytes) -> PeerPeer:
-        """As `Transport.connect`: the memory is mapped once, here."""
+        """As `Transport.connect`: maps the area, once for all its reads."""
         facts = heard(told, _Told, _KIND, "peer")
         if facts.host != _host():
-            raise TransferFailed("the peer's GPU is of another host")
+            raise TransferFailed("the peer's GPU is in another host")
         peer = PeerPeer(self, self._chip, facts)
         self._peers.add(peer)
         return peer
@@ -248,5 +252,5 @@ class PeerTransport:
 
 
 def _host() -> str:
-    """Names this host since it was started."""
+    """An id of this boot of this host."""
     return _BOOT.read_text().strip() if _BOOT.exists() else ""

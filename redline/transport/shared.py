@@ -1,7 +1,8 @@
-"""Between processes of one host: an area is a file in shared memory, which its peers map to read, never to write.
+"""The transport `shared`, between processes of one host: an area is a file in shared memory, which its peers map
+read-only.
 
-The folder is this user's alone (0700), as are the files. A peer's process may have died: what it had written can still
-be read until its file is taken away, so that an area answers says nothing about the life of its owner.
+Only this user may access the folder (mode 0700) and the files. After a peer's process has died, its bytes can still be
+read until its file is deleted, so a successful read does not show that the area's owner is alive.
 """
 
 import ctypes
@@ -20,12 +21,12 @@ from redline import clock
 from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, Told, TransferFailed, address_of, heard, inside
 
-INLINE = 1 << 17  # bytes that are copied at once by whoever asks: about 10 us, what waking a thread takes
-PIECE = 1 << 20  # bytes between two looks at whether the read has been cancelled: about 0.1 ms
+INLINE = 1 << 17  # bytes; up to this size the caller's thread copies: about 10 us, the time to wake a thread
+PIECE = 1 << 20  # bytes that are copied between two checks for cancellation: about 0.1 ms
 
 
 class _Told(Told, frozen=True, array_like=True, forbid_unknown_fields=True):
-    name: str  # of the file in the folder
+    name: str  # the file's name in the folder
     size: int
 
 
@@ -36,11 +37,11 @@ class SharedArea:
     """A file of shared memory that this process writes to."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Raises ConfigError where the folder's file system has no room for it."""
+        """Raises ConfigError if the folder's file system has no room for it."""
         self._path = folder / f"parcels-{os.getpid()}-{secrets.token_hex(8)}"
         file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(file, 0, size)  # taken now: who writes to a mapped page that has no room is killed
+            os.posix_fallocate(file, 0, size)  # reserve now: a write to a mapped page without space raises SIGBUS
             mapped = mmap.mmap(file, size)
         except (OSError, ValueError) as error:
             self._path.unlink()
@@ -52,19 +53,19 @@ class SharedArea:
         self.told = msgspec.msgpack.encode(_Told(_KIND, self._path.name, size))
 
     def close(self) -> None:
-        """As `Area.close`: the file loses its name; who has it mapped reads what it last held."""
+        """As `Area.close`: unlinks the file; peers that have it mapped read its last content."""
         self._path.unlink(missing_ok=True)
 
 
 class SharedLanding:
-    """Nothing has to be prepared."""
+    """The target of reads; host memory needs no registration here."""
 
     def close(self) -> None:
-        """Nothing has been."""
+        """Does nothing."""
 
 
 class SharedReading:
-    """A copy, by the transport's thread where it is large."""
+    """A copy; above `INLINE` bytes it is made by the transport's thread."""
 
     def __init__(self, peer: "SharedPeer", source: int, into: Target, count: int, seconds: float) -> None:
         self._peer, self._source, self._count = peer, source, count
@@ -88,12 +89,12 @@ class SharedReading:
             self._end()
             return True
         if clock.monotonic() >= self._until:
-            self._give_up(f"the read took longer than its {self._seconds:g} s")
+            self._give_up(f"the read timed out after {self._seconds:g} s")
             return self.done()
         return False
 
     def cancel(self) -> None:
-        """As `Reading.cancel`: within a piece of 1 MiB, or at once where it has not begun."""
+        """As `Reading.cancel`: returns after at most `PIECE` further bytes, immediately if the copy has not begun."""
         self._give_up("the read was cancelled")
 
     def _give_up(self, reason: str) -> None:
@@ -117,23 +118,23 @@ class SharedReading:
 
 
 class SharedPeer:
-    """A file of another process, mapped to be read."""
+    """A connection to an area of another process: its file, mapped read-only."""
 
     def __init__(self, path: Path, size: int, copier: ThreadPoolExecutor) -> None:
-        """Raises TransferFailed where the file is not there, or is not what was told."""
+        """Raises TransferFailed if the file does not exist, or does not match its descriptor."""
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise TransferFailed(f"the peer's memory is not there: {error.strerror}") from error
+            raise TransferFailed(f"the peer's memory file cannot be opened: {error.strerror}") from error
         try:
             facts = os.fstat(file)
             ours = facts.st_uid == os.geteuid() and stat.S_ISREG(facts.st_mode) and not facts.st_mode & 0o077
             if not ours or facts.st_size != size or not size:
-                raise TransferFailed("the peer's memory is not the file that it told of")
+                raise TransferFailed("the peer's memory file does not match its descriptor")
             mapped = mmap.mmap(file, size, prot=mmap.PROT_READ)
         finally:
             os.close(file)
-        self._view = np.frombuffer(mapped, np.uint8)  # the mapping ends with it
+        self._view = np.frombuffer(mapped, np.uint8)  # its deletion ends the mapping
         self.size = size
         self.readings: set[SharedReading] = set()
         self.copier = copier
@@ -142,7 +143,7 @@ class SharedPeer:
     def read(self, source_offset: int, into: Target, count: int, seconds: float) -> SharedReading:
         """As `Peer.read`."""
         inside(source_offset, count, self.size)
-        assert self._open, "a peer that has been closed"
+        assert self._open, "the peer is closed"
         return SharedReading(self, self._view.ctypes.data + source_offset, into, count, seconds)
 
     def close(self) -> None:
@@ -156,8 +157,8 @@ class SharedPeer:
 class SharedTransport:
     """Areas and peers of one user on one host.
 
-    folder: the same one for all that are to meet, best on a file system in memory (/dev/shm). It is made where it is
-    missing. Raises ConfigError where it is another user's, or others may look into it.
+    folder: the same for all processes that connect to each other, best on a file system in memory (/dev/shm). It is
+    created if it is missing. Raises ConfigError if it belongs to another user, or other users may access it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -166,32 +167,32 @@ class SharedTransport:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             facts = folder.lstat()
         except OSError as error:
-            raise ConfigError(f"transport: {folder} cannot be made ({error.strerror})") from error
+            raise ConfigError(f"transport: {folder} cannot be created ({error.strerror})") from error
         if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-            raise ConfigError(f"transport: {folder} must be a folder of this user's alone (chmod 700)")
-        self._copier = ThreadPoolExecutor(1, thread_name_prefix="transport")  # its thread begins with the first copy
+            raise ConfigError(f"transport: {folder} must be a folder that only this user may access (chmod 700)")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="transport")  # its thread starts with the first copy
         self._areas: list[SharedArea] = []
         self._peers: WeakSet[SharedPeer] = WeakSet()
 
     def area(self, memory: Memory | int) -> SharedArea:
-        """As `Transport.area`: of new memory alone."""
+        """As `Transport.area`: only of new memory."""
         if not isinstance(memory, int):
-            raise ConfigError("transport: `shared` makes the memory of an area itself: say its size")
+            raise ConfigError("transport: `shared` allocates the memory of an area itself: pass its size")
         area = SharedArea(self._folder, memory)
         self._areas.append(area)
         return area
 
     def landing(self, memory: Memory) -> SharedLanding:
-        """As `Transport.landing`: any memory of the host."""
+        """As `Transport.landing`: any host memory."""
         if memory.device is not None:
-            raise ConfigError("transport: `shared` moves bytes of the host, and these are a GPU's")
+            raise ConfigError("transport: `shared` copies host memory only, and this is GPU memory")
         return SharedLanding()
 
     def connect(self, told: bytes) -> SharedPeer:
         """As `Transport.connect`."""
         facts = heard(told, _Told, _KIND, "shared")
         if not facts.name or "/" in facts.name or facts.name in (".", ".."):
-            raise TransferFailed("what the peer told names no file of the transport `shared`")
+            raise TransferFailed("the peer's descriptor names no file of the transport `shared`")
         peer = SharedPeer(self._folder / facts.name, facts.size, self._copier)
         self._peers.add(peer)
         return peer

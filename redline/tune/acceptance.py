@@ -1,21 +1,22 @@
-"""How many drafts will hold: an estimate from what came of earlier ones.
+"""Estimated acceptance rates of draft tokens, from the drafts verified so far.
 
-Draft j of a row is reached when every draft before it held. Of the reached ones we count, the past fading, how many
-held; and the counts are drawn to a constant, so that drafts are tried before they are judged, and again once what was
-learnt of them has faded.
+Draft j of a row is reached when every draft before it was accepted. For each place j we count, with exponential fading,
+how many drafts were reached and how many of these were accepted. A prior pulls the counts towards UNSEEN, so that
+drafts are tried before they are judged, and tried again once the counts have faded.
 """
 
-UNSEEN = 0.9  # share of drafts that is taken to hold before any was offered: less, and good ones would not be tried
-WEIGHT = 8.0  # UNSEEN counts like so many rows
-MOST = 100.0  # what was seen counts like so many rows, at most: a full batch is forgotten as soon as one stream
-KEEPS = 0.85  # share of the counts that stays with each decision while drafts are verified
-REST_KEEPS = 0.997  # the same while none are: they are tried again some five hundred decisions later
+UNSEEN = 0.9  # acceptance rate assumed before any draft was verified; with a lower one good drafts would not be tried
+WEIGHT = 8.0  # weight of UNSEEN, in rows
+MOST = 100.0  # largest weight of the counts, in rows: a full batch fades as fast as a single request
+KEEPS = 0.85  # share of the counts that each decision keeps while drafts are verified
+REST_KEEPS = 0.997  # the same while no drafts are verified: they are tried again some 500 decisions later
 
 
 class Acceptance:
-    """Fading counts of the drafts of one source, by their place in the row: reached ones, and those of them that held.
+    """Fading counts of one drafter's tokens, by their place in the row: `reached`, and of those `held`, the accepted
+    ones.
 
-    most: drafts of a row.
+    most: draft tokens of a row, at most.
     """
 
     def __init__(self, most: int) -> None:
@@ -23,7 +24,7 @@ class Acceptance:
         self.held = [0.0] * most
 
     def seen(self, proposed: int, accepted: int, rows: int = 1) -> None:
-        """So many rows more, each of which verified `proposed` drafts, of which the first `accepted` held."""
+        """Counts `rows` more rows, each of which verified `proposed` drafts and accepted the first `accepted`."""
         for place in range(min(accepted + 1, proposed)):
             self.reached[place] += rows
         for place in range(accepted):
@@ -32,12 +33,12 @@ class Acceptance:
             self.fade(MOST / self.reached[0])
 
     def fade(self, keeps: float) -> None:
-        """Leaves a share `keeps` of all counts."""
+        """Multiplies all counts by `keeps`."""
         self.reached = [count * keeps for count in self.reached]
         self.held = [count * keeps for count in self.held]
 
     def survival(self) -> list[float]:
-        """The probability that the first 1, 2 ... drafts of a row all hold."""
+        """The probability that the first 1, 2 ... drafts of a row are all accepted."""
         alive, chances = 1.0, list[float]()
         for reached, held in zip(self.reached, self.held, strict=True):
             alive *= (held + WEIGHT * UNSEEN) / (reached + WEIGHT)

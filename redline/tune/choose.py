@@ -1,7 +1,8 @@
-"""How many tokens to draft behind each row, and whether the learned drafter pays at all.
+"""Chooses the number of draft tokens per row, and whether the learned drafter pays off.
 
-One objective: expected tokens per millisecond of the whole step. A row with k drafts gives one token and as many more
-as hold. All rows of a step draft as many: on a GPU each costs what the longest one does anyway.
+The objective is expected tokens per millisecond of the whole step. A row with k drafts gives one token plus one for
+each accepted draft. All rows of a step get the same number of drafts: on a GPU each row costs what the longest one
+does.
 """
 
 import itertools
@@ -10,18 +11,20 @@ from dataclasses import dataclass
 
 from redline.tune.costs import RoundTimes
 
-PATIENCE = 4  # decisions that must say the same, one after another, before the learned drafter is left or taken up
-LEAVE, TAKE_UP = 1.05, 1.15  # left below, taken up above this gain: reading prompts, and choosing, cost time too
-LEAST = 1.05  # what drafts must bring, to be asked for at all: what is known of them is an estimate
+PATIENCE = 4  # consecutive decisions that must agree before the learned drafter is switched off or on
+# gain below which the drafter is switched off, and above which it is switched on: reading prompts, and choosing, cost
+# time too
+LEAVE, TAKE_UP = 1.05, 1.15
+LEAST = 1.05  # expected gain below which no drafts are requested: the acceptance rates are estimates
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a step with drafts of one source.
+    """Rows of a step with drafts of the same source.
 
-    count     how many
-    survival  the probability that the first 1, 2 ... drafts of a row all hold
-    share     of these rows, those that have any drafts
+    count     number of rows
+    survival  the probability that the first 1, 2 ... drafts of a row are all accepted
+    share     share of these rows that have any drafts
     """
 
     count: int
@@ -29,16 +32,16 @@ class Rows:
     share: float = 1.0
 
     def tokens(self) -> list[float]:
-        """What is expected of all these rows with 0, 1, 2 ... drafts each."""
+        """Expected tokens of all these rows with 0, 1, 2 ... drafts each."""
         return [self.count * (1 + self.share * held) for held in itertools.accumulate(self.survival, initial=0.0)]
 
 
 def choose(learned: Rows, suffix: Rows, times: RoundTimes) -> int:
-    """The drafts behind each row that give the most tokens per millisecond; the most of several that give as many. None
-    where that is less than LEAST times what no drafts give.
+    """The number of drafts per row with the most expected tokens per millisecond; of several equally good numbers the
+    largest. 0 if the best one gives less than LEAST times the tokens per millisecond of no drafts.
 
-    learned: rows that the learned drafter follows. suffix: all others, whose drafts cost nothing to make. Where nothing
-    was measured, all drafts seem free.
+    learned: rows that the learned drafter follows. suffix: all other rows; their drafts come from suffix matches at no
+    cost. If no step times were measured, drafts are taken to be free.
     """
     rows = learned.count + suffix.count
     drafted = learned.count + suffix.share * suffix.count
@@ -51,9 +54,9 @@ def choose(learned: Rows, suffix: Rows, times: RoundTimes) -> int:
 
 
 def gain(survival: Sequence[float], rows: int, times: RoundTimes) -> float:
-    """How many times faster `rows` rows are with the learned drafter, at the best length, than with no drafts.
+    """Speedup of `rows` rows with the learned drafter, at the best number of drafts, compared with no drafts.
 
-    survival: the probability that a row's first 1, 2 ... drafts all hold.
+    survival: the probability that a row's first 1, 2 ... drafts are all accepted.
     """
     tokens = Rows(rows, survival).tokens()
     best = max(given / times.ms(rows, depth, rows) for depth, given in enumerate(tokens))
@@ -62,16 +65,18 @@ def gain(survival: Sequence[float], rows: int, times: RoundTimes) -> float:
 
 @dataclass(frozen=True)
 class Worth:
-    """Whether the learned drafter pays. It changes slowly: a job that the drafter leaves is lost to it.
+    """Whether the learned drafter pays off. Switching is slow on purpose: the drafter cannot resume a job that it has
+    stopped following.
 
-    against: decisions, one after another, that have said the contrary of `pays`.
+    against: consecutive decisions so far that contradict `pays`.
     """
 
     pays: bool = True
     against: int = 0
 
     def seen(self, gain: float) -> "Worth":
-        """After one more decision, at which the learned drafter made rows `gain` times faster (see `gain`)."""
+        """The state after one more decision, at which the learned drafter made rows `gain` times faster (see
+        `gain`)."""
         other = gain < LEAVE if self.pays else gain > TAKE_UP
         against = self.against + 1 if other else 0
         return Worth(not self.pays) if against >= PATIENCE else Worth(self.pays, against)

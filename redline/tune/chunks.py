@@ -1,11 +1,12 @@
-"""How many tokens of prompts a step computes beside answers, so that it is not longer than it may be.
+"""Chunked prefill with a bound on step time: the number of prompt tokens in a step that also decodes.
 
-A chunk of a prompt lies in one step with the next tokens of all answers, and so between two tokens of each. It may take
-what SHARE of the step's most time leaves, by prediction, in whole pages. Small chunks cost: each step reads the weights
-anew, and expands what lies before it. So where not even a page keeps the time, a chunk is the shortest by which answers
-wait no more than MOST_WAIT times what they wait in all by whole chunks; and where more prompts would miss their first
-token than answers wait, it is as long as keeps those, and whole where nothing shorter does. A prompt that would be late
-even if it were alone from now on asks for nothing: what answers wait would not bring it back. Pure.
+A prompt chunk runs in the same step as the next token of every decoding request, so it adds to the inter-token latency
+of each. The chunk is the longest, in whole pages, that keeps the predicted step time within SHARE of `step_ms`. Small
+chunks have a cost: each step reads the weights again and expands the keys and values of the prompt's earlier tokens.
+Therefore, if even one page exceeds the bound, the chunk is the shortest that delays the decoding requests in total by
+at most MOST_WAIT times as much as whole chunks. If more prompts would miss their TTFT target than there are decoding
+requests, the chunk is long enough to keep those targets, or whole if no shorter one does. A prompt that would be late
+even if it ran alone from now on is not counted: delaying the decoding requests would not save it. Pure functions.
 """
 
 import math
@@ -15,21 +16,23 @@ from typing import NamedTuple
 from redline.tune.pairs import Work, expanded_of, pairs_of
 from redline.wire.job import PAGE_TOKENS
 
-SHARE = 0.9  # of a time that may be used: what is predicted is what steps usually take, and some take longer
-MOST_WAIT = 4 / 3  # times what answers wait by whole chunks, for the same tokens, where steps are too long in any case
-LOOKED_AT = 128  # prompts, the oldest, when a chunk is chosen
+SHARE = 0.9  # share of a time limit that may be used: predictions are of typical step times, and some steps take longer
+# times the delay of decoding requests with whole chunks, for the same tokens, if all steps exceed the limit
+MOST_WAIT = 4 / 3
+LOOKED_AT = 128  # oldest prompts considered when a chunk is chosen
 
 
 class Prompt(NamedTuple):
-    """A prompt that is computed or waits. left_s: until its first token is late; infinite: nothing is promised."""
+    """A running or waiting prefill. left_s: seconds until its first token misses the TTFT target; infinite: no
+    target."""
 
-    tokens: int  # that are to be computed
-    before: int = 0  # that are, or are cached
+    tokens: int  # tokens still to compute
+    before: int = 0  # tokens already computed or cached
     left_s: float = math.inf
 
 
 class Answers(NamedTuple):
-    """Answers that have a row in the step, and the tokens before them, of all together."""
+    """Decode rows of the step: `rows` requests, and `context`, the tokens of context of all of them together."""
 
     rows: int
     context: float = 0.0
@@ -43,11 +46,11 @@ def chunk_tokens(
     prompts: Sequence[Prompt],
     sharing: int | None = None,
 ) -> int:
-    """Tokens of prompts for a step beside answers: pages, or `most`, which is all that there may be, and where nobody
-    has a share.
+    """Prefill budget of a mixed step, in tokens: a multiple of a page, or `most`, the tokens available, which is also
+    the result if no prompt may have a share.
 
-    ms: what a step is predicted to take; with more in it it does not take less. step_ms: that it may take. prompts: the
-    oldest first. sharing: so many of them, the first, may have a share of the step; None: all.
+    ms: predicts the milliseconds of a step; must not decrease with more work. step_ms: bound on the step's time.
+    prompts: the oldest first. sharing: only the first `sharing` prompts may have a share of the step; None: all.
     """
     if most < 1 or not prompts[:sharing]:
         return most
@@ -77,8 +80,8 @@ def chunk_tokens(
 
 
 def work_of(tokens: int, prompts: Sequence[Prompt], answers: Answers) -> Work:
-    """A step with so many tokens of these prompts: half for those that have less to compute than the oldest, those with
-    least first, and the rest for the oldest, as the planner shares them."""
+    """The work of a step with `tokens` tokens of these prompts, divided as the scheduler does: half for the prompts
+    that have less to compute than the oldest one, shortest first, and the rest for the oldest."""
     return _Share(prompts, answers).work(tokens)
 
 
@@ -113,8 +116,7 @@ class _Share:
 
 
 def _needed(prompts: Sequence[Prompt], fastest: float) -> list[float]:
-    """Tokens a millisecond that keep each first token that is promised and can be kept. fastest: as many as there can
-    be."""
+    """Tokens per millisecond needed for each TTFT target that can still be met. fastest: the highest possible rate."""
     shorter, before = dict[int, int](), 0
     for place in sorted(range(len(prompts)), key=lambda place: prompts[place].tokens):
         before += prompts[place].tokens
@@ -129,7 +131,8 @@ def _needed(prompts: Sequence[Prompt], fastest: float) -> list[float]:
 
 
 def _least(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The least of `low` to `high` of which something holds that holds of all above; `high`: of none below it."""
+    """The smallest value in [low, high) for which `holds` is true, by binary search; `high` if there is none.
+    `holds` must be monotonic: once true, true for all larger values."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

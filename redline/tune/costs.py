@@ -1,8 +1,8 @@
-"""What a step costs: milliseconds by rows, positions and drafter passes.
+"""Milliseconds of a decode step, by rows, positions and drafter passes.
 
 `StepCosts` is a small grid that is measured once (rows x positions per row, and a drafter pass by its positions) and
-read by linear interpolation. `RoundTimes` corrects it by what steps then really take: a common scale, since contexts
-grow and machines slow down as a whole; and one factor for each kind of round, by rows and drafts.
+read by linear interpolation. `RoundTimes` corrects it by the observed times of steps: one common scale, since contexts
+grow and machines slow down as a whole, and one factor for each kind of round, by rows and drafts.
 """
 
 import bisect
@@ -11,27 +11,28 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SCALE_RATE = 0.04  # share of a step's surprise, in logarithms, that the scale takes over
-KIND_RATE = 0.16  # share of it that the factor of its kind takes over
-MOST_SURPRISE = math.log(2)  # a step that took more than twice as long was disturbed by something else
-MOST_FACTOR = math.log(4)  # of a kind's correction, up or down
+SCALE_RATE = 0.04  # share of a step's prediction error (logarithm) that moves the common scale
+KIND_RATE = 0.16  # share of the error that moves the factor of the step's kind
+# clip for the error: a step more than twice as slow as predicted was disturbed from outside
+MOST_SURPRISE = math.log(2)
+MOST_FACTOR = math.log(4)  # bound on a kind's factor (logarithm), in both directions
 
-_Weights = list[tuple[int, float]]  # of the points on an axis, as interpolation mixes them
+_Weights = list[tuple[int, float]]  # (index, weight) of the axis points that interpolation mixes
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What was measured. Without measurements every step costs the same, so that drafts seem free.
+    """Measured step costs. Without measurements every step costs the same, so drafts are taken to be free.
 
-    padded: every row costs what the step's longest one does, as in the recorded steps of a GPU.
+    padded: every row costs the same as the longest row of the step, as in CUDA graphs.
 
-    Raises AssertionError where axes and grid do not fit together.
+    Raises AssertionError if the axes and the grid do not fit together.
     """
 
-    rows: tuple[int, ...] = ()  # numbers of rows that were measured, ascending
-    counts: tuple[int, ...] = ()  # positions per row, ascending
+    rows: tuple[int, ...] = ()  # measured numbers of rows, ascending
+    counts: tuple[int, ...] = ()  # measured positions per row, ascending
     target_ms: tuple[tuple[float, ...], ...] = ()  # [rows][counts]: a step without a drafter
-    draft_ms: tuple[float, ...] = ()  # [rows]: a drafter pass over so many positions
+    draft_ms: tuple[float, ...] = ()  # a drafter pass over that many positions
     padded: bool = False
 
     def __post_init__(self) -> None:
@@ -40,17 +41,17 @@ class StepCosts:
         assert len(self.target_ms) == len(self.rows), "one line of the cost grid for each number of rows"
         assert all(len(line) == len(self.counts) for line in self.target_ms), "one cost for each count of positions"
         assert len(self.draft_ms) in (0, len(self.rows)), "one cost of a drafter pass for each number of rows"
-        assert all(ms > 0 for line in (*self.target_ms, self.draft_ms) for ms in line), "a step that takes no time"
+        assert all(ms > 0 for line in (*self.target_ms, self.draft_ms) for ms in line), "step times must be above 0"
 
     @property
     def known(self) -> bool:
-        """Whether anything was measured."""
+        """Whether the grid has measurements."""
         return bool(self.rows and self.counts)
 
     def step_ms(self, rows: int, positions: float, passes: int = 0, followed: int = 0) -> float:
-        """Milliseconds of a step of `rows` rows that compute so many positions each, `positions` of them on average.
+        """Milliseconds of a step with `rows` rows and `positions` positions per row, on average.
 
-        passes: of the learned drafter, over `followed` rows each. 1.0 where nothing was measured.
+        passes: passes of the learned drafter, over `followed` rows each. The result is 1.0 if nothing was measured.
         """
         if not self.known:
             return 1.0
@@ -65,10 +66,10 @@ class StepCosts:
 
 
 class RoundTimes:
-    """Expected milliseconds of rounds, from what was measured and what steps have taken since.
+    """Expected milliseconds of rounds, from the measured grid and the observed times of later steps.
 
-    A round is a step of decode rows that verify `depth` drafts each, with as many passes of the learned drafter where
-    it follows rows; one pass at least, for it reads what has become certain.
+    A round is a decode step in which each row verifies `depth` drafts, plus `depth` passes of the learned drafter if it
+    follows any rows: at least one pass, which reads the accepted tokens.
     """
 
     def __init__(self, costs: StepCosts) -> None:
@@ -78,15 +79,15 @@ class RoundTimes:
         self._measured: dict[tuple[int, int, int], float] = {}
 
     def ms(self, rows: int, depth: int, followed: int, drafted: float | None = None) -> float:
-        """A round of `rows` rows, of which the learned drafter follows `followed`.
+        """Expected milliseconds of a round of `rows` rows, `followed` of them with the learned drafter.
 
-        drafted: rows that have drafts to verify; None: all. It matters where rows are not padded.
+        drafted: rows that have drafts to verify; None: all. Used only if rows are not padded.
         """
         base = self._base(rows, depth, followed, rows if drafted is None else drafted)
         return base * math.exp(self._scale + self._of_kind[self._kind(rows, depth, followed)])
 
     def observed(self, rows: int, depth: int, followed: int, drafted: float, ms: float) -> None:
-        """Corrects by a round that took `ms`; the other arguments are those of `ms`."""
+        """Corrects the model by a round that took `ms` milliseconds; the other arguments are those of `ms`."""
         surprise = _bounded(math.log(max(ms, 1e-6) / self.ms(rows, depth, followed, drafted)), MOST_SURPRISE)
         kind = self._kind(rows, depth, followed)
         self._scale += SCALE_RATE * surprise
@@ -100,15 +101,16 @@ class RoundTimes:
         if not self.costs.padded:
             return self.costs.step_ms(rows, 1 + depth * drafted / rows, passes, followed)
         found = self._measured.get((rows, depth, followed))
-        if found is None:  # a decision looks at several, and has a hundredth of a round's time
+        # cached, because a decision asks for several depths and may take a hundredth of a round's time
+        if found is None:
             found = self.costs.step_ms(rows, 1 + depth, passes, rows)
             self._measured[rows, depth, followed] = found
         return found
 
 
 def _mix(axis: Sequence[int], value: float) -> _Weights:
-    """The points of an axis, with weights, whose mix stands for `value`: linear between the two around it, constant
-    below the first, and in proportion above the last (twice the work, twice the time)."""
+    """Indices of axis points, with the weights of a sum that represents `value`: linear between the two neighbours,
+    constant below the first point, and proportional above the last (twice the work, twice the time)."""
     if value <= axis[0]:
         return [(0, 1.0)]
     if value >= axis[-1]:

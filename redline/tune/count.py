@@ -1,9 +1,10 @@
-"""How many workers run: what looks at the traffic have said lately, and what it costs to start one.
+"""Autoscaling: the number of workers, from recent estimates of the number needed and the time that a start takes.
 
-A look says how many workers keep what is promised with room for what may come while another starts. More are started
-once looks have wanted more for a while, fewer run once no look has wanted more for long. A start takes time in which a
-worker costs and does nothing. So the longer it takes, the longer have looks to want it, and the longer is one that runs
-kept. Pure.
+A `Look` is one estimate of how many workers meet the SLO targets with room for traffic that may arrive while another
+worker starts. Workers are added once several consecutive estimates were higher than the number running, and removed
+once no estimate has been higher than the lower number for a long time. While a worker starts it costs money and serves
+no requests. So the longer a start takes, the longer the demand must last before one is started, and the longer a
+running worker is kept. Pure functions.
 """
 
 import math
@@ -13,24 +14,24 @@ from typing import NamedTuple
 from redline.tune.expected import Roles
 from redline.wire.news import Role
 
-CONFIRM = 2  # looks in a row, at least, that want more before one is started
-WANTED_STARTS = 0.1  # times what a start takes, for which looks have to want it
-KEPT_STARTS = 2  # likewise, for which fewer have to be enough before one ends
-NEWEST = 0.25  # of the window: in it a rise is seen before it fills the window
+CONFIRM = 2  # consecutive estimates, at least, that must ask for more before a worker is started
+WANTED_STARTS = 0.1  # times the start time: how long more workers must have been wanted
+KEPT_STARTS = 2  # times the start time: how long fewer workers must have been enough before one is stopped
+NEWEST = 0.25  # the newest share of the window, in which a rise is detected before it fills the window
 
 
 class Look(NamedTuple):
-    """What one look said. at: seconds. workers: that are enough with room (`tune.roles.Choice.ample`)."""
+    """One estimate. at: its time in seconds. workers: enough workers, with room (`tune.roles.Choice.ample`)."""
 
     at: float
     workers: int
 
 
 class Limits(NamedTuple):
-    """How many workers there may be, and what a change costs.
+    """Bounds on the number of workers, and the cost of a change.
 
-    least, most: workers that run. spare_s: for which fewer have to be enough, at least. start_s: from a worker's start
-    until it takes requests.
+    least, most: running workers, at least and at most. spare_s: seconds that fewer workers must have been enough, at
+    least, before one is stopped. start_s: seconds from a worker's start until it takes requests.
     """
 
     least: int
@@ -40,59 +41,61 @@ class Limits(NamedTuple):
 
     @property
     def kept_s(self) -> float:
-        """For so long fewer have to be enough before one ends."""
+        """Seconds that fewer workers must have been enough before one is stopped."""
         return max(self.spare_s, KEPT_STARTS * self.start_s)
 
 
 class Count(NamedTuple):
-    """How many workers are to run, and why."""
+    """The number of workers to run, and the reason."""
 
     workers: int
     why: str
 
 
 def choose_count(looks: Sequence[Look], running: int, limits: Limits, now: float) -> Count:
-    """How many workers are to run. looks: the newest last. running: workers, those that are being started included.
-    now: in seconds, by the clock of the looks."""
+    """The number of workers to run. looks: the newest last. running: running workers, including those that are
+    starting. now: in seconds, by the clock of the looks."""
     since = now - WANTED_STARTS * limits.start_s
     newest = [look.workers for place, look in enumerate(looks) if look.at >= since or place >= len(looks) - CONFIRM]
     wanted = min(newest) if len(newest) >= CONFIRM and looks[0].at <= since else 0
     more = min(wanted, limits.most)
     if more > running:
-        return Count(more, f"to keep what is promised {wanted} workers are wanted, and {running} run")
+        return Count(more, f"{wanted} workers are needed to meet the SLO targets, {running} are running")
     if running < limits.least:
-        return Count(limits.least, f"{limits.least} workers are to run in any case, and {running} run")
+        return Count(limits.least, f"the minimum is {limits.least} workers, {running} are running")
     lately = _wanted_lately(looks, limits.kept_s, now)
     fewer = running if lately is None else max(limits.least, lately)
     if fewer < running:
-        why = f"{running} workers run, and no more than {fewer} were wanted for {limits.kept_s:.0f} s"
+        why = f"{running} workers are running, and at most {fewer} were needed in the last {limits.kept_s:.0f} s"
         return Count(fewer, why)
-    return Count(running, f"{running} workers run, and {wanted} are wanted")
+    return Count(running, f"{running} workers are running, {wanted} are needed")
 
 
 def rising(rate: float, newest: int, seconds: float) -> float:
-    """Requests a second to count workers by. rate: of the whole window; or of the newest, which came in so many seconds
-    at its end, where even one deviation less of these is more."""
+    """The request rate for which to size the fleet, in requests per second: `rate`, that of the whole window, or the
+    rate of the `newest` requests in its last `seconds` seconds, minus one standard deviation, if that is higher."""
     return max(rate, (newest - math.sqrt(newest)) / seconds)
 
 
 def role_of_another(now: Roles, wanted: Roles) -> Role:
-    """What one more worker is to do. now: roles of those that run; wanted: the best of one more, by prediction, which
-    parts no prompts from answers where nobody has tried that."""
+    """The role of one more worker. now: roles of the running workers. wanted: the best roles with one worker more,
+    by prediction. Prefill is not split from decode on a prediction alone: if no worker has the prefill role now, the
+    new one gets "both"."""
     if not now.prefill:
         return "both"
     return "prefill" if wanted.prefill > now.prefill else "decode"
 
 
 def forgotten(looks: Sequence[Look], seconds: float, now: float) -> int:
-    """How many of the oldest looks say nothing any more: all older than that but one, by which it is known that the
-    others go back so far."""
+    """How many of the oldest looks can be dropped: all older than `seconds` but one, which shows that the others
+    cover the whole time."""
     old = sum(look.at < now - seconds for look in looks)
     return max(0, min(old - 1, len(looks) - CONFIRM))
 
 
 def _wanted_lately(looks: Sequence[Look], seconds: float, now: float) -> int | None:
-    """The most workers that a look of the last so many seconds wanted; None where looks do not go back so far."""
+    """The highest number of workers that any look of the last `seconds` seconds wanted; None if the looks do not go
+    back that far."""
     if not looks or looks[0].at > now - seconds:
         return None
     return max((look.workers for look in looks if look.at >= now - seconds), default=None)

@@ -1,9 +1,9 @@
-"""What a split of a fleet into roles does with the requests that come: predicted, from the step model.
+"""Predicted performance of a fleet's role split (prefill, decode or both), from the step model.
 
-A sample of requests as they came is looked at, so that long prompts with short answers and short ones with long answers
-are not averaged away. Workers for prompts are a queue with so many servers; answers fill steps until as many begin as
-end; prompts that would wait too long are computed where answers are, in chunks as `tune.chunks` cuts them where steps
-beside answers are bounded. Pure.
+The prediction uses a sample of individual requests rather than means, because long prompts with short outputs and short
+prompts with long outputs would average out. Prefill workers are a queue with several servers. Decode batches grow until
+requests finish as fast as they arrive. Prompts that would wait too long for a prefill worker are computed on the decode
+workers, in chunks that `tune.chunks` chooses if the time of mixed steps is bounded. Pure functions.
 """
 
 import math
@@ -18,24 +18,26 @@ from redline.tune.steps import StepModel
 from redline.tune.targets import Targets
 from redline.wire.base import Record
 
-SAMPLE = 512  # requests that are looked at: more change nothing
-MOST_USE = 0.995  # of a queue's servers: beyond, it is taken to grow for as long as one looks
-RATES = 0.8, 1.0, 1.25  # times the rate: what comes next is not known better, and room is worth something
-COSTS_TWICE = 2  # what is not cached counts about as often where a job is sent (`route/choose.py`)
-HELD_UP = 0.5  # likewise, of an answer that a prompt holds up: there it is weighed by what is promised
-TURNS = 48  # of finding how many answers there are at once
-ANY = 1e9  # seconds, where nothing is promised
+SAMPLE = 512  # requests in the sample: more do not change the result
+MOST_USE = 0.995  # utilization above which a queue counts as growing for the whole horizon
+# factors of the request rate over which a split is averaged: the future rate is uncertain, and headroom has value
+RATES = 0.8, 1.0, 1.25
+COSTS_TWICE = 2  # factor of local prefill time in the router's decision (`route/choose.py`)
+HELD_UP = 0.5  # factor per decoding request that a local prefill delays; the router weighs these by SLO strain
+TURNS = 48  # iterations to find the number of concurrent decoding requests
+ANY = 1e9  # seconds, in the place of an infinite SLO target
 
 _Array = NDArray[np.float64]
 
 
 class WorkerModel(Record, frozen=True):
-    """What one worker does and holds.
+    """A worker's performance and capacity.
 
-    gpus: that it has; 0: none, its cost counts as one. step_tokens: positions of a step at most. slots: answers at
-    once at most. kv_tokens: of all its pages. tokens_per_step: of an answer, more than 1 with a drafter. handoff_ms
-    and handoff_token_ms: from the end of a prompt to its first token at another worker, and what a token of it adds.
-    step_ms: that a step with prompts beside answers may take (`tune.chunks`); None: any time.
+    gpus: number of its GPUs; 0: none, its cost counts as one GPU. step_tokens: positions per step, at most. slots:
+    running requests, at most. kv_tokens: tokens in all KV pages. tokens_per_step: tokens per decode row and step, more
+    than 1 with a drafter. handoff_ms and handoff_token_ms: time of the KV transfer from the end of a prompt to its
+    first token at another worker, fixed and per prompt token. step_ms: bound on the time of a mixed step
+    (`tune.chunks`); None: no bound.
     """
 
     name: str
@@ -51,7 +53,7 @@ class WorkerModel(Record, frozen=True):
 
 
 class Asked(NamedTuple):
-    """Tokens of one request: what of its prompt was cached and what was not, and its answer. of: its class."""
+    """Token counts of one request: cached and uncached prompt tokens, and output tokens. of: its SLO class."""
 
     cached: int
     uncached: int
@@ -60,10 +62,11 @@ class Asked(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What comes: requests a second, and requests as they came lately, for the joint distribution of their lengths.
+    """Incoming traffic: requests per second, and a sample of recent requests, which gives the joint distribution of
+    lengths.
 
-    under_way: what is left of those that have not ended: of prompts and answers. It is for who plays them; predictions
-    are of what comes.
+    under_way: remaining tokens of unfinished requests, of prompts and outputs. Used by simulation only; predictions are
+    of requests that arrive.
     """
 
     rate: float
@@ -72,7 +75,7 @@ class Traffic(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """How many workers have each role."""
+    """Number of workers with each role."""
 
     prefill: int = 0
     decode: int = 0
@@ -80,20 +83,22 @@ class Roles(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """All of them."""
+        """Number of workers."""
         return self.prefill + self.decode + self.both
 
     def flips(self, other: "Roles") -> int:
-        """How many of as many workers change their role to become `other`. Between "decode" and "both" nothing has to
-        change where a worker is concerned; it counts all the same, since prompts then go elsewhere."""
+        """How many workers change their role to reach `other`, a split of the same number of workers. A change between
+        "decode" and "both" needs no action on the worker; it counts all the same, since prompts are then routed
+        elsewhere."""
         return sum(max(0, b - a) for a, b in zip(self, other, strict=True))
 
 
 class Predicted(NamedTuple):
-    """What a split is expected to do.
+    """Predicted performance of a split.
 
-    goodput: good requests a second. steady: of all requests the share that is good, on the mean over RATES. prefill,
-    decode: the share of their time, or of the answers that they can hold, that is in use; beyond 1 their queue grows.
+    goodput: requests per second that meet their SLO targets. attainment: their share of all requests. steady: that
+    share, averaged over RATES. prefill, decode: utilization of the prefill workers' time and of the decode capacity;
+    above 1 their queue grows.
     """
 
     roles: Roles
@@ -105,12 +110,12 @@ class Predicted(NamedTuple):
 
     @property
     def rank(self) -> tuple[float, float]:
-        """The larger the better: good requests, and of none or as many the split with more room."""
+        """Sort key, larger is better: attainment averaged over RATES, then lower utilization."""
         return round(self.steady, 4), -max(self.prefill, self.decode)
 
 
 class Sample:
-    """Requests as arrays, those with the shortest prompts first, and what a split does with them."""
+    """The sample as arrays, sorted by prefill time, shortest first, with the predictions for a split."""
 
     def __init__(self, traffic: Traffic, model: WorkerModel, targets: Mapping[str, Targets], horizon_s: float) -> None:
         some = traffic.requests[:: max(1, len(traffic.requests) // SAMPLE)]
@@ -133,14 +138,15 @@ class Sample:
         lengths = self._cached + self._uncached
         self._context = float((self._steps * (lengths + self._output / 2)).sum() / self._steps.sum())
         held = float((self._steps * (lengths + self._output)).sum() / self._steps.sum())
-        self._most = max(1.0, min(model.slots, model.kv_tokens / held))  # answers of a worker at once
+        self._most = max(1.0, min(model.slots, model.kv_tokens / held))  # decoding requests per worker, at most
         self._beside: dict[tuple[int, bool], _Beside] = {}
-        self._chosen: dict[int, _Array] = {}  # chunks, by how many answers are beside them
+        self._chosen: dict[int, _Array] = {}  # chunk sizes, by the number of decoding requests in the step
         self._alone_s = self._prompts_s(0.0, self._whole(0.0))
         self._handoff_s = (model.handoff_ms + model.handoff_token_ms * lengths) / 1e3
 
     def predict(self, roles: Roles) -> Predicted:
-        """Roles with some that do both and some for prompts alone count those that do both as if they answered."""
+        """The predicted performance of a split. If some workers do both and others only prefill, those that do both
+        count as decode workers."""
         if not self.rate:
             return Predicted(roles, 0.0, 1.0, 1.0, 0.0, 0.0)
         answering = roles.decode + roles.both
@@ -152,20 +158,21 @@ class Sample:
         return Predicted(roles, self.rate * share, share, steady, prefill, decode)
 
     def share(self, roles: Roles, times: float) -> float:
-        """Of all requests those that are good, at so many times the rate. At least one worker answers."""
+        """The share of requests that meet their targets, at `times` times the rate. Needs at least one worker that
+        decodes."""
         return self._split(times * self.rate, roles.prefill, roles.decode + roles.both)[0]
 
     def keeps(self, roles: Roles, times: float, share: float) -> bool:
-        """Whether so large a share of requests is good, at so many times the rate, and no queue grows: where a promise
-        cannot be kept by anybody requests are to be answered all the same."""
+        """Whether at least `share` of the requests meet their targets at `times` times the rate, and no queue grows:
+        if no worker can meet a target, its requests must be served all the same."""
         good, prefill, decode = self._split(times * self.rate, roles.prefill, roles.decode + roles.both)
         return good >= share and prefill <= MOST_USE and decode <= 1
 
     def _split(self, rate: float, prefill: int, decode: int) -> tuple[float, float, float]:
-        """(share of requests that are good, use of those who compute prompts, of those who answer).
+        """(share of requests that meet their targets, utilization of prefill workers, utilization of decode workers).
 
-        Where steps beside answers are bounded and prompts cannot keep up so, they are computed in chunks as long as
-        first tokens need (`tune.chunks`): it is then the better of both.
+        If the time of mixed steps is bounded and prefill cannot keep up with such chunks, chunks are made long enough
+        for the TTFT targets (`tune.chunks`): the result is then the better of both.
         """
         found = self._good(rate, prefill, decode)
         if self._model.step_ms is None or found[1] <= MOST_USE:
@@ -195,16 +202,16 @@ class Sample:
         return float(good.mean()), used, full
 
     def _here(self, rate: float, prefill: int, decode: int) -> int:
-        """How many of the sample's prompts, the shortest, are computed where their answers are: none, until one would
-        wait with the workers for prompts for longer than what it costs there. That is weighed by the answers that it
-        holds up (`route/choose.py`), and less for a short one, so that short ones go first."""
+        """How many of the sample's prompts, from the shortest on, are computed on the decode workers: none, until
+        one would wait for a prefill worker longer than its local prefill costs. That cost is weighed by the decoding
+        requests that it delays (`route/choose.py`). It is lower for a short prompt, so short ones are moved first."""
         count = len(self._output)
         if not prefill:
             return count
         each = rate / count
 
         def may_be(here: int) -> bool:
-            """Whether the shortest of the others waits no longer than that."""
+            """Whether the shortest remaining prompt waits no longer than its local cost."""
             wait_s = self._wait_s((count - here) * each, self._alone_s[here:], prefill)[2]
             rows, _ = self._rows(rate / decode, here, each / decode)
             return wait_s <= COSTS_TWICE * float(self._alone_s[here]) * max(1.0, HELD_UP * rows)
@@ -218,20 +225,23 @@ class Sample:
         return high
 
     def _prompts_s(self, rows: float, chunk: _Array) -> _Array:
-        """Seconds of each prompt's steps, beside so many rows, with so many of its tokens in each."""
+        """Seconds of all steps of each prompt, in batches with `rows` decode rows and `chunk` prompt tokens per
+        step."""
         model = self._model.steps
         sizes, which = np.unique(chunk, return_inverse=True)
-        share: _Array = np.array([model.share(size / 2 + rows) for size in sizes])  # of a chunk of some length
+        # share of experts read, by chunk size
+        share: _Array = np.array([model.share(size / 2 + rows) for size in sizes])
         count = np.ceil(self._uncached / chunk)
         beside = model.base + rows * (model.row + model.context * self._context)
         shares = count * share[which]
         pairs = self._uncached * (self._cached + (self._uncached + 1) / 2)
-        expanded = count * self._cached + chunk * count * (count - 1) / 2 + self._uncached  # each chunk's end
+        # positions up to each chunk's end, summed
+        expanded = count * self._cached + chunk * count * (count - 1) / 2 + self._uncached
         own = model.prompt * self._uncached + model.pair * pairs + model.expand * expanded
         return (count * beside + model.experts * shares + own) / 1e3
 
     def _prompts(self, rows: float) -> "_Beside":
-        """All prompts beside so many rows, to half a row."""
+        """Times of all prompts in batches with `rows` decode rows, rounded to half a row."""
         near = round(2 * rows), self._bounded
         if near not in self._beside:
             self._beside[near] = self._beside_rows(near[0] / 2)
@@ -242,7 +252,7 @@ class Sample:
         service_s = steps_s = self._prompts_s(rows, whole)
         steps = np.ceil(self._uncached / self._model.step_tokens)
         if self._bounded:
-            # Answers come and go: at times none is there, and chunks are whole.
+            # The number of decode rows varies: at times there is none, and chunks are whole.
             some = -math.expm1(-rows)
             chunk = np.minimum(self._chunks(round(2 * math.log2(max(rows, 1.0)))), whole)
             steps, steps_s = np.ceil(self._uncached / chunk), self._prompts_s(rows, chunk)
@@ -250,17 +260,17 @@ class Sample:
         return _Beside(service_s, _summed(service_s), _summed(service_s**2), _summed(steps), _summed(steps_s))
 
     def _whole(self, rows: float) -> _Array:
-        """Of each prompt the tokens in a step, where nothing bounds it."""
+        """Tokens of each prompt per step if no bound limits the step's time."""
         return np.full_like(self._uncached, max(1.0, self._model.step_tokens - rows))
 
     def _chunks(self, double: int) -> _Array:
-        """Of each prompt the tokens in a step beside two to the power of half so many answers, as a worker chooses
-        them: by kinds of prompts, at the middle of each."""
+        """Tokens of each prompt per step with 2^(double / 2) decode rows, as a worker chooses them. Chosen once for
+        each kind of prompt, at the kind's mean."""
         if double in self._chosen:
             return self._chosen[double]
         rows = 2 ** (double / 2)
         model, chunks = self._model, self._whole(rows)
-        assert model.step_ms is not None, "nothing bounds the steps"
+        assert model.step_ms is not None, "step_ms is not set"
         answers = Answers(max(1, round(rows)), rows * self._context)
         depth = self._cached + self._uncached / 2
         _, kinds = np.unique(
@@ -278,8 +288,8 @@ class Sample:
         return self._model.steps.decode_ms(rows, self._context) / 1e3
 
     def _wait_s(self, rate: float, service_s: _Array, servers: int) -> tuple[float, float, float]:
-        """(use of the servers, share that waits, seconds that all wait on the mean): a queue with several servers and
-        any distribution of service, by the approximation of Allen and Cunneen."""
+        """(utilization, probability of waiting, mean wait in seconds over all requests) of a queue with several
+        servers and any distribution of service times: the Allen-Cunneen approximation."""
         mean = float(service_s.mean())
         used = rate * mean / servers
         if used > MOST_USE:
@@ -289,26 +299,27 @@ class Sample:
         return used, waits, waits * spread * mean / (servers * (1 - used))
 
     def _in_time(self, rate: float, service_s: _Array, servers: int, within_s: _Array) -> tuple[float, _Array]:
-        """(use of the servers, how likely each prompt is done within its time): waits are exponential."""
+        """(utilization, probability that each prompt finishes within its time); waits are taken to be exponential."""
         used, waits, wait_s = self._wait_s(rate, service_s, servers)
         left = within_s - service_s
-        if math.isinf(wait_s):  # who comes early finds a short queue; it grows by (used - 1) seconds a second
+        if math.isinf(wait_s):  # early requests find a short queue; it grows by (used - 1) seconds per second
             return used, np.clip(left / (max(used - MOST_USE, 1e-3) * self._horizon_s), 0.0, 1.0)
         late = waits * np.exp(-np.maximum(left, 0) * waits / max(wait_s, 1e-9))
         return used, np.where(left > 0, 1 - late, 0.0)
 
     def _in_time_before_longer(self, rows: float, here: int, each: float) -> _Array:
-        """How likely each prompt is done within its time by the half of each step that shorter ones than the oldest
-        have, the least first: what is shorter is before it."""
+        """Probability that each prompt finishes in time on the half of each step that is reserved for prompts
+        shorter than the oldest one, shortest first: every shorter prompt goes before it."""
         beside = self._prompts(rows)
         service_s = 2 * beside.service_s[:here]
-        before = np.minimum(2 * each * beside.sums[:here], MOST_USE)  # of that half, by those that are shorter
+        before = np.minimum(2 * each * beside.sums[:here], MOST_USE)  # utilization of that half by shorter prompts
         left, wait_s = self._ttft_s[:here] - service_s, before / (1 - before) * service_s
         return np.where(left > 0, 1 - before * np.exp(-np.maximum(left, 0) / np.maximum(wait_s, 1e-9)), 0.0)
 
     def _rows(self, rate: float, here: int, each: float) -> tuple[float, float]:
-        """(answers of a worker at once, share of those that it can hold), where so many requests a second come to it,
-        and it computes the first `here` prompts of the sample itself, each of them so often a second."""
+        """(concurrent decoding requests per worker, their number over the worker's capacity), if `rate` requests per
+        second arrive at a worker that also computes the first `here` prompts of the sample itself, each of them
+        `each` times per second."""
         steps = float(self._steps.mean())
         rows = 0.0
         for _ in range(TURNS):
@@ -318,36 +329,37 @@ class Sample:
         return min(rows, self._most), rows / self._most
 
     def _step_s(self, rows: float, here: int, each: float) -> float:
-        """Seconds between two tokens of an answer, on the mean, beside such prompts, and beside so many other answers:
-        who comes finds as many as there are on the mean, and is one more."""
+        """Mean seconds between two tokens of a request, with local prefill of the first `here` prompts and `rows`
+        other decoding requests: an arriving request finds the mean number and adds one."""
         plain = self._decode_s(rows + 1)
         if not here:
             return plain
         steps, steps_s = (float(of[here]) for of in self._prompts(rows)[-2:])
-        busy = each * steps_s  # of a second
+        busy = each * steps_s  # share of the time with a chunk in the step
         if busy >= 1:
             return steps_s / steps if self._bounded else math.inf
-        # In a second so many steps have a chunk, and what time is left is for plain ones.
+        # Per second, `each * steps` steps have a chunk, and the remaining time is for plain decode steps.
         return 1 / (each * steps + (1 - busy) / plain)
 
     def _behind_s(self, rows: float, here: int, each: float) -> float:
-        """Seconds for which an answer stands still at its beginning, on the mean: prompts that came while its own was
-        computed are before it, and those that come meanwhile."""
-        if not here or self._bounded:  # then it goes on beside them
+        """Mean seconds that a request waits before its second token: prompts that arrived while its own was computed
+        are ahead of it, and so are prompts that arrive during this wait."""
+        if not here or self._bounded:  # with bounded steps it decodes in the same batches
             return 0.0
         beside = self._prompts(rows)
         left = 1 - each * float(beside.sums[here])
         return math.inf if left <= 0 else each * float(beside.squares[here]) / (2 * left**2)
 
     def _in_pace(self, rows: float, here: int, each: float, workers: int) -> _Array:
-        """How likely each answer keeps its pace: rows vary as what comes by chance does, shared by the workers; and
-        some answers are met by more prompts than others. Prompts come behind prompts, so their sum has a long tail:
-        where there are any, the pace is taken to be distributed log-normally."""
+        """Probability that each request meets its inter-token target. The number of rows varies like random arrivals
+        divided among the workers, and some requests are delayed by more prompts than others. Prompts queue up after one
+        another, so the sum of their times has a long tail: with local prefill the time per token is taken to be
+        log-normal."""
         mean = self._step_s(rows, here, each)
         behind_s = self._behind_s(rows, here, each)
         if not math.isfinite(mean + behind_s):
             return np.zeros_like(self._itl_s)
-        more = self._step_s(rows + 1, here, each) - mean  # what one more answer adds
+        more = self._step_s(rows + 1, here, each) - mean  # seconds that one more decoding request adds
         if not math.isfinite(more):
             more = mean
         deviation: _Array = np.full_like(self._itl_s, max(more, 0.0) * math.sqrt(rows / workers))
@@ -359,9 +371,11 @@ class Sample:
         else:
             beside = self._prompts(rows)
             used, squares = each * float(beside.sums[here]), each * float(beside.squares[here])
-            # Each prompt that meets an answer brings those behind it: of such a busy time the second moment.
+            # Each prompt that delays a request brings the prompts that queue after it: the second moment of such a busy
+            # period.
             met = self._steps * self._decode_s(rows) * squares / (1 - used) ** 3
-            still = behind_s**2 * (2 - used) / max(used, 1e-9)  # nobody is before most, and many before few
+            # most requests have no prompt ahead of them, few have many
+            still = behind_s**2 * (2 - used) / max(used, 1e-9)
             means = mean + behind_s / self._steps
             deviation = np.hypot(deviation, np.sqrt(met + still) / self._steps)
             width = np.sqrt(np.log1p((deviation / means) ** 2))
@@ -369,19 +383,20 @@ class Sample:
         return 1 / (1 + np.exp(-1.702 * np.clip(off, -20, 20)))
 
     def _uneven_s(self, rows: float, here: int, each: float) -> tuple[_Array, float]:
-        """(By how much the seconds between two tokens of an answer differ, where steps beside it are bounded: some are
-        met by more steps with prompts than others; and those seconds where each step has some)."""
+        """(standard deviation of the seconds between two tokens of each request if mixed steps are bounded, since
+        some requests share their batches with more prefill steps than others; the seconds per token if every step
+        has a chunk)."""
         beside, plain = self._prompts(rows), self._decode_s(rows + 1)
         steps_s = float(beside.steps_s[here])
         used = min(each * steps_s, 1.0)
         slower = max(0.0, steps_s / max(float(beside.steps[here]), 1.0) - plain)
         one_s = float(beside.squares[here]) / max(float(beside.sums[here]), 1e-9)
-        met_s = one_s / max(1 - used, 1e-3)  # for which they come together
+        met_s = one_s / max(1 - used, 1e-3)  # seconds of one run of consecutive steps with chunks
         parts = np.maximum(self._steps * self._step_s(rows, here, each) / (2 * met_s), 1.0)
         return slower * np.sqrt(used * (1 - used) / parts), plain + slower
 
     def _room(self, full: float) -> float:
-        """Of answers, those that find room at a worker before their time is over."""
+        """The share of requests that are admitted to a worker's batch before their TTFT target is over."""
         if full <= MOST_USE:
             return 1.0
         patience = float(self._ttft_s.mean())
@@ -389,10 +404,10 @@ class Sample:
 
 
 class _Beside(NamedTuple):
-    """Seconds that prompts take beside some rows: of each, and of the first so many the sum, and that of squares.
+    """Prefill times in batches with some number of decode rows.
 
-    steps, steps_s: of the first so many, how many steps they have together while an answer is there, and what these
-    take.
+    service_s: seconds of each prompt. sums, squares: prefix sums of service_s and of its square, at index n over the
+    first n prompts. steps, steps_s: prefix sums of the steps that run while any request decodes, and of their seconds.
     """
 
     service_s: _Array
@@ -403,5 +418,5 @@ class _Beside(NamedTuple):
 
 
 def _summed(values: _Array) -> _Array:
-    """Of the first so many, their sum: of none, of one ..."""
+    """Prefix sums, starting with 0 for no value."""
     return np.concatenate(([0.0], np.cumsum(values)))

@@ -1,13 +1,13 @@
-"""The least time of a step on this machine: what it must read over how fast memory is, or what it must compute over how
-fast that goes, whichever takes longer.
+"""Roofline bound of a step on this machine: bytes to read over memory bandwidth, or operations over peak compute,
+whichever takes longer.
 
     bytes       weights + head + experts x share of them that are chosen + context x a position's latents
                 + passes of the drafter x its weights
-    operations  positions x all weights that one meets + heads x the head + pairs x attention
+    operations  positions x weights used by one + heads x the head + pairs x attention
                 + rows drafted x the drafter's weights
 
-Weights are read once a step, whatever its size; of the experts as many as are chosen where each position chooses on its
-own, on the mean.
+Weights are read once per step, whatever its size. The share of experts is the expected one if each position chooses its
+experts independently.
 """
 
 from typing import NamedTuple
@@ -17,43 +17,44 @@ from redline.wire.base import Record
 
 
 class Counted(NamedTuple):
-    """What a step has, counted by whoever planned it."""
+    """The contents of a step, counted by the scheduler."""
 
-    positions: int = 0  # that go through the layers: of prompts, of answers, and drafts that were verified
-    heads: int = 0  # of these, whose next token is asked for
-    context: int = 0  # positions whose latents are read, each row's own
-    pairs: float = 0.0  # positions of answers and drafts, times the positions that each attends to
-    prompt_pairs: float = 0.0  # the same of prompts, whose attention has another form
-    passes: int = 0  # of the learned drafter
-    drafted: int = 0  # rows of all its passes
+    positions: int = 0  # positions that go through the layers: prompt tokens, decode tokens and verified drafts
+    heads: int = 0  # positions for which logits are computed
+    context: int = 0  # context positions read from the KV cache, summed over rows
+    pairs: float = 0.0  # decode and draft positions x the positions that each attends to
+    prompt_pairs: float = 0.0  # the same for prompt positions: their attention has another form
+    passes: int = 0  # passes of the learned drafter
+    drafted: int = 0  # rows, summed over the drafter's passes
 
 
 class StepWork(Record, frozen=True):
-    """What a model's steps must move and compute, of one rank. Bytes of weights, operations of one position."""
+    """Bytes and operations of one rank's steps. Bytes are of weights; operations are per position."""
 
     weight_bytes: (
-        float  # of all that every position meets but the head; of the embedding a row is read, which is left out
+        # all weights that every position uses except the head; the embedding is left out, since one row of it is read
+        float
     )
     head_bytes: float
-    expert_bytes: float  # of all experts of all layers
-    experts_of: int  # of a layer
-    experts_chosen: int  # by a position
-    latent_bytes: float  # of a position in all layers
-    position_ops: float  # in all layers, chosen experts among it, attention to others left out
+    expert_bytes: float  # all experts of all layers
+    experts_of: int  # experts per layer
+    experts_chosen: int  # experts per token
+    latent_bytes: float  # one position in all layers
+    position_ops: float  # one position in all layers, with its chosen experts, without attention to other positions
     head_ops: float
-    pair_ops: float  # attention of an answer's position to one other, in all layers
+    pair_ops: float  # attention of a decode position to one other position, in all layers
     prompt_pair_ops: float
-    draft_bytes: float = 0.0  # of the drafter's weights, that each pass reads
-    draft_ops: float = 0.0  # of one row in a pass
+    draft_bytes: float = 0.0  # the drafter's weights, read in each pass
+    draft_ops: float = 0.0  # one row in a pass
 
     def bytes(self, step: Counted) -> float:
-        """What the step must read."""
+        """Bytes that the step must read."""
         experts = self.expert_bytes * chosen_share(self.experts_of, self.experts_chosen, step.positions)
         read = self.weight_bytes + experts + self.latent_bytes * step.context + self.draft_bytes * step.passes
         return read + (self.head_bytes if step.heads else 0.0)
 
     def operations(self, step: Counted) -> float:
-        """What the step must compute; a multiplication and an addition are two."""
+        """Operations of the step; a multiplication and an addition are two."""
         return (
             self.position_ops * step.positions
             + self.head_ops * step.heads
@@ -64,12 +65,12 @@ class StepWork(Record, frozen=True):
 
 
 class StepFloor(Record, frozen=True):
-    """A model's work, and how fast this machine does it, as measured."""
+    """A model's work, and the measured bandwidth and compute rate of this machine."""
 
     work: StepWork
     bytes_per_s: float
     ops_per_s: float
 
     def seconds(self, step: Counted) -> float:
-        """The least that the step can take: reading and computing overlap, so the slower of the two decides."""
+        """Lower bound of the step's time in seconds: reads and compute overlap, so the slower of the two decides."""
         return max(self.work.bytes(step) / self.bytes_per_s, self.work.operations(step) / self.ops_per_s)

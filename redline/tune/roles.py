@@ -1,9 +1,10 @@
-"""How many workers compute prompts for others, how many answer, or whether all do both: whichever keeps most promises.
+"""Chooses worker roles: how many workers only prefill and how many decode, or all do both, whichever meets the SLO
+targets of most requests.
 
-Each split is predicted (`expected.py`). Where another may be better than the present one, some are named to be tried
-(`simulate/fleet.py`), and `settled` says what comes of that. A change has to pay, over a horizon, for what the workers
-that change do not do meanwhile; but workers that all do both are good with any traffic, so they need only be as good.
-Roles come first: how many workers are wanted is said beside. Pure functions.
+Each split is predicted (`expected.py`). If another split may be better than the current one, some splits are listed for
+trial runs in the simulator (`simulate/fleet.py`), and `settled` chooses from the results. Over a horizon, a change has
+to gain more than the workers lose while they switch roles. The all-mixed split is good with any traffic, so it only has
+to be as good. Roles come first; the number of workers wanted is reported with them. Pure functions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,22 +13,22 @@ from typing import NamedTuple
 from redline.tune.expected import RATES, Predicted, Roles, Sample, Traffic, WorkerModel
 from redline.tune.targets import Targets
 
-LEAST_GAIN = 0.02  # of all requests: what is predicted errs by as much
-TRIED_GAIN = 0.1  # likewise what was tried, on what came in one minute; and what suits that may suit nothing else
-ENOUGH = 0.97  # of all requests, with which all do both although others are a little better
-NEAR = 0.01  # likewise: what is less good by so little is as good
-GRID = 16  # of so many times as many workers not every split is looked at
-ALONE = 1e-6  # times the rate, of which no request meets another
-TRIALS = 8  # splits that are tried, beside the present one and the best by prediction
-MOST_TIMES = 4  # as many workers as there are, when more are asked for
+LEAST_GAIN = 0.02  # minimum gain, as a share of all requests: the error of the prediction
+TRIED_GAIN = 0.1  # minimum gain of a simulated split; higher, because a one-minute sample overfits
+ENOUGH = 0.97  # share of good requests with which the all-mixed split is kept although others are slightly better
+NEAR = 0.01  # difference of this share below which two splits count as equally good
+GRID = 16  # number of prefill counts that are predicted in a large fleet; the others are skipped
+ALONE = 1e-6  # factor of the rate at which no request meets another
+TRIALS = 8  # splits to simulate, in addition to the current one and the best by prediction
+MOST_TIMES = 4  # bound on `wanted`, as a multiple of the current number of workers
 
 
 class Fleet(NamedTuple):
-    """Who there is. now: their roles; None: nobody has one yet, so that nothing speaks against a change.
+    """The current workers. now: their roles; None: no roles yet, so that switching costs nothing.
 
-    flip_s: for which a worker that changes its role does nothing. horizon_s: over which a change has to pay.
-    attainment: the share of requests that are to be good, for which workers are counted. peak: requests a second that
-    may have begun to come, where these are more than the rate.
+    flip_s: seconds that a worker is idle while it switches its role. horizon_s: seconds over which a change has to pay
+    off. attainment: the share of good requests to provide workers for. peak: requests per second that may have begun to
+    arrive, if more than the rate.
     """
 
     workers: int
@@ -40,11 +41,12 @@ class Fleet(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Which roles, and why. now: what the present roles are expected to do; None where there were none.
+    """The chosen roles and the reason. expected, now: predictions for the chosen and for the current roles; now is None
+    if there were none.
 
-    wanted: as many workers as keep the fleet's attainment with the best roles; more than there are: these do not.
-    ample: as many as keep it with room, where as much more comes as the most of RATES. Of what no number of workers
-    would keep both ask for no more than that no queue grows.
+    wanted: the smallest number of workers that meets the fleet's attainment with its best roles; more than the fleet
+    has if it does not meet it. ample: the number that meets it at the highest factor of RATES. If no number of workers
+    would meet it, both only require that no queue grows.
     """
 
     roles: Roles
@@ -56,10 +58,12 @@ class Choice(NamedTuple):
 
 
 def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets]) -> Choice:
-    """The roles of `fleet.workers` workers that keep most promises, or the present ones where a change does not pay.
+    """The roles of `fleet.workers` workers with the highest attainment, or the current ones if a change does not pay
+    off.
 
-    targets: by class of request; "" is that of every other. Without traffic everything stays as it is, or everybody
-    does both. Raises ValueError for a fleet without workers, present roles of another number, or no target for "".
+    targets: SLO targets by class of request; "" for every other class. Without traffic the roles stay, or all workers
+    do both. Raises ValueError for a fleet without workers, for current roles of another number of workers, and without
+    a target for "".
     """
     if fleet.workers < 1 or (fleet.now is not None and fleet.now.workers != fleet.workers):
         raise ValueError(f"{fleet.workers} workers with roles {fleet.now}")
@@ -69,35 +73,40 @@ def choose_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets])
     now = None if fleet.now is None else sample.predict(fleet.now)
     if not sample.rate:
         stay = fleet.now or Roles(both=fleet.workers)
-        return Choice(stay, now or sample.predict(stay), now, 1, 1, "nothing is asked")
+        return Choice(stay, now or sample.predict(stay), now, 1, 1, "no requests")
     found = _splits(fleet.workers, sample)
     best = max(found, key=lambda each: each.rank)
-    if (there := fleet.now) is not None:  # of those that are as good, what is nearest
+    if (there := fleet.now) is not None:  # of equally good splits, the one with the fewest role switches
         near = [each for each in found if each.steady >= best.steady - NEAR]
         best = min(near, key=lambda each: (there.flips(each.roles), *(-part for part in each.rank)))
     peak = RATES[-1] * max(1.0, fleet.peak / sample.rate)
     wanted, ample = (_wanted(sample, best, fleet, times) for times in (1.0, peak))
     if now is None or best.roles == now.roles:
         return Choice(
-            best.roles, best, now, wanted, ample, f"{best.attainment:.0%} of requests are expected to be good"
+            best.roles,
+            best,
+            now,
+            wanted,
+            ample,
+            f"{best.attainment:.0%} of requests are expected to meet their SLO targets",
         )
     flips = now.roles.flips(best.roles)
     gain = (best.steady - now.steady) * sample.rate * fleet.horizon_s
     price = flips * fleet.flip_s * sample.rate / fleet.workers
     if best.steady - now.steady < LEAST_GAIN or gain <= price:
-        why = f"{flips} workers would change for {gain:.0f} good requests in {fleet.horizon_s:.0f} s"
-        return Choice(now.roles, now, now, wanted, ample, f"{why}: it does not pay")
-    why = f"{now.attainment:.0%} of requests are expected to be good as it is, {best.attainment:.0%} so"
+        why = f"{flips} role switches would gain {gain:.0f} good requests in {fleet.horizon_s:.0f} s"
+        return Choice(now.roles, now, now, wanted, ample, f"{why}: a change does not pay off")
+    why = f"expected good requests: {now.attainment:.0%} with the current roles, {best.attainment:.0%} with these"
     return Choice(best.roles, best, now, wanted, ample, why)
 
 
 def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
-    """Those that are to be tried before anybody changes, the present one first; none where too little is to be gained:
-    all do both, and are predicted to keep nearly all that is promised.
+    """The splits to simulate before any worker switches, the current one first. Empty if too little is to be gained:
+    all workers do both, and nearly all requests are predicted to meet their targets.
 
-    All splits of a few workers; of many some, with the best by prediction.
+    In a small fleet these are all splits; in a large one some of them, and the best by prediction.
     """
-    assert choice.now is not None, "only present roles can change"
+    assert choice.now is not None, "the current roles are required"
     if not now.prefill and choice.now.steady > 1 - TRIED_GAIN:
         return ()
     workers = now.workers
@@ -110,21 +119,21 @@ def splits_to_try(choice: Choice, now: Roles) -> Sequence[Roles]:
 def settled(
     choice: Choice, traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], shares: Mapping[Roles, float]
 ) -> Choice:
-    """The choice by what has been tried. fleet: with its present roles. shares: of requests that are good, with each
-    split that was tried, the present one among them. The others as `choose_roles`."""
+    """The choice according to the simulated splits. fleet: with its current roles. shares: the share of good
+    requests of each split, including the current one. The other arguments are those of `choose_roles`."""
     now, most = fleet.now, max(shares.values())
-    assert now is not None, "only present roles can change"
+    assert now is not None, "the current roles are required"
 
     def better(roles: Roles) -> tuple[bool, bool, int, float]:
-        """The larger the better: as good as the best; then all do both; then what is near; then what is good."""
+        """Sort key, larger is better: as good as the best; all-mixed; fewer role switches; higher share."""
         return shares[roles] >= most - NEAR, not roles.prefill, -now.flips(roles), shares[roles]
 
     best = max(shares, key=better)
     gain, price = shares[best] - shares[now], now.flips(best) * fleet.flip_s / fleet.workers
     pays = gain >= TRIED_GAIN and gain * fleet.horizon_s > price
-    why = f"tried, {shares[now]:.0%} of requests were good as it is, {shares[best]:.0%} so"
+    why = f"simulated good requests: {shares[now]:.0%} with the current roles, {shares[best]:.0%} with these"
     if best != now and not pays and (best.prefill or shares[best] < ENOUGH):
-        best, why = now, f"{why}: a change does not pay"
+        best, why = now, f"{why}: a change does not pay off"
 
     sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
 
@@ -135,19 +144,20 @@ def settled(
 
 
 def best_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], workers: int) -> Predicted:
-    """What is expected of so many workers with the roles that are best for them, whatever `fleet` has. targets: as
+    """The prediction for `workers` workers with the best roles for them, whatever number `fleet` has. targets: as in
     `choose_roles`."""
     sample = Sample(traffic, fleet.model, targets, fleet.horizon_s)
     return max(_splits(workers, sample), key=lambda each: each.rank)
 
 
 def predict_roles(traffic: Traffic, fleet: Fleet, targets: Mapping[str, Targets], roles: Roles) -> Predicted:
-    """What is expected of these roles, whatever `fleet` has. targets: as `choose_roles`."""
+    """The prediction for these roles, whatever `fleet` has. targets: as in `choose_roles`."""
     return Sample(traffic, fleet.model, targets, fleet.horizon_s).predict(roles)
 
 
 def _splits(workers: int, sample: Sample) -> list[Predicted]:
-    """All do both; and every number of workers for prompts, or of many every so manieth, and those around the best."""
+    """Predictions for the all-mixed split and for every number of prefill workers; in a large fleet for every n-th
+    number, and for those around the best."""
     found = [sample.predict(Roles(both=workers))]
 
     def look(prefills: Iterable[int]) -> None:
@@ -165,8 +175,9 @@ def _splits(workers: int, sample: Sample) -> list[Predicted]:
 
 
 def _wanted(sample: Sample, best: Predicted, fleet: Fleet, times: float) -> int:
-    """The fewest workers whose best roles keep the attainment, or as much of it as a request that is alone would, with
-    so many times the rate, without a queue that grows; MOST_TIMES as many where no number looked at does."""
+    """The smallest number of workers that, with the best roles, meets the attainment at `times` times the rate without
+    a growing queue. The attainment is capped at that of a request that runs alone. MOST_TIMES the current number if no
+    number tried is enough."""
     enough = min(fleet.attainment, sample.share(Roles(both=1), ALONE) - NEAR)
 
     def keeps(workers: int) -> bool:

@@ -1,13 +1,14 @@
-"""What a worker's step takes, by what is in it, and what a prompt takes; fitted from steps that happened.
+"""Step time model: milliseconds of a worker's step from the work in it, fitted to measured steps.
 
     ms = base + experts x share of them that are read + row x rows + context x their contexts
               + prompt x prompt tokens + pair x (prompt tokens x positions that each attends to)
               + expand x positions whose keys and values are expanded for these tokens
 
-`StepModel` is the sum, `StepFit` finds its coefficients: none negative, relative errors counted, outliers nearly not. A
-window of each kind of step is kept, so hours of decoding do not forget what prompts cost. So a fit says what a step
-usually takes; `on_the_mean` makes of it what many take together, which is more where some take much longer.
-`StepSums` finds both at once from sums that fade, for who asks at every request: a fit takes milliseconds, this tenths.
+`StepModel` is the sum. `StepFit` finds its coefficients: none is negative, errors are relative, and outliers get little
+weight. It keeps a window of each kind of step, so that hours of decoding do not displace what was learnt about prompts.
+A fit predicts the typical time of a step; `on_the_mean` turns it into the mean time, which is higher if some steps take
+much longer. `StepSums` finds both at once from exponentially fading sums, for callers that need a model at every
+request: a fit takes milliseconds, `StepSums` tenths of one.
 """
 
 import math
@@ -21,23 +22,23 @@ from numpy.typing import NDArray
 from redline.tune.pairs import Work, chosen_share, expanded_of, pairs_of
 from redline.wire.base import Record
 
-KEPT = 24  # newest steps of a kind
-KINDS = 512  # that are kept; beyond, the one that was met longest ago is forgotten
-PRIOR_STEPS = 4  # as many steps as a prior counts for
-TURNS = 8  # of weighing steps anew by how far they are off
-OUTLIER = 2.5  # times the typical error: what is further off counts in inverse proportion to it
-LEAST_ERROR = 0.01  # a typical error below it is luck
-LATELY = 96  # newest steps, with prompts and without, whose mean counts: some seconds of a busy fleet
-LEAST_LATELY = 4  # of fewer a mean says nothing
-FARTHEST = 8.0  # times what is usual, or one part in so many, that the mean may be
-FADING = 0.99  # share of the sums over steps of a sort that stays when another is added
-FADING_PACE = 0.95  # likewise of those that say how fast all of it is just now
-ADDED = 8  # steps, before the sums are solved again
-UNUSUAL = 32.0  # times the mean: what takes longer, as while kernels are compiled, is no pace
-UNSEEN = (
-    1e-3  # how far, in parts of what is known, `pair` and `expand` are held at nothing. Where all prompts are alike
-)
-# their times are not to be told from those of tokens, and cached tokens would seem to cost as much as others
+KEPT = 24  # newest steps kept of each kind
+KINDS = 512  # kinds kept; above that, the least recently seen kind is dropped
+PRIOR_STEPS = 4  # weight of a prior, in steps
+TURNS = 8  # iterations of reweighting steps by their residuals
+OUTLIER = 2.5  # multiple of the typical error above which a step's weight falls in inverse proportion to its error
+LEAST_ERROR = 0.01  # smallest typical error assumed: below it is chance
+LATELY = 96  # newest steps of each sort (with prompts, without) that the mean is taken of: some seconds of a busy fleet
+LEAST_LATELY = 4  # steps below which no mean is taken
+FARTHEST = 8.0  # bound on the correction to the mean: at most 8 times, at least an eighth
+FADING = 0.99  # share of the sums that each added step of the same sort keeps
+FADING_PACE = 0.95  # share kept of the sums for the current pace
+ADDED = 8  # steps added before the sums are solved again
+# multiple of the mean at which a step's time is clipped: longer ones, as during kernel compilation, are no pace
+UNUSUAL = 32.0
+# Relative weight with which `pair` and `expand` are pulled to 0. If all prompts are alike, their times cannot be told
+# apart from the time per token, and cached tokens would seem to cost the same as others.
+UNSEEN = 1e-3
 
 _Array = NDArray[np.float64]
 
@@ -45,8 +46,8 @@ _Array = NDArray[np.float64]
 class StepModel(Record, frozen=True):
     """Milliseconds of a step: one coefficient for each term, none negative.
 
-    experts_of, experts_chosen: of a layer, how many there are and how many a token chooses; 0: all weights are read
-    by every step, and `experts` counts for nothing.
+    experts_of, experts_chosen: experts per layer and experts per token; 0: every step reads all weights, and `experts`
+    has no effect.
     """
 
     base: float
@@ -60,7 +61,8 @@ class StepModel(Record, frozen=True):
     experts_chosen: int = 0
 
     def share(self, positions: float) -> float:
-        """Of a layer's experts, those that so many positions choose, each on its own: 1 - (1 - k / E)^T."""
+        """Expected share of a layer's experts that `positions` positions use, if they choose independently: 1 - (1 -
+        k / E)^T."""
         return chosen_share(self.experts_of, self.experts_chosen, positions)
 
     def step_ms(self, work: Work) -> float:
@@ -76,13 +78,14 @@ class StepModel(Record, frozen=True):
         )
 
     def decode_ms(self, rows: float, context: float) -> float:
-        """Milliseconds of a step of `rows` rows alone, of so many tokens of context each. Rows may be a mean."""
+        """Milliseconds of a pure decode step of `rows` rows with `context` tokens of context each. `rows` may be a
+        mean."""
         return self.base + self.experts * self.share(rows) + rows * (self.row + self.context * context)
 
     def prompt_ms(self, cached: int, uncached: int, chunk: int, rows: float = 0.0, context: float = 0.0) -> float:
-        """Milliseconds of all steps that a prompt takes, `chunk` of its tokens in each but the last.
+        """Milliseconds of all steps of a prompt, with `chunk` of its tokens in each but the last.
 
-        rows, context: that decode in each of these steps, and the tokens of context of each.
+        rows, context: decode rows in each of these steps, and the tokens of context of each row.
         """
         if uncached <= 0:
             return 0.0
@@ -96,23 +99,23 @@ class StepModel(Record, frozen=True):
 
 
 class StepFit:
-    """Coefficients from (work, milliseconds) of steps, kept up to date. Adding is cheap; `model` takes milliseconds.
+    """Fits the coefficients to (work, milliseconds) of steps. `add` is cheap; `model` takes milliseconds.
 
-    prior: what is believed before anything was measured, and stays of what is never measured.
+    prior: the coefficients before any measurement; those that no step determines keep its values.
     """
 
     def __init__(self, prior: StepModel | None = None, *, experts_of: int = 0, experts_chosen: int = 0) -> None:
-        """experts_of, experts_chosen: as in `StepModel`; where there is a prior its own count."""
+        """experts_of, experts_chosen: as in `StepModel`; ignored if there is a prior, which has its own."""
         self._prior = prior or StepModel(base=0.0, experts_of=experts_of, experts_chosen=experts_chosen)
         self._kinds: OrderedDict[tuple[int, ...], deque[tuple[Work, float]]] = OrderedDict()
         self._has_prior = prior is not None
 
     def __len__(self) -> int:
-        """Steps that are kept."""
+        """Number of steps kept."""
         return sum(map(len, self._kinds.values()))
 
     def add(self, work: Work, ms: float) -> None:
-        """A step has taken so many milliseconds. What is no time (0, or not finite) is left out."""
+        """Adds a step that took `ms` milliseconds. Times that are 0 or not finite are ignored."""
         if not 0 < ms < math.inf:
             return
         kind = tuple(int(each).bit_length() for each in work)
@@ -122,19 +125,21 @@ class StepFit:
             self._kinds.popitem(last=False)
 
     def model(self) -> StepModel:
-        """The coefficients that err least on what is kept; the prior's where nothing is."""
+        """The coefficients with the smallest error on the kept steps; those of the prior if there are none."""
         if not self._kinds:
             return self._prior
-        # A kind counts as the root of how often it was met: neither do the many drown the few, nor one step all others.
+        # A kind's weight is the square root of its number of steps, so that frequent kinds do not drown rare ones, nor
+        # a single step all others.
         kept = [(work, ms, len(kind) ** -0.5) for kind in self._kinds.values() for work, ms in kind]
         took = np.array([ms for _, ms, _ in kept])
-        terms = np.array([self._terms(work) for work, _, _ in kept]) / took[:, None]  # to be mixed so that all give 1
+        # relative: the fit makes each row's sum 1
+        terms = np.array([self._terms(work) for work, _, _ in kept]) / took[:, None]
         kinds = np.array([weight for _, _, weight in kept])
         mixed, weights = self._before(), kinds
         for _ in range(TURNS):
             mixed = self._solve(terms, weights)
             off = np.abs(terms @ mixed - 1.0)
-            typical = max(LEAST_ERROR, 1.4826 * float(np.median(off)))  # of a normal error, its deviation
+            typical = max(LEAST_ERROR, 1.4826 * float(np.median(off)))  # the standard deviation, if errors are normal
             weights = kinds * np.minimum(1.0, OUTLIER * typical / np.maximum(off, 1e-12))
         base, experts, row, context, prompt, pair, expand = (float(each) for each in mixed)
         return StepModel(
@@ -156,28 +161,29 @@ class StepFit:
 
 
 def _terms(work: Work, share: float) -> tuple[float, ...]:
-    """What the coefficients are multiplied with. share: of experts that are read."""
+    """The factors of the coefficients. share: of experts that are read."""
     return 1.0, share, work.rows, work.context, work.prompt, work.pairs, work.expanded
 
 
 def _solved(a: _Array, b: _Array, pull: _Array, before: _Array) -> _Array:
-    """The coefficients, none negative, of the normal equations, each pulled so far to what it was before."""
-    scale = np.sqrt(np.diagonal(a))  # so that each term weighs alike
+    """Solves the normal equations for non-negative coefficients, each pulled towards `before` with the weight
+    `pull`."""
+    scale = np.sqrt(np.diagonal(a))  # so that all terms have the same scale
     scale = np.where(scale == 0, 1.0, scale)
     return _not_negative(a / np.outer(scale, scale) + np.diag(pull), b / scale + pull * before * scale) / scale
 
 
 class StepSums:
-    """A `StepModel` on the mean of what steps took lately, from sums over steps with prompts and over others."""
+    """A `StepModel` of the recent mean step time, from fading sums over steps with prompts and over steps without."""
 
     def __init__(self) -> None:
-        self.experts_of = self.experts_chosen = 0  # as in `StepModel`; to be said before steps are added
+        self.experts_of = self.experts_chosen = 0  # as in `StepModel`; set before steps are added
         self._sums = [_Sums(), _Sums()]  # over steps without prompts, and with
         self._model: StepModel | None = None
-        self._added = 0  # since it was found
+        self._added = 0  # steps added since the model was solved
 
     def add(self, work: Work, ms: float) -> None:
-        """A step has taken so many milliseconds. What is no time (0, or not finite) is left out."""
+        """Adds a step that took `ms` milliseconds. Times that are 0 or not finite are ignored."""
         if not 0 < ms < math.inf:
             return
         sums = self._sums[work.prompt > 0]
@@ -188,7 +194,8 @@ class StepSums:
         self._added += 1
 
     def model(self) -> StepModel | None:
-        """None: no step was added. It is found anew once so many have been added as count."""
+        """The model; None if no step was added. Solved at the first call, then again whenever ADDED more steps were
+        added."""
         steps = sum(each.steps for each in self._sums)
         if self._added and self._added >= min(ADDED, steps):
             self._model, self._added = self._solved(), 0
@@ -209,7 +216,8 @@ class StepSums:
 
 
 class _Sums:
-    """Over steps of a sort, the newest counting most. a, b: of the equations by relative errors; terms, ms: as is."""
+    """Sums over steps of one sort, with the largest weight on the newest. a, b: normal equations of relative errors;
+    terms, ms: plain sums."""
 
     def __init__(self) -> None:
         terms = len(_terms(Work(), 0.0))
@@ -226,16 +234,17 @@ class _Sums:
 
     @property
     def mean_ms(self) -> float:
-        """Of a step lately."""
+        """Recent mean milliseconds of a step."""
         return self.ms / float(self.terms[0])
 
 
 def on_the_mean(model: StepModel, steps: Sequence[tuple[Work, float]]) -> StepModel:
-    """The model whose steps take together what the newest of `steps` did: (work, milliseconds), the newest last.
+    """Scales the model so that its total time over the newest `steps` matches the measured total. steps: (work,
+    milliseconds), the newest last.
 
-    A fit by relative errors lies below the mean where times scatter upwards, as on a machine that others use. An
-    answer is a sum of a hundred steps, and so is the time that it takes. What answers take is put right first, then
-    what prompts add.
+    A fit of relative errors is below the mean if times scatter upwards, as on a shared machine. A request takes the sum
+    of a hundred steps, so its time follows the mean. The terms of decode rows are corrected first, then those of
+    prompts.
     """
     without = [each for each in steps if not each[0].prompt][-LATELY:]
     beside = [each for each in steps if each[0].prompt][-LATELY:]
@@ -263,7 +272,7 @@ def _times(took_ms: float, expected_ms: float) -> float:
 
 
 def _not_negative(a: _Array, b: _Array) -> _Array:
-    """The x >= 0 that makes x'ax / 2 - b'x least (Lawson and Hanson's active sets, over normal equations)."""
+    """The x >= 0 that minimizes x'ax / 2 - b'x (active sets of Lawson and Hanson, on normal equations)."""
     x = np.zeros(len(b))
     free = np.zeros(len(b), dtype=bool)
     for _ in range(3 * len(b)):

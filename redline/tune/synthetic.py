@@ -1,8 +1,9 @@
-"""Synthetic acceptance: how many drafts hold is drawn, not found out: a benchmark's speed has a stated acceptance.
+"""Synthetic acceptance: the number of accepted drafts is drawn from given rates, so that a benchmark has a stated
+acceptance length.
 
-Drafter and verification run in full; only the verdict is drawn. As vLLM and InferenceX define it: rates are
-unconditional, the share of rounds in which the first 1, 2 ... drafts all hold; a length is the mean number of tokens
-of a round, the target's own among them, with the least variance that there is.
+Drafter and verification run in full; only the number of accepted drafts is drawn. As defined by vLLM and InferenceX:
+rates are unconditional, the share of rounds in which the first 1, 2 ... drafts are all accepted; a length is the mean
+number of tokens per round, including the target model's own token, with the smallest possible variance.
 """
 
 import math
@@ -11,31 +12,31 @@ from itertools import pairwise
 
 from redline.errors import ConfigError
 
-GOLDEN = (1.83, 2.43, 2.88, 3.24, 3.46)  # tokens of a round with 1, 2 ... drafts: InferenceX's curve for Kimi's EAGLE-3
+GOLDEN = (1.83, 2.43, 2.88, 3.24, 3.46)  # tokens per round with 1, 2 ... drafts: InferenceX's curve for Kimi's EAGLE-3
 
-Acceptance = float | tuple[float, ...]  # a length, or rates
+Acceptance = float | tuple[float, ...]  # acceptance length, or rates
 
 
 def rates_of(acceptance: Acceptance, drafts: int, place: str) -> tuple[float, ...]:
-    """The share of rounds in which the first 1, 2 ... `drafts` drafts all hold.
+    """The share of rounds in which the first 1, 2 ... `drafts` drafts are all accepted.
 
-    A length L is rounds in which all of the first L - 1 rounded down hold, and one more in some. Of rates the first
-    `drafts` count. Raises ConfigError, naming `place`, for a length outside 1 to 1 + drafts, fewer rates than drafts,
-    rates that rise, and what is no share.
+    With a length L the first floor(L - 1) drafts of every round are accepted, and one more in some rounds. Of rates the
+    first `drafts` are used. Raises ConfigError, naming `place`, if a length is outside 1 to 1 + drafts, if there are
+    fewer rates than drafts, if rates increase, and if a rate is not in 0 to 1.
     """
     if isinstance(acceptance, tuple):
         rates = acceptance
         if len(rates) < drafts:
-            raise ConfigError(f"{place} has {len(rates)} rates; expected {drafts}: one for each draft of a round")
+            raise ConfigError(f"{place} has {len(rates)} rates; expected {drafts}: one per draft of a round")
         if not all(0 <= rate <= 1 for rate in rates) or any(a < b for a, b in pairwise(rates)):
             raise ConfigError(
                 f"{place} is {', '.join(f'{rate:g}' for rate in rates)}; expected shares from 0 to 1 that never rise: "
-                "in how many rounds the first 1, 2 ... drafts all hold"
+                "the share of rounds in which the first 1, 2 ... drafts are all accepted"
             )
         return rates[:drafts]
     if not 1 <= acceptance <= 1 + drafts:
         raise ConfigError(
-            f"{place} is {acceptance:g}; expected the mean tokens of a round, 1 to {1 + drafts}: one of the "
+            f"{place} is {acceptance:g}; expected a mean number of tokens per round, 1 to {1 + drafts}: one of the "
             "target's own and its drafts (or rates with a comma, such as 0.83,0.6)"
         )
     whole = math.floor(acceptance - 1)
@@ -43,12 +44,13 @@ def rates_of(acceptance: Acceptance, drafts: int, place: str) -> tuple[float, ..
 
 
 def length_of(rates: Sequence[float]) -> float:
-    """The mean tokens of a round with these rates."""
+    """The mean number of tokens per round with these rates."""
     return 1 + sum(rates)
 
 
 def read_acceptance(text: str, place: str) -> Acceptance:
-    """A length such as 2.88, or rates with a comma, such as 0.83,0.6,0.45. Raises ConfigError, naming `place`."""
+    """Parses a length such as 2.88, or comma-separated rates such as 0.83,0.6,0.45. Raises ConfigError, naming
+    `place`."""
     try:
         numbers = [float(part) for part in text.split(",") if part.strip()]
     except ValueError:

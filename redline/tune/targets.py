@@ -1,24 +1,26 @@
-"""What requests are promised, and how heavy a second of theirs weighs against it.
+"""SLO targets of requests, and how much each second of latency weighs against a target.
 
     strain(s) = -promised x log(1 - s / promised)
 
-A second weighs 1 where nothing of what is promised is used, 2 where half of it is, 10 where nine tenths are: it takes
-that share of what is left. From there on it weighs 10 until the promise is broken, and 1 beyond: a request that is late
-anyway loses no more than its time. Sums of strains compare a delay of a first token with one of an answer's tokens, and
-that of one request with that of the others that it holds up. Pure.
+A second weighs 1 when none of the target is used, 2 when half of it is, and 10 when nine tenths are: the weight is the
+target over the time that is left. Above nine tenths it stays 10 until the target is missed, and is 1 after that: a
+request that is late anyway loses no more than its time. Sums of strain compare a delay of one request's first token
+with a delay of another's tokens, and the latency of one request with that of the requests that it delays. Pure
+functions.
 """
 
 import math
 from typing import NamedTuple
 
-NEARLY = 0.9  # of what is promised: beyond, a second weighs no more than here
-HEAVY = 1 / (1 - NEARLY)  # how much it weighs there
+NEARLY = 0.9  # share of the target above which the weight no longer rises
+HEAVY = 1 / (1 - NEARLY)  # weight of a second at that share
 
 
 class Targets(NamedTuple):
-    """Seconds to the first token, and between two tokens of an answer, on its mean. Who keeps both is good.
+    """SLO targets in seconds: time to first token, and mean time between two tokens of a request. A request that meets
+    both is good.
 
-    Infinite: nothing is promised.
+    Infinite: no target.
     """
 
     ttft_s: float = math.inf
@@ -26,9 +28,10 @@ class Targets(NamedTuple):
 
 
 def strain(seconds: float, promised_s: float, beyond: float = 1.0) -> float:
-    """So many seconds, as heavy as they weigh against what is promised; where nothing is, as they are.
+    """SLO-weighted latency of `seconds` seconds against the target `promised_s`; without a target, the seconds
+    themselves.
 
-    beyond: how heavy one is that comes after the promise is broken; HEAVY where it may yet be kept.
+    beyond: weight of a second after the target is missed; HEAVY if the target may yet be met.
     """
     if promised_s == math.inf:
         return seconds

@@ -1,1 +1,1 @@
-"""The facts that rooms tell one another: frozen records, no behaviour, no tensors."""
+"""Messages and records that the packages exchange: frozen, without behaviour, without tensors."""

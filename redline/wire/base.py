@@ -1,6 +1,7 @@
-"""The two kinds of fact: a Record travels inside another; a Message travels on its own and carries its name.
+"""The two base types of wire data: a Record is nested in another one; a Message is sent on its own and is tagged with
+its name.
 
-And what is wrong with values that are to become one (`explained`).
+`explained` turns the validation error of either into a message and the place of the error.
 """
 
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -9,21 +10,21 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """A fact that may cross a process border.
+    """Data that may cross a process border.
 
-    Facts hold no cycles, so the garbage collector need not know of them: over 80,000 log probabilities of answers that
-    are written, one full collection stopped every stream for 110 ms.
+    Records hold no reference cycles, so the garbage collector does not track them (`gc=False`): with 80,000 log
+    probabilities of running answers tracked, one full collection stopped every stream for 110 ms.
     """
 
 
 class Message(Record, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A record sent on its own, so it carries its own name. Fields at their defaults are not sent."""
+    """A record that is sent on its own, tagged with its class name. Fields at their defaults are not sent."""
 
 
 def explained(error: msgspec.ValidationError, kind: type[Record]) -> tuple[str, str]:
-    """(what is wrong, where: `.engine.kv_dtype`, empty for the whole) of values that were to become a `kind`.
+    """The message of a validation error of `kind` and the path of the field (`.engine.kv_dtype`; empty for the whole).
 
-    msgspec names an invalid value of an enum; this names those that are valid too.
+    msgspec names only the invalid value of an enum; this function adds the valid values.
     """
     message, _, at = str(error).partition(" - at `$")
     at = at.rstrip("`")
@@ -34,7 +35,8 @@ def explained(error: msgspec.ValidationError, kind: type[Record]) -> tuple[str, 
 
 
 def _choices(kind: Any, dotted: str) -> list[str]:
-    """What a field of Records within Records may hold, where that is a Literal; [] for any other."""
+    """The values that a Literal field, given by its dotted path in nested Records, allows; [] for a field of any
+    other type."""
     for key in dotted.partition("[")[0].split("."):
         kinds = [kind] if isinstance(kind, type) else [one for one in get_args(kind) if isinstance(one, type)]
         kind = next((hints[key] for one in kinds if key in (hints := get_type_hints(one))), None)

@@ -3,12 +3,12 @@
 A channel has one reader and any number of writers, and keeps each writer's order. A blocking reader drains it, an
 asyncio reader awaits it. The reader binds the address, writers connect.
 
-Where a connection is cut its writer connects again, and what was on the way is lost. Every message is numbered by its
-writer, so the reader knows: it finds a `Missed` in the place of what is not there.
+When a connection is cut, its writer reconnects, and the messages in flight are lost. Every writer numbers its messages,
+so the reader detects the loss: it receives a `Missed` in the place of the lost messages.
 
-Over TCP both ends share a key and speak CURVE (encrypted, authenticated, safe from replay). The reader's key pair is
-derived from the shared key; its public half never travels, and who does not have it cannot open a connection. Local
-sockets are files in a folder that only their owner can enter.
+Over TCP both ends share a key and use CURVE (encrypted, authenticated, protected against replay). The reader's key pair
+is derived from the shared key; its public half is never sent, so a peer without the key cannot open a connection. Local
+sockets are files in a folder that only its owner can enter.
 """
 
 import asyncio
@@ -33,42 +33,45 @@ from redline.wire.codec import Wire, decode, encode
 from redline.wire.handshakes import Handshakes
 from redline.wire.news import Missed
 
-MAX_MESSAGE_BYTES = 64 << 20  # of one message between processes, as encoded
-MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
-IPC = "ipc://"  # of a local socket's address, before its path
-_LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
-_IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
-WRITER_BYTES = 8  # of a writer's name
-_HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")  # before each message: its writer, and how many it has sent before
+MAX_MESSAGE_BYTES = 64 << 20  # of one encoded message between processes
+# Messages per `get` of an asyncio reader: handling one takes 0.3 ms, and all run in one iteration of the event loop.
+MOST_AT_ONCE = 32
+IPC = "ipc://"  # scheme of a local socket's address, followed by its path
+_LINGER_MS = 1000  # how long a closed socket keeps sending its last messages
+_IPC_PATH_BYTES = 107  # sockaddr_un.sun_path has 108 bytes, the last of them zero
+WRITER_BYTES = 8  # size of a writer's name
+# Header of each message: the writer's name, and how many messages it sent before.
+_HEAD = struct.Struct(f"<{WRITER_BYTES}sQ")
 
 
 class Inbox(Protocol):
-    """What a thread reads messages from, in the order of each writer."""
+    """The reading end of a channel for a thread; keeps the order of each writer."""
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
-        """All messages that are there, which may be none. wait: block until there is one, for `timeout` seconds at
-        most (None: for ever)."""
+        """All messages that have arrived, possibly none. wait: block until there is one, for at most `timeout`
+        seconds (None: no limit)."""
         ...
 
 
 class AsyncInbox(Protocol):
-    """What a task of an event loop reads messages from, in the order of each writer."""
+    """The reading end of a channel for a task of an event loop; keeps the order of each writer."""
 
     async def get(self) -> list[Wire]:
-        """The next messages, at least one, once there are any."""
+        """Wait for messages and return them; at least one."""
         ...
 
 
 class Outbox(Protocol):
-    """What messages are written to."""
+    """The writing end of a channel."""
 
     def put(self, message: Wire) -> None:
-        """Sends a message; never blocks. Raises MessageTooLarge, and sends nothing, where it is too large to travel."""
+        """Send a message; never blocks. Raises MessageTooLarge, and sends nothing, if it is too large for the
+        channel."""
         ...
 
 
 class MemoryChannel:
-    """Both ends of a channel within one process, which bounds no message's size.
+    """Both ends of a channel within one process, without a limit on a message's size.
 
     Any thread may put; one thread drains, or one task gets.
     """
@@ -79,7 +82,7 @@ class MemoryChannel:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, message: Wire) -> None:
-        """Hand over a message, as it is; never blocks."""
+        """Append a message without encoding it; never blocks."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
@@ -89,16 +92,17 @@ class MemoryChannel:
                 loop.call_soon_threadsafe(arrived.set)
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
-        """All messages that are there. wait: block until one is, for `timeout` seconds at most (None: for ever)."""
+        """All messages that have arrived. wait: block until there is one, for at most `timeout` seconds (None: no
+        limit)."""
         if not wait and not self._messages:
-            return []  # as most are found between two steps: no lock is needed to see that
+            return []  # the usual case between two steps; checked without the lock
         with self._changed:
             if wait:
                 self._changed.wait_for(lambda: self._messages, timeout)
             return self._take()
 
     async def get(self) -> list[Wire]:
-        """All messages that are there, once there is one."""
+        """Wait until there is a message and return all."""
         while True:
             with self._changed:
                 if self._messages:
@@ -109,7 +113,7 @@ class MemoryChannel:
                 await arrived.wait()
             finally:
                 with self._changed:
-                    self._waiter = None  # a cancelled reader's loop may be gone when the next message comes
+                    self._waiter = None  # a cancelled reader's loop may be closed when the next message comes
 
     def _take(self) -> list[Wire]:
         messages = list(self._messages)
@@ -118,17 +122,18 @@ class MemoryChannel:
 
 
 def ipc_address(folder: Path, name: str) -> str:
-    """The address of a local socket in `folder`, which is made, with mode 0700, where it is not there.
+    """The address of a local socket in `folder`, which is created with mode 0700 if it does not exist.
 
-    Raises ConfigError when there can be no such folder, others can enter it, or the path is too long for a socket.
+    Raises ConfigError if the folder cannot be created, if other users can enter it, or if the path is too long for a
+    socket.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{folder}: sockets cannot be put here: {error.strerror}") from None
+        raise ConfigError(f"{folder}: cannot create sockets in this folder: {error.strerror}") from None
     facts = folder.stat()
     if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
-        raise ConfigError(f"{folder}: others can enter this folder; sockets need one of your own with mode 0700")
+        raise ConfigError(f"{folder}: other users can enter this folder; use one of your own with mode 0700")
     path = folder / name
     if len(os.fsencode(path)) > _IPC_PATH_BYTES:
         raise ConfigError(f"{path}: a socket's path has at most {_IPC_PATH_BYTES} bytes")
@@ -136,24 +141,24 @@ def ipc_address(folder: Path, name: str) -> str:
 
 
 class _Socket:
-    """What the ends of a socket share: closing, and keys.
+    """Common part of both ends of a socket: opening, CURVE keys, closing.
 
-    Raises ConfigError for an address that is neither ipc nor TCP with a key, and for one that cannot be used.
+    Raises ConfigError for an address that is neither ipc nor TCP with a key, and for an address that cannot be used.
     """
 
     def __init__(self, kind: int, address: str, key: bytes | None, most: int = 0) -> None:
         context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
         self._socket = socket = context.socket(kind)
-        self._monitor: zmq.Socket[bytes] | None = None  # of a writer
-        self._handshakes: Handshakes | None = None  # of a reader, over TCP
+        self._monitor: zmq.Socket[bytes] | None = None  # only in a writer
+        self._handshakes: Handshakes | None = None  # only in a reader over TCP
         socket.linger = _LINGER_MS
         try:
             if address.startswith("tcp://"):
                 _secure(socket, address, key)
             elif not address.startswith(IPC):
-                raise ConfigError(f"{address}: an address begins with ipc:// or tcp://")
+                raise ConfigError(f"{address}: an address must begin with ipc:// or tcp://")
             if kind == zmq.PULL:
-                socket.rcvhwm = 0  # never drop or block: what may wait is bounded where requests are admitted
+                socket.rcvhwm = 0  # never drop or block: admission control bounds the number of queued messages
                 socket.setsockopt(zmq.MAXMSGSIZE, _HEAD.size + MAX_MESSAGE_BYTES)
                 if not address.startswith(IPC):
                     self._handshakes = Handshakes(socket)
@@ -169,7 +174,7 @@ class _Socket:
             raise
 
     def close(self) -> None:
-        """Close the socket; what was written is sent in the background for a second at most. Safe to call twice."""
+        """Close the socket; messages already put are sent in the background for at most one second. Idempotent."""
         self._close()
 
     def _close(self, linger: int | None = None) -> None:
@@ -183,15 +188,16 @@ class _Socket:
         self._socket.close(linger)
 
     def failed_handshakes(self) -> int:
-        """How many connections have failed since the last call because the two ends have different keys; 0 at a
-        writer's first call, which begins to count. It sees only that the reader has closed the connection."""
+        """Number of connections since the last call that failed because the two ends have different keys. A writer's
+        first call returns 0 and starts the count; a writer sees only that the reader closed the connection."""
         if self._handshakes is not None:
             return self._handshakes.take_failed()
         if (monitor := self._monitor) is None:
             address = f"inproc://monitor-{os.urandom(8).hex()}"
             self._socket.monitor(address, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
             monitor = self._monitor = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance()).socket(zmq.PAIR)
-            monitor.rcvhwm = 0  # with a bound, whoever counts late would hold up the thread that receives
+            # With a limit, a late call would block the thread that receives.
+            monitor.rcvhwm = 0
             monitor.connect(address)
         failed = 0
         while monitor.poll(0):
@@ -209,12 +215,13 @@ class _Socket:
 
 
 class SocketOutbox(_Socket):
-    """The writing end. One thread uses it. Messages wait here until a reader has bound the address and reads them.
+    """The writing end, used by one thread. Messages are queued here until a reader has bound the address and receives
+    them.
 
-    address: ipc://PATH or tcp://HOST:PORT. key: the secret that both ends share, for TCP. writer: the name that its
-    messages are numbered under, which no other writer of the address has; None: one drawn at random. most: messages
-    that wait at most, more are lost, and the reader finds a `Missed` in their place; 0: any number. Raises ConfigError
-    where the address cannot be used.
+    address: ipc://PATH or tcp://HOST:PORT. key: the secret that both ends share, for TCP. writer: the name under which
+    messages are numbered, unique among the writers of the address; None: a random name. most: maximum number of queued
+    messages; beyond it messages are dropped, and the reader receives a `Missed` in their place; 0: no limit. Raises
+    ConfigError if the address cannot be used.
     """
 
     def __init__(self, address: str, key: bytes | None = None, writer: bytes | None = None, *, most: int = 0) -> None:
@@ -223,20 +230,21 @@ class SocketOutbox(_Socket):
         self._sent = 0
 
     def put(self, message: Wire) -> None:
-        """Send a message; never blocks. Raises MessageTooLarge, and sends nothing, beyond MAX_MESSAGE_BYTES."""
+        """Send a message; never blocks. Raises MessageTooLarge, and sends nothing, if it is larger than
+        MAX_MESSAGE_BYTES."""
         data = encode(message)
-        if len(data) > MAX_MESSAGE_BYTES:  # the reader would drop it, and the connection, without a word
+        if len(data) > MAX_MESSAGE_BYTES:  # the reader would close the connection without an error message
             raise MessageTooLarge(
-                f"the {type(message).__name__.lower()} of this request has {len(data):,} bytes; between processes "
-                f"travel {MAX_MESSAGE_BYTES:,} at most: ask for less at once"
+                f"the {type(message).__name__.lower()} message of this request has {len(data):,} bytes; the limit "
+                f"between processes is {MAX_MESSAGE_BYTES:,}: request less at once"
             )
-        with contextlib.suppress(zmq.Again):  # as many wait as may
+        with contextlib.suppress(zmq.Again):  # the queue is full (`most`)
             self._socket.send(_HEAD.pack(self._writer, self._sent) + data, zmq.NOBLOCK)
         self._sent += 1
 
 
 class SocketInbox(_Socket):
-    """The reading end, for a thread that blocks. `address` has the port that was chosen where `*` was asked for.
+    """The reading end, for a thread that blocks. `address` contains the chosen port if the port was given as `*`.
 
     address, key, ConfigError: as for SocketOutbox.
     """
@@ -247,7 +255,8 @@ class SocketInbox(_Socket):
         self._heard: dict[bytes, int] = {}
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
-        """All messages that have arrived. wait: block until one has, for `timeout` seconds at most (None: for ever)."""
+        """All messages that have arrived. wait: block until there is one, for at most `timeout` seconds (None: no
+        limit)."""
         if wait:
             self._socket.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))
         return _receive(self._socket, self._heard)
@@ -262,10 +271,11 @@ class AsyncSocketInbox(_Socket):
         self._heard: dict[bytes, int] = {}
         self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
         self._descriptor = cast("int", self._socket.get(zmq.FD))
-        self._loop: asyncio.AbstractEventLoop | None = None  # which watches the descriptor from the first `get` on
+        # Set by the first `get`; the loop then watches the descriptor.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get(self) -> list[Wire]:
-        """The next MOST_AT_ONCE messages at most, and one at least, once there are any."""
+        """Wait for messages and return them: at least one, at most MOST_AT_ONCE."""
         self._loop = asyncio.get_running_loop()
         while True:
             await self._readable.poll()
@@ -274,7 +284,8 @@ class AsyncSocketInbox(_Socket):
                 return messages
 
     def close(self) -> None:
-        """Close the socket, and have its event loop forget the descriptor: the next socket may be given the same."""
+        """Close the socket and unregister its descriptor from the event loop: the next socket may get the same
+        descriptor."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._descriptor)
             self._loop = None
@@ -294,10 +305,11 @@ def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
 
 
 def _receive(socket: zmq.Socket[bytes], heard: dict[bytes, int], most: float = math.inf) -> list[Wire]:
-    """What has arrived, in order, `most` messages at most, each gap before them told as Missed.
+    """The messages that have arrived, in order, at most `most`; a `Missed` is inserted at each gap in a writer's
+    numbers.
 
-    heard: how many messages each writer has sent. Raises msgspec.ValidationError for what is no message, and
-    struct.error for what is shorter than a message's head.
+    heard: number of messages received from each writer. Raises msgspec.ValidationError for data that is not a message,
+    and struct.error for data shorter than the header.
     """
     messages: list[Wire] = []
     while len(messages) < most:

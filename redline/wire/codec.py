@@ -1,4 +1,4 @@
-"""Messages to bytes and back: one tagged union, msgpack, validated while it is read."""
+"""Encoding of messages: one tagged union, as msgpack, validated while it is decoded."""
 
 import msgspec
 
@@ -27,11 +27,11 @@ _decoder = msgspec.msgpack.Decoder[Wire](Wire)
 
 
 def encode(message: Wire) -> bytes:
-    """A message as msgpack, tagged with its name."""
+    """A message as msgpack, tagged with its class name."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | memoryview) -> Wire:
-    """The message in `data`. Raises msgspec.ValidationError, which names the place, where it is no Wire message, and
-    msgspec.DecodeError where it is no msgpack."""
+    """The message in `data`. Raises msgspec.ValidationError, which names the place, if it is not a Wire message, and
+    msgspec.DecodeError if it is not msgpack."""
     return _decoder.decode(data)

@@ -1,4 +1,4 @@
-"""What a worker tells the gateway about one job."""
+"""Messages from a worker to the gateway about one job: new tokens, the end of the answer, notes for its trace."""
 
 from typing import Literal
 
@@ -11,87 +11,88 @@ from redline.wire.step import Drafter, Proposer, TokenLogprobs
 Finish = Literal["stop", "length", "aborted", "error"]
 
 Fault = Literal["refused", "overloaded", "failed", "lost"]
-"""Whose an error is. refused: the job can never run, which the client can mend; overloaded: the same job may run later;
-failed: the engine could not compute this job; lost: the worker ends, and every job with it."""
+"""Category of an error. refused: the job can never run, an error of the client; overloaded: the same job may run
+later; failed: the engine could not compute this job; lost: the worker ended, and all its jobs with it."""
 
 
 class Preempted(Record, frozen=True, tag=True):
-    """A job that ran has lost slot and pages, since one was wanted and all were held; it waits in front of others."""
+    """A running job was preempted: it lost its slot and its pages because another job needed a page and none was
+    free. It is requeued in front of the waiting jobs."""
 
-    by: JobId  # whose page it was; it may be the job's own
-    running: int  # jobs that go on meanwhile
-    pages: int  # of the worker, all held
-    lost_tokens: int  # that were computed
-    again_tokens: int  # of these, what is to be computed again, if what is cached of them stays
-    short_pages: int  # that have to become free before it goes on, as of now
+    by: JobId  # the job that needed a page; it may be the preempted job itself
+    running: int  # number of jobs that keep running
+    pages: int  # all pages of the worker, none of them free
+    lost_tokens: int  # computed tokens whose pages were released
+    again_tokens: int  # of these, tokens to recompute if the cached pages are not evicted before
+    short_pages: int  # pages that have to become free before the job can resume, as of now
 
 
 class Resumed(Record, frozen=True, tag=True):
-    """A job that was pre-empted has its next token. Seconds since it was; None: nobody has looked at a clock."""
+    """A preempted job has its next token. Times are seconds since the preemption; None if the planner has no clock."""
 
-    again_tokens: int  # that were computed again
-    waited_s: float | None  # until it had slot and pages again
-    paused_s: float | None  # until that token
+    again_tokens: int  # tokens that were recomputed
+    waited_s: float | None  # until it had a slot and pages again
+    paused_s: float | None  # until the next token
 
 
 class Brought(Record, frozen=True, tag=True):
-    """Pages of a job's prompt were read from below the prefix cache (`worker/tiers.py`)."""
+    """Pages of a job's prompt were read from a KV offload tier, host memory or disk (`worker/tiers.py`)."""
 
     host_tokens: int
     disk_tokens: int
-    read_s: float  # from the reading's beginning until the job could go on
-    predicted_s: float  # of the same, when it was chosen
-    compute_s: float | None  # what computing these tokens was predicted to take; None: nothing was known of that
+    read_s: float  # from the start of the read until the job could proceed
+    predicted_s: float  # the prediction of `read_s` that the choice was based on
+    compute_s: float | None  # predicted time to compute these tokens instead; None: no prediction
 
 
 class Drafted(Record, frozen=True, tag=True):
-    """Some of the steps that verified drafts of a job, and nothing of a prompt beside them: sums over these."""
+    """Sums over some of the steps that verified draft tokens of a job and had no prompt tokens."""
 
     steps: int
-    seconds: float  # that they took
-    predicted_s: float  # of the same, from what was known before each
-    without_s: float  # what they were predicted to take without any draft
+    seconds: float  # duration of these steps
+    predicted_s: float  # predicted duration, from the state before each step
+    without_s: float  # predicted duration without speculative decoding
 
 
 Note = Preempted | Resumed | Brought | Drafted
-"""Why a job's answer came when it did."""
+"""Why a job's tokens came when they did; shown in its trace."""
 
 
 class Delta(Message, frozen=True):
-    """New tokens of a job, perhaps its end; or, before its first token, a piece of its prompt's log probabilities; or a
-    note alone.
+    """New tokens of a job, perhaps with its end; or, before the first token, a part of the prompt's log probabilities;
+    or only notes.
 
-    Where finish is "stop", the last of `tokens` is the stop id.
+    If finish is "stop", the last of `tokens` is the stop id.
     """
 
     job: JobId
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None  # in a job's last delta, and in no other
-    queued_s: float | None = None  # from its coming to its first step; with its first token, where it was timed
+    # From arrival to the first step; in the delta with the first token, if the planner has a clock.
+    queued_s: float | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
-    logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
-    prompt_logprobs: tuple[
-        TokenLogprobs, ...
-    ] = ()  # the next ones: all have come when the first token comes, or the end
-    proposed: int = 0  # drafts that the step behind this delta verified
-    accepted: int = 0  # how many of them held: the first of `tokens`
-    by: Drafter | None = None  # who made those drafts
-    error: str | None = None  # one line, where finish is "error"
-    fault: Fault | None = None  # whose that error is
-    noted: tuple[Note, ...] = ()  # one of each kind at most: of most deltas there is nothing to note
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if requested
+    # The next ones: complete when the first token or the end is sent.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    proposed: int = 0  # draft tokens that this delta's step verified
+    accepted: int = 0  # how many of them were accepted: the first ones of `tokens`
+    by: Drafter | None = None  # the drafter that made them
+    error: str | None = None  # one line; set if finish is "error"
+    fault: Fault | None = None  # category of that error
+    noted: tuple[Note, ...] = ()  # at most one of each kind; empty in most deltas
 
     @property
     def notes_only(self) -> bool:
-        """Whether it has nothing for the job's client."""
+        """Whether it contains nothing for the job's client."""
         return bool(self.noted) and not (self.tokens or self.finish or self.prompt_logprobs)
 
     @property
     def proposer(self) -> Proposer:
-        """Who proposed its first token."""
+        """The drafter or model that proposed the first of its tokens."""
         return self.by if self.accepted and self.by is not None else "target"
 
     def by_proposer(self) -> tuple["Delta", ...]:
-        """The same, as deltas whose tokens each have one proposer: accepted drafts, then the model's own token."""
+        """The delta split by proposer: the accepted draft tokens, then the model's own token."""
         held = self.accepted
         if not 0 < held < len(self.tokens):
             return (self,)

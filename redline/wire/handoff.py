@@ -1,17 +1,18 @@
-"""A prompt that one worker computes and another goes on with: what they tell one another.
+"""Messages of disaggregated serving: a prefill worker computes a prompt, a decode worker generates the answer.
 
-The gateway sends the job to both: as a `Job` whose `pages_from` names the first to the one that will answer, and within
-a `Prefill` to the one that computes. These then talk directly:
+The gateway sends the job to both workers: to the decode worker as a `Job` with `pages_from`, to the prefill worker
+within a `Prefill`. The two workers then exchange these messages directly:
 
-    computes -> answers   Queued    the prompt waits behind others
-    computes -> answers   Begun     the prompt is no longer queued: now its pages will be needed
-    answers -> computes   Want      which positions it has not
-    computes -> answers   Offer     a parcel lies ready, for a time
-    answers -> computes   Taken     its bytes are verified and in their place
-    computes -> answers   Handed    the prompt is computed, and this is its first token
-    everybody             Gone      a worker has ended; nothing of it will come
+    prefill -> decode   Queued    the prompt waits in the prefill worker's queue
+    prefill -> decode   Begun     prefill has started; the decode worker should allocate pages
+    decode  -> prefill  Want      request for the KV cache from a position on
+    prefill -> decode   Offer     a parcel (KV chunk) is ready to be read, until its lease expires
+    decode  -> prefill  Taken     the parcel was read and its checksum verified
+    prefill -> decode   Handed    prefill is complete; contains the first token
+    gateway -> workers  Gone      a worker is down; nothing more will come from it
 
-What travels in a parcel is said by `run/handoff.py`, whose format has a name: workers of two formats hand nothing over.
+The content of a parcel is defined in `run/handoff.py`. The format has a name; workers with different formats do no KV
+transfer.
 """
 
 from redline.wire.base import Message, Record
@@ -22,77 +23,76 @@ from redline.wire.step import TokenLogprobs
 
 
 class Prefill(Message, frozen=True):
-    """Compute a prompt and choose the first token; the pages are for another worker."""
+    """Compute a prompt and sample the first token; the KV pages are for another worker."""
 
-    job: Job  # as the other worker has it
-    to: PagesFrom  # that worker
+    job: Job  # the same as sent to the decode worker
+    to: PagesFrom  # the decode worker
 
 
 class Queued(Message, frozen=True):
-    """The prompt of a job waits behind others where it is to be computed: said again and again."""
+    """The prompt of a job waits in the prefill worker's queue. Sent periodically."""
 
     job: JobId
 
 
 class Begun(Message, frozen=True):
-    """The prompt of a job is being computed: said at once, and again and again until it is handed over."""
+    """Prefill of a job has started. Sent once at the start, then periodically until the prompt is handed over."""
 
     job: JobId
 
 
 class Want(Message, frozen=True):
-    """The pages of a job are wanted from position `first` on, which begins a page: those before are there already."""
+    """Request for the KV pages of a job from position `first` on, which is a page boundary; the decode worker has
+    the pages before it."""
 
     job: JobId
     first: int
-    way: str  # by which they are read: the transport's name, among those that whoever computes has told of
+    way: str  # name of the transport to read with, one of those in the prefill worker's `area`
 
 
 class Piece(Record, frozen=True):
-    """What of a job's pages a parcel holds."""
+    """The part of a job's KV pages that a parcel contains."""
 
-    layers: tuple[int, int]  # the target's, [first, end)
-    positions: tuple[int, int]  # [first, end), whose first begins a page
-    draft: tuple[int, int] = (
-        0,
-        0,
-    )  # places of the drafter's rows, [first, end); with the last layers
+    layers: tuple[int, int]  # of the target model, [first, end)
+    positions: tuple[int, int]  # [first, end); `first` is a page boundary
+    draft: tuple[int, int] = (0, 0)  # places of the drafter's rows, [first, end); only with the last layers
 
 
 class Offer(Message, frozen=True):
-    """A parcel of a job, which may be read until its lease has run out; nobody waits for it longer."""
+    """A parcel of a job is ready. It may be read until its lease expires; the decode worker waits no longer than
+    that."""
 
     job: JobId
-    number: int  # among the job's parcels
+    number: int  # index among the job's parcels
     piece: Piece
-    ticket: Ticket  # where the parcel lies, and how to tell that it is this one
+    ticket: Ticket  # location and checksum of the parcel
 
 
 class Taken(Message, frozen=True):
-    """The parcel has been read and its checksum holds, or it is wanted no more: its space may be used again."""
+    """The parcel was read and its checksum verified, or it is no longer wanted: its buffer may be reused."""
 
     id: int
     epoch: int
 
 
 class Handed(Message, frozen=True):
-    """The prompt is computed, and all its parcels have been offered. `error`: it could not be."""
+    """Prefill is complete, and all parcels were offered. With `error`, the prompt could not be computed."""
 
     job: JobId
-    parcels: int = 0  # of the job in all
+    parcels: int = 0  # total number of the job's parcels
     tokens: tuple[int, ...] = ()  # the first of the answer
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    exact: bool = True  # its pages are those of a prefill, to the bit
-    drafting: bool = False  # the drafter has read all of it
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache of the worker that computed
-    queued_s: float | None = None  # there
-    noted: tuple[Note, ...] = ()  # there, of each kind the newest
+    exact: bool = True  # the pages are bit-equal to those of a prefill
+    drafting: bool = False  # the drafter has read the whole prompt
+    cached_tokens: int = 0  # of the prompt, found in the prefill worker's prefix cache
+    queued_s: float | None = None  # time in the prefill worker's queue
+    noted: tuple[Note, ...] = ()  # the prefill worker's notes, the newest of each kind
     error: str | None = None
 
 
 class Gone(Message, frozen=True):
-    """A start of a worker has ended, or nothing is heard of it: nothing is to be expected of it."""
+    """A worker is down: one start of it (`epoch`) has ended or sends no heartbeats. Stop waiting for its messages."""
 
     worker: str
     epoch: int

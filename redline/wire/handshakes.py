@@ -1,12 +1,12 @@
-"""Keeps connections that have not finished their handshake few and short, at sockets to which other machines connect.
+"""Limits the number and duration of unfinished handshakes at sockets that accept connections from other machines.
 
-ZeroMQ accepts whoever connects, and each connection takes a descriptor of the process until its handshake has failed.
-So the handshake has a time; and a thread for each such socket hears of every connection that is accepted and, where too
-many of a process have not finished, ends the oldest of them. Who has the key connects again by itself where that was
-one of its own.
+ZeroMQ accepts every TCP connection, and each takes a file descriptor of the process until its handshake has failed. So
+the handshake has a timeout, and one thread for each such socket counts the accepted connections: if too many
+connections of the process have not finished their handshake, it closes the oldest of them. A peer that has the key
+reconnects by itself if its connection was closed.
 
-ZeroMQ does not name the connection that has finished, but the kernel counts what each peer has taken: without the key a
-peer is sent a greeting alone.
+ZeroMQ does not report which connection finished its handshake, but the kernel counts the bytes that each peer has
+acknowledged: a peer without the key is sent only a greeting.
 """
 
 import itertools
@@ -20,31 +20,31 @@ import zmq
 
 from redline import clock
 
-HANDSHAKE_MS = 5_000  # for the whole handshake, which takes three round trips
-MOST_UNFINISHED = 128  # connections of one process
-FINISHED_BYTES = 128  # of ours: a greeting has 64, and WELCOME, which only who has the key is sent, 170 more
-TELL_S = 60.0  # between two lines about connections that were ended
-_BYTES_ACKED = struct.Struct("<120xQ")  # of struct tcp_info (tcp(7)), tcpi_bytes_acked
+HANDSHAKE_MS = 5_000  # timeout of the whole handshake, which takes three round trips
+MOST_UNFINISHED = 128  # unfinished connections per process
+FINISHED_BYTES = 128  # sent by us: the greeting has 64 bytes; WELCOME, sent only to a peer with the key, 170 more
+TELL_S = 60.0  # minimum time between two log lines about closed connections
+_BYTES_ACKED = struct.Struct("<120xQ")  # tcpi_bytes_acked in struct tcp_info (tcp(7))
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_MONITOR_STOPPED
 _OTHER_KEY = 0x11000001  # ZMQ_PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
-_EVENT = struct.Struct("<Hi")  # of zmq_socket_monitor(3): which, and its value
+_EVENT = struct.Struct("<Hi")  # event of zmq_socket_monitor(3): its kind and value
 
 log = logging.getLogger("redline.wire")
 
 
 class Unfinished:
-    """The connections of a process that may not have finished their handshake, the oldest first. Any thread calls."""
+    """The connections of a process that may not have finished their handshake, oldest first. Thread-safe."""
 
     def __init__(self, most: int = MOST_UNFINISHED) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._ports: dict[int, int] = {}  # by descriptor: at which port it was accepted
+        self._ports: dict[int, int] = {}  # descriptor -> local port that accepted it
         self._told = -TELL_S
 
     def accepted(self, descriptor: int, port: int) -> None:
-        """A connection was accepted at `port`; where there are too many, the oldest that has not finished is ended."""
+        """Add a connection accepted at `port`. If there are too many, close the oldest unfinished one."""
         with self._lock:
-            self._ports.pop(descriptor, None)  # a descriptor that was closed is given out again
+            self._ports.pop(descriptor, None)  # the kernel reuses the numbers of closed descriptors
             self._ports[descriptor] = port
             if len(self._ports) <= self._most:
                 return
@@ -59,14 +59,15 @@ class Unfinished:
             if (now := clock.monotonic()) - self._told >= TELL_S:
                 self._told = now
                 log.warning(
-                    "port %d: %d connections have not finished their handshake, as many as there may be; each new one "
-                    "ends the oldest",
+                    "port %d: %d connections have not finished their handshake, which is the limit; each new "
+                    "connection closes the oldest one",
                     port,
                     self._most,
                 )
 
     def ended(self, descriptor: int, port: int) -> None:
-        """A connection that was accepted at `port` has ended. Its descriptor may be another socket's by now."""
+        """Remove a connection accepted at `port`, which has ended. Its descriptor may belong to another socket by
+        now."""
         with self._lock:
             if self._ports.get(descriptor) == port:
                 del self._ports[descriptor]
@@ -77,20 +78,21 @@ _NUMBERS = itertools.count()
 
 
 class Handshakes:
-    """The handshakes at one socket that will be bound to a TCP address. `close` comes before that of the socket."""
+    """Watches the handshakes at one socket, before it is bound to a TCP address. Call `close` before closing the
+    socket."""
 
     def __init__(self, at: "zmq.Socket[bytes]") -> None:
         at.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self._at = at
-        self._failed = 0  # since the start
-        self._taken = 0  # of them
+        self._failed = 0  # total since the start
+        self._taken = 0  # of these, already returned by `take_failed`
         address = f"inproc://handshakes-{next(_NUMBERS)}"
         threading.Thread(
             target=self._follow, args=(at.get_monitor_socket(_EVENTS, address),), name="handshakes", daemon=True
         ).start()
 
     def take_failed(self) -> int:
-        """How many connections have failed since the last call, or since the start, because they have another key."""
+        """Number of connections since the last call that failed because their key differs."""
         failed = self._failed
         taken, self._taken = self._taken, failed
         return failed - taken
@@ -105,7 +107,7 @@ class Handshakes:
             while True:
                 try:
                     event, endpoint = monitor.recv_multipart()
-                except zmq.ContextTerminated:  # the process ends
+                except zmq.ContextTerminated:  # the process is shutting down
                     return
                 kind, value = _EVENT.unpack(event)
                 try:
@@ -119,26 +121,28 @@ class Handshakes:
                             unfinished.ended(value, port)
                         case _:
                             self._failed += value == _OTHER_KEY
-                except Exception:  # ZeroMQ's own thread would wait for ever for a reader that has ended
+                except Exception:  # without a reader, ZeroMQ's own thread would block for ever
                     log.exception("a connection to %s could not be counted", endpoint.decode())
 
 
 def _taken_by(descriptor: int, port: int) -> int:
-    """Bytes of ours that a connection's peer has taken; enough of them if it is no connection at `port` any more."""
+    """Bytes sent by us that a connection's peer has acknowledged; FINISHED_BYTES if it is no longer a connection at
+    `port`."""
     connection = _at(descriptor, port)
     if connection is None:
         return FINISHED_BYTES
     try:
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
         return _BYTES_ACKED.unpack(told)[0]
-    except (OSError, struct.error):  # it has just ended
+    except (OSError, struct.error):  # the connection has just been closed
         return FINISHED_BYTES
     finally:
         connection.detach()
 
 
 def _end(descriptor: int, port: int) -> None:
-    """Have ZeroMQ find that the peer has left: it owns the descriptor, and closes it."""
+    """Shut a connection down, so that ZeroMQ sees it as closed by the peer: ZeroMQ owns the descriptor and closes
+    it."""
     connection = _at(descriptor, port)
     if connection is not None:
         with suppress(OSError):
@@ -147,7 +151,8 @@ def _end(descriptor: int, port: int) -> None:
 
 
 def _at(descriptor: int, port: int) -> socket.socket | None:
-    """A connection that was accepted at `port`, to be detached; None where its descriptor is something else by now."""
+    """A connection accepted at `port`, to be detached by the caller; None if the descriptor is something else by
+    now."""
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:

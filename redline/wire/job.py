@@ -1,4 +1,4 @@
-"""What is asked of the engine: token ids and how to continue them. No text, no HTTP."""
+"""Generation requests: token ids and how to continue them. No text, no HTTP."""
 
 from typing import NewType
 
@@ -8,49 +8,51 @@ JobId = NewType("JobId", str)
 PageId = NewType("PageId", int)
 PageHash = NewType("PageHash", bytes)
 
-PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane
+PAGE_TOKENS = 64  # tokens of one page (KV cache block), in every plane
 
 
 class Thinking(Record, frozen=True):
-    """A bound on the reasoning that an answer begins with."""
+    """Limit on the reasoning at the beginning of an answer."""
 
-    most: int  # tokens of the answer before `end`, which is the only one that may follow them
+    most: int  # number of tokens after which `end` is forced
     end: int
-    ends: tuple[int, ...]  # the tokens that end it: `end`, and where a tool call begins
+    ends: tuple[int, ...]  # the tokens that end the reasoning: `end`, and the start of a tool call
 
 
 class Grammar(Record, frozen=True):
-    """What the tokens of an answer have to be. Whoever makes one has checked that it compiles (api)."""
+    """A constraint on the tokens of an answer. The api package has checked that it compiles."""
 
-    text: str  # as llguidance reads it: Lark, or JSON of several grammars; control tokens by id; empty: any may come
-    after: tuple[int, ...] = ()  # the first of these that comes is the grammar's first token; none: the answer's first
-    banned: tuple[int, ...] = ()  # none of these comes before it
-    thinking: Thinking | None = None  # None: there is none, or it is not bounded
+    # In llguidance's format: Lark, or JSON of several grammars; control tokens by id; empty: any token is allowed.
+    text: str
+    # The grammar starts at the first of these tokens to be generated; empty: at the answer's first token.
+    after: tuple[int, ...] = ()
+    banned: tuple[int, ...] = ()  # tokens that are not allowed before the grammar starts
+    thinking: Thinking | None = None  # None: no reasoning, or no limit on it
 
 
 class Sampling(Record, frozen=True):
-    """How the next token is chosen. Bounds are checked where requests are read (api)."""
+    """Sampling parameters. The api package checks their bounds when it reads a request."""
 
-    max_tokens: int  # of the answer
+    max_tokens: int  # maximum length of the answer
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0  # 1: all
-    top_k: int = 0  # 0: all
+    top_p: float = 1.0  # 1: no top-p filtering
+    top_k: int = 0  # 0: no top-k filtering
     min_p: float = 0.0  # keeps tokens with p >= min_p * max p
     presence_penalty: float = 0.0  # over generated tokens
     frequency_penalty: float = 0.0  # over generated tokens
     repetition_penalty: float = 1.0  # over prompt and generated tokens
-    seed: int = 0  # randomness is a function of (seed, position) alone
-    seeded: bool = False  # the client gave the seed: whatever was drafted, the answer is the one that it draws
+    seed: int = 0  # the random numbers are a function of (seed, position) alone
+    seeded: bool = False  # the client gave the seed: the answer must not depend on speculative decoding
     stop_ids: tuple[int, ...] = ()  # generation ends with one of these (the id is reported)
-    min_tokens: int = 0  # stop_ids are masked before so many tokens
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
-    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    min_tokens: int = 0  # stop_ids are masked for the first `min_tokens` tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value added to its logit)
+    logprobs: int | None = None  # None: none; n: of the chosen token and the n most likely ones
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
-    grammar: Grammar | None = None  # None: any token may come
+    grammar: Grammar | None = None  # None: any token is allowed
 
 
 class MediaSpan(Record, frozen=True):
-    """Prompt positions [start, start + tokens) that an image fills; its hash enters the page hashes."""
+    """Prompt positions [start, start + tokens) of an image; its hash is part of the page hashes."""
 
     start: int
     tokens: int
@@ -58,33 +60,34 @@ class MediaSpan(Record, frozen=True):
 
 
 class PagesFrom(Record, frozen=True):
-    """The other worker of a handoff."""
+    """The other worker of a KV transfer."""
 
     worker: str
-    epoch: int  # of its start
-    inbox: str  # the address that it reads
-    area: bytes = b""  # where its parcels lie, in its transports' words; of one that computes
-    format: str = ""  # of its parcels
+    epoch: int  # of its current start
+    inbox: str  # the address at which it receives messages
+    area: bytes = b""  # location of its parcels, encoded by its transports; only of a prefill worker
+    format: str = ""  # name of its parcels' format
 
 
 class Job(Message, frozen=True):
-    """A prompt to continue."""
+    """A request for the engine: a prompt to continue."""
 
     id: JobId
     tokens: tuple[int, ...]  # the prompt
     pages: tuple[PageHash, ...]  # hash i covers tokens [0, (i + 1) * PAGE_TOKENS); full pages only
     sampling: Sampling
-    tenant: str = ""  # whose turn it takes among waiting jobs
+    tenant: str = ""  # waiting jobs are scheduled round-robin between tenants
     salt: str = ""  # tenants with different salts never share pages
     media: tuple[MediaSpan, ...] = ()
-    answer: tuple[int, ...] = ()  # what another worker has given of the answer: this one goes on behind it
-    scored: int = 0  # prompt tokens whose log probabilities another worker has given
-    pages_from: PagesFrom | None = None  # who computes its prompt; None: whoever answers
-    ttft_ms: float | None = None  # left of what was promised of its first token, when it comes; None: nothing was
-    replica: str = ""  # of the API, which sent it and is told what comes of it; empty: there is but one
+    # Tokens of the answer that another worker has generated; generation continues after them.
+    answer: tuple[int, ...] = ()
+    scored: int = 0  # prompt tokens for which another worker has sent log probabilities
+    pages_from: PagesFrom | None = None  # the prefill worker; None: the worker that decodes computes the prompt too
+    ttft_ms: float | None = None  # what is left of the TTFT target when the job arrives; None: no target
+    replica: str = ""  # the API replica that sent the job and receives its deltas; empty: there is only one
 
 
 class Abort(Message, frozen=True):
-    """The client has left, or a stop string was found: forget the job, give back its pages."""
+    """The client disconnected, or a stop string was found: end the job and release its pages."""
 
     job: JobId

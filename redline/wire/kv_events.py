@@ -1,8 +1,9 @@
-"""What vLLM's workers tell of their prefix caches, as bytes: batches of blocks that came and went.
+"""vLLM's KV cache events as bytes: batches of blocks that were stored or removed.
 
-A batch is an array: seconds, events, and the number of the worker among several. An event is a map with its name as
-`type`; older releases have an array that begins with it. Both are read, maps are written. A block is named by a hash
-that only its worker can compute; with its tokens and its parent's name others can name it as they like.
+A batch is an array: a time in seconds, events, and the data-parallel rank of the worker. An event is a map with its
+name as `type`; older releases send an array that begins with the name. Both are read, maps are written. A block is
+identified by a hash that only its worker can compute; from its tokens and its parent's hash a reader can compute its
+own.
 """
 
 from collections.abc import Sequence
@@ -12,33 +13,33 @@ import msgspec
 from msgspec import Meta
 
 BlockHash = bytes | int
-Token = Annotated[int, Meta(ge=0, lt=1 << 32)]  # pages are named by four bytes of each
+Token = Annotated[int, Meta(ge=0, lt=1 << 32)]  # page hashes use four bytes of each token
 
-GPU = "GPU"  # the medium of what a worker computes from, whatever its device is; others lie below it
+GPU = "GPU"  # the medium of the blocks that a worker computes from, on any device; other media are offload tiers
 
 
 class CacheSalt(msgspec.Struct, frozen=True, tag="cache_salt"):
-    """Of a first block: it is shared among those who have the same salt, and the text stands for that."""
+    """Extra key of a prompt's first block: the block is shared only between requests with the same salt."""
 
     salt: str
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks that follow one another have come."""
+    """Consecutive blocks were stored."""
 
     block_hashes: list[BlockHash]
-    parent_block_hash: BlockHash | None  # of the block before the first; None: it begins a prompt
-    token_ids: list[Token]  # of all of them
-    block_size: int  # tokens of one
+    parent_block_hash: BlockHash | None  # of the block before the first; None: the first block begins a prompt
+    token_ids: list[Token]  # of all the blocks
+    block_size: int  # tokens per block
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None
-    extra_keys: list[Any] | None = None  # for each block what its hash depends on beside tokens; None: nothing
-    group_idx: int | None = None  # of a model whose layers have several caches
+    extra_keys: list[Any] | None = None  # for each block, other inputs of its hash than tokens; None: there are none
+    group_idx: int | None = None  # KV cache group, for a model with several kinds of attention layers
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Blocks have gone."""
+    """Blocks were removed."""
 
     block_hashes: list[BlockHash]
     medium: str | None = None
@@ -46,12 +47,12 @@ class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is cached any more."""
+    """The cache was cleared."""
 
 
 KvEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
-# What stands in an array behind the name, in the order of the releases that added it.
+# The fields that follow the name in an array, in the order of the releases that added them.
 _PLACES: dict[str, tuple[str, ...]] = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
@@ -63,11 +64,11 @@ _PLACES: dict[str, tuple[str, ...]] = {
 
 
 class KvBatch(NamedTuple):
-    """What one message holds."""
+    """The content of one message."""
 
     at: float  # seconds since 1970
     events: Sequence[KvEvent]
-    worker: int | None = None  # its number among several
+    worker: int | None = None  # its data-parallel rank
 
 
 def encode_batch(batch: KvBatch) -> bytes:
@@ -76,17 +77,17 @@ def encode_batch(batch: KvBatch) -> bytes:
 
 
 def decode_batch(data: bytes) -> KvBatch:
-    """The batch in `data`; events of other names are left out. Raises msgspec.ValidationError, which names the place,
-    where it is no batch, and msgspec.DecodeError where it is no msgpack, is nested too deeply or has
-    texts that are none."""
+    """The batch in `data`, without events of unknown names. Raises msgspec.ValidationError, which names the place,
+    if it is not a batch, and msgspec.DecodeError if it is not msgpack, is nested too deeply or contains invalid
+    UTF-8."""
     try:
         parts = msgspec.msgpack.decode(data, type=list[Any])
     except RecursionError:
         raise msgspec.DecodeError("a batch of events is nested too deeply") from None
     except UnicodeDecodeError as error:
-        raise msgspec.DecodeError(f"a text is no UTF-8: {error}") from None
+        raise msgspec.DecodeError(f"a string is not valid UTF-8: {error}") from None
     if len(parts) < 2:
-        raise msgspec.ValidationError(f"a batch of events has a time and events; got {len(parts)} parts")
+        raise msgspec.ValidationError(f"a batch of events needs a time and events; got {len(parts)} elements")
     at, events = msgspec.convert(parts[0], float), msgspec.convert(parts[1], list[Any])
     worker = msgspec.convert(parts[2], int | None) if len(parts) > 2 else None
     read = [_event(each, place) for place, each in enumerate(events)]
@@ -103,7 +104,9 @@ def _event(said: Any, place: int) -> KvEvent | None:
     else:
         name, fields = None, {}
     if not isinstance(name, str):
-        raise msgspec.ValidationError(f"an event is a map or an array that begins with its name - at `$[1][{place}]`")
+        raise msgspec.ValidationError(
+            f"an event must be a map or an array that begins with its name - at `$[1][{place}]`"
+        )
     if name not in _PLACES:
         return None
     try:

@@ -1,8 +1,9 @@
-"""How vLLM's KV events travel: a PUB socket of three frames, and a ROUTER that says again what was missed.
+"""Sockets of vLLM's KV events: a PUB socket with messages of three frames, and a ROUTER socket that replays missed
+messages.
 
-Frames: a topic, the message's number in eight bytes, the highest first, and a batch (`kv_events.py`). Who has missed
-some asks the second socket, beginning with a number; it answers with all that it still has, and then with number -1.
-Nothing of it is encrypted, and nobody is asked for a key.
+Frames: a topic, the message's number as eight bytes in big-endian order, and a batch (`kv_events.py`). A subscriber
+that missed messages sends the number of the first to the ROUTER, which sends all messages that it still has from there
+on, then number -1. Nothing is encrypted or authenticated.
 """
 
 import queue
@@ -17,9 +18,9 @@ import zmq
 from redline import clock
 from redline.errors import ConfigError
 
-MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20  # messages that can be said again
-MOST_UNSENT = 100_000  # to one who reads slowly; then he misses some
-REPLAY_S = 5.0  # for what was missed to come
+MOST_KEPT, MOST_KEPT_BYTES = 10_000, 64 << 20  # bounds of the replay buffer: messages, and their bytes
+MOST_UNSENT = 100_000  # queued messages per slow subscriber; beyond it they are dropped
+REPLAY_S = 5.0  # timeout of a replay
 _LINGER_MS = 500
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
@@ -30,16 +31,16 @@ _Socket = zmq.Socket[bytes]
 class Numbered(NamedTuple):
     """One message of a publisher."""
 
-    number: int  # 0 is the first of its start
+    number: int  # starts at 0 with each start of the publisher
     batch: bytes
 
 
 class Publisher:
-    """Says batches to whoever listens. One thread calls `send`, another of its own has the sockets."""
+    """Publishes batches. One thread calls `send`; a thread of the publisher owns the sockets."""
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
-        """endpoint: where it can be listened to; replay: where it is asked again. Both are bound: tcp://ADDRESS:PORT or
-        ipc://PATH. Raises ConfigError where one cannot be used."""
+        """endpoint: address of the PUB socket; replay: address of the ROUTER socket. Both are bound:
+        tcp://ADDRESS:PORT or ipc://PATH. Raises ConfigError if one cannot be used."""
         self._topic = topic.encode()
         self._pub = _bound(zmq.PUB, endpoint, "endpoint")
         try:
@@ -56,13 +57,13 @@ class Publisher:
         self._thread.start()
 
     def send(self, batch: bytes) -> None:
-        """Say a batch; never blocks."""
+        """Publish a batch; never blocks."""
         self._unsent.put(Numbered(self._said, batch))
         self._said += 1
         self._wake.send(b"", zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Send what is left, and end the thread; idempotent."""
+        """Send what is queued, and end the thread; idempotent."""
         if not self._wake.closed:
             self._unsent.put(None)
             self._wake.send(b"", zmq.NOBLOCK)
@@ -99,7 +100,7 @@ class Publisher:
     def _say_again(self, socket: _Socket) -> None:
         who, *asked = socket.recv_multipart()
         if len(asked) != 2 or len(asked[1]) != _NUMBER_BYTES:
-            return  # nobody who knows how to ask
+            return  # not a replay request
         first = int.from_bytes(asked[1], "big")
         for message in self._kept:
             if message.number >= first:
@@ -108,28 +109,29 @@ class Publisher:
 
 
 class Subscriber:
-    """Listens to one publisher, ours or vLLM's. Use as a context manager. One thread uses it."""
+    """Receives the events of one publisher, ours or vLLM's. Use as a context manager, from one thread."""
 
     def __init__(self, endpoint: str, replay: str | None = None, topic: str = "") -> None:
-        """replay: where it asks for what it has missed, at first for all that is kept; None: it asks nobody. topic:
-        with which the topics of messages begin that it reads. Raises ConfigError."""
+        """replay: address for replay requests, the first of which asks for all messages in the buffer; None disables
+        replay. topic: prefix of the topics to receive. Raises ConfigError."""
         self._replay_at = replay
         self._sub = _connected(zmq.SUB, endpoint)
         self._sub.setsockopt(zmq.SUBSCRIBE, topic.encode())
-        self._last = -1  # number
-        self._last_hash = b""  # of its batch
-        self._again: dict[int, bytes] = {}  # hashes of those said again, that may still come as they were said first
+        self._last = -1  # number of the last message
+        self._last_hash = b""  # hash of its batch
+        self._again: dict[int, bytes] = {}  # hashes of replayed messages that may still arrive on the PUB socket
 
     def receive(self, timeout_s: float) -> list[Numbered]:
-        """What has come, in order, waiting so long for the first, and REPLAY_S where some were missed. A number that is
-        left out was missed; one that is not higher than the last belongs to another start of the publisher."""
+        """The messages that have arrived, in order. Waits up to `timeout_s` for the first, and up to REPLAY_S for a
+        replay if some were missed. A gap in the numbers means missed messages; a number not higher than the last one
+        belongs to a new start of the publisher."""
         found: list[Numbered] = []
         wait_ms = max(0, int(1e3 * timeout_s))
         while len(found) < MOST_KEPT and self._sub.poll(wait_ms):
             wait_ms = 0
             frames = self._sub.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
-                continue  # no message of this kind
+                continue  # not a KV event message
             message = Numbered(int.from_bytes(frames[1], "big"), frames[2])
             if self._was_said_again(message):
                 continue
@@ -144,14 +146,15 @@ class Subscriber:
         return found
 
     def catch_up(self) -> list[Numbered]:
-        """What was said before it listened, or since `receive`, and is still kept there. None where nobody answers."""
+        """Replay the messages sent before this subscriber connected, or since `receive`, that the publisher still
+        has. Empty if no replay arrives."""
         if self._replay_at is None:
             return []
         found = self._said_from(max(0, self._last), self._replay_at)
         if found and found[0].number == self._last:
             if _hashed(found[0].batch) == self._last_hash:
                 del found[0]
-            else:  # another start has come as far
+            else:  # a new start of the publisher has reached this number
                 self._starts_anew()
                 found = self._said_from(0, self._replay_at)
         hashes = [_hashed(each.batch) for each in found]
@@ -161,7 +164,7 @@ class Subscriber:
         return found
 
     def close(self) -> None:
-        """Listen no more; idempotent."""
+        """Close the sockets; idempotent."""
         self._sub.close(linger=0)
 
     def __enter__(self) -> Self:
@@ -173,12 +176,13 @@ class Subscriber:
         self.close()
 
     def _starts_anew(self) -> None:
-        """Another start of the publisher speaks: nothing of it has been heard."""
+        """The publisher was restarted: forget the numbers of the previous start."""
         self._last, self._last_hash = -1, b""
         self._again.clear()
 
     def _said_from(self, first: int, address: str) -> list[Numbered]:
-        """What has this number or a higher one, as far as it is kept and comes in time."""
+        """Replayed messages from number `first` on, as far as the publisher has them and they arrive within
+        REPLAY_S."""
         found: list[Numbered] = []
         until = clock.monotonic() + REPLAY_S
         socket = _connected(zmq.DEALER, address)
@@ -187,7 +191,7 @@ class Subscriber:
             while socket.poll(max(0, int(1e3 * (until - clock.monotonic())))):
                 frames = socket.recv_multipart()  # an older publisher leaves out the topic
                 if len(frames) < 2 or len(frames[-2]) != _NUMBER_BYTES:
-                    continue  # no answer of this kind
+                    continue  # not a replayed message
                 if frames[-2] == _END:
                     break
                 found.append(Numbered(int.from_bytes(frames[-2], "big"), frames[-1]))
@@ -196,7 +200,7 @@ class Subscriber:
         return found
 
     def _was_said_again(self, message: Numbered) -> bool:
-        """Whether this has come already; those before it come no more."""
+        """Whether this message was replayed before. Replayed messages with lower numbers are no longer expected."""
         while self._again and (first := next(iter(self._again))) <= message.number:
             if self._again.pop(first) == _hashed(message.batch) and first == message.number:
                 return True
@@ -216,7 +220,7 @@ def _socket(kind: int) -> _Socket:
 
 
 def _pair() -> tuple[_Socket, _Socket]:
-    """Two ends by which one thread wakes another."""
+    """A connected pair of sockets, by which one thread wakes another."""
     writes, reads = _socket(zmq.PUSH), _socket(zmq.PULL)
     writes.sndhwm = reads.rcvhwm = 0
     name = f"inproc://kv-events-{id(reads)}"
@@ -245,5 +249,5 @@ def _connected(kind: int, address: str) -> _Socket:
         socket.connect(address)
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"{address} cannot be listened to: {error}") from None
+        raise ConfigError(f"cannot connect to {address}: {error}") from None
     return socket

@@ -1,58 +1,58 @@
-"""What the server and the agents of its machines tell one another (`redline agent`), and where a worker listens.
+"""Messages between the server and the agents of its machines (`redline agent`), and the address of a worker's inbox.
 
-Both say again and again what holds, and not what has happened: an agent which workers run on its machine, the server
-which are to run. So a message that is lost, comes twice or comes late does no harm, and whoever was started anew is
-told everything.
+Both sides periodically send their whole state, not changes: an agent sends which workers run on its machine, the server
+which workers should run there. So lost, duplicated and late messages are harmless, and a restarted side soon has the
+whole state.
 """
 
 from redline.wire.base import Message, Record
 
-SAY_S = 1.0  # between two words of either side
+SAY_S = 1.0  # interval of these messages, on both sides
 
 
 class Running(Record, frozen=True):
-    """A worker's start on a machine, by the orders of one server."""
+    """One start of a worker on a machine, ordered by one server."""
 
     name: str
     epoch: int
-    ended: str | None = None  # how, once it has: "with code 1"
+    ended: str | None = None  # how it ended, such as "with code 1"; None while it runs
 
 
 class Machine(Message, frozen=True):
-    """An agent says that its machine is there, and what runs on it."""
+    """Heartbeat of an agent: its machine, and the workers that run there."""
 
-    name: str  # of the machine, as [[workers]] at has it
-    life: str  # drawn at random, once for each start of the agent
-    inbox: str  # the address that the agent reads
+    name: str  # of the machine, as in `at` of [[workers]]
+    life: str  # random id of this start of the agent
+    inbox: str  # the address at which the agent receives messages
     version: str  # of Redline
-    server: str = ""  # whose orders it follows; empty: nobody's yet
-    leaving: bool = False  # it starts no more workers, and ends once none of its own is left
+    server: str = ""  # id of the server that it follows; empty: none yet
+    leaving: bool = False  # it starts no more workers, and exits when its last worker has ended
     workers: tuple[Running, ...] = ()
 
 
 class Order(Record, frozen=True):
-    """A worker that is to run on a machine."""
+    """A worker that should run on a machine."""
 
     name: str
     epoch: int
-    config: bytes  # a `WorkerConfig` as JSON, but for what only the machine knows
-    devices: tuple[int, ...] = ()  # GPUs of that machine; none: all that are visible
+    config: bytes  # a `WorkerConfig` as JSON, without the values that only the machine knows
+    devices: tuple[int, ...] = ()  # GPUs of that machine; empty: all visible ones
 
 
 class Orders(Message, frozen=True):
-    """All workers that are to run on a machine; what else the agent has started, it ends."""
+    """All workers that should run on a machine; the agent ends all others that it has started."""
 
-    server: str  # drawn at random, once for each start of the server
+    server: str  # random id of this start of the server
     workers: tuple[Order, ...] = ()
 
 
 class Refused(Message, frozen=True):
-    """An agent is not taken in. `reason` is one line for its operator."""
+    """The server rejects an agent. `reason` is one line for the agent's operator."""
 
     reason: str
 
 
 class Listening(Message, frozen=True):
-    """Where a worker reads its jobs, as it says first of all where its inbox is a port that was free."""
+    """The address of a worker's inbox. Sent as the first message by a worker that chose a free port."""
 
     inbox: str

@@ -1,4 +1,5 @@
-"""What a worker tells about itself, and what it is told: Knock, TakeRole and Stop."""
+"""Worker status messages (Ready, Beat, Load, Cached ...) and control messages to workers (Knock, TakeRole, Recall,
+Stop)."""
 
 from typing import Literal
 
@@ -6,36 +7,37 @@ from redline.wire.base import Message, Record
 from redline.wire.job import PageHash
 
 Role = Literal["both", "prefill", "decode"]
-"""What a worker does. prefill: it computes prompts for others; decode: it answers, and computes a prompt itself where
-nobody has done so; both: it does all alone."""
+"""Role of a worker. prefill: it computes prompts for decode workers; decode: it generates answers, and computes a
+prompt itself if no prefill worker does; both: it does prefill and decode of its own jobs."""
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded; jobs may come. The api room checks requests against these limits."""
+    """The model is loaded, and the worker accepts jobs. The api package checks requests against these limits."""
 
     max_model_len: int  # prompt + generated tokens of one job
-    pages: int  # of PAGE_TOKENS tokens
-    fingerprint: str  # of the model and its pages' number format: enters the page hashes
+    pages: int  # KV pages of PAGE_TOKENS tokens each
+    fingerprint: str  # of the model and the number format of its pages: part of the page hashes
     summary: str  # one line for the operator: model, device, memory
-    area: bytes = b""  # where others may read its parcels, in its transports' words; empty: it hands none over
-    format: str = ""  # of its parcels
-    step_tokens: int = 512  # positions of a step, at most
-    slots: int = 64  # jobs at once, at most
-    step_ms: float | None = None  # that its steps with prompts beside answers may take; None: any time
-    read_bytes_per_s: float = 0.0  # of its device's memory, as measured before it was ready; 0: it was not
-    ops_per_s: float = 0.0  # of its device's matrix products, as measured then
-    experts_of: int = 0  # of a layer: routed experts, of which a token chooses so many; 0: there are none
-    experts_chosen: int = 0
+    # Where other workers can read its parcels, encoded by its transports; empty: no KV transfer from it.
+    area: bytes = b""
+    format: str = ""  # name of its parcels' format
+    step_tokens: int = 512  # maximum number of positions of a step
+    slots: int = 64  # maximum number of running jobs
+    step_ms: float | None = None  # limit on the time of steps that mix prefill and decode; None: no limit
+    read_bytes_per_s: float = 0.0  # memory bandwidth of its device, measured at the start; 0: not measured
+    ops_per_s: float = 0.0  # matrix multiplication rate of its device, measured at the start
+    experts_of: int = 0  # routed experts per layer; 0: not a mixture of experts
+    experts_chosen: int = 0  # routed experts per token
 
 
 class TakeRole(Message, frozen=True):
-    """What a worker is told to do from now on. It says `RoleTaken`; what it has begun in its role before, it ends."""
+    """Switch the worker's role. It replies with `RoleTaken`, and finishes the jobs of its previous role."""
 
     role: Role
 
 
 class RoleTaken(Message, frozen=True):
-    """What a worker was told to do from now on has reached its loop."""
+    """Reply to `TakeRole`: the new role has reached the worker's loop."""
 
     role: Role
 
@@ -47,122 +49,125 @@ class Failed(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The worker's process runs: said four times a second once the model is loaded, whether jobs run or not."""
+    """Heartbeat of a worker: sent four times a second once the model is loaded, with or without running jobs."""
 
-    turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
-    knock: int = 0  # the newest that has reached the loop
+    turn_s: float = 0.0  # seconds since the loop started its current step; 0 while it waits for jobs
+    knock: int = 0  # number of the newest ping that has reached the loop
 
 
 class Knock(Message, frozen=True):
-    """What a worker is told now and then while it has jobs. Its next beat says that this has arrived; and the loop says
-    it again among all else that it says, so that what was lost before it is missed."""
+    """Ping, sent to a worker periodically while it has jobs. Its next heartbeat contains the number; and the loop
+    sends the ping back among its other messages, so that a loss of earlier messages is detected."""
 
     number: int
-    replica: str = ""  # of the API, that knocks; empty: there is but one
+    replica: str = ""  # the API replica that sent the ping; empty: there is only one
 
 
 class Missed(Message, frozen=True):
-    """So many messages of one writer were lost here, before the next: its connection was cut, and made again. A reader
-    finds it among what it reads (`wire.channel`); a worker says it of what it was told."""
+    """Number of messages from one writer that were lost at this point, because its connection was cut and made
+    again. Produced by the reader (`wire.channel`); a worker sends it on if messages to it were lost."""
 
     messages: int
-    writer: bytes = b""  # whose: as `wire.channel` names it
+    writer: bytes = b""  # name of the writer, as in `wire.channel`
 
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # positions of a step, upper bounds
+# Histogram of positions per step: upper bounds.
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class TimedStep(Record, frozen=True):
-    """What a step computed, and how long it took, with what the host did before it while somebody waited."""
+    """The work in one step and its duration, including the host's work before it while a job was waiting."""
 
     number: int  # of the worker's steps
-    prompt: int  # tokens of prompts
-    pairs: float  # of these, times the positions that each attends to
-    expanded: int  # positions whose keys and values were made anew for these tokens
-    rows: int  # that decoded
-    context: int  # tokens before them, of all rows together
-    tokens: int  # of answers, that these rows gave
+    prompt: int  # prompt tokens
+    pairs: float  # sum over the prompt tokens of the positions that each attends to
+    expanded: int  # positions expanded from latents to keys and values for these tokens
+    rows: int  # decode rows
+    context: int  # context tokens of all decode rows together
+    tokens: int  # answer tokens from the decode rows
     ms: float
 
 
 StepKind = Literal["decode", "prompts"]
-"""Of a step: answers alone, or tokens of prompts too."""
+"""Kind of a step: only decode rows, or with prompt tokens."""
 
 
 class StepTimes(Record, frozen=True):
-    """Steps of one kind that were timed since the worker's start: how long they took beside their floors."""
+    """Sums over all timed steps of one kind since the worker's start: their durations, and their floors."""
 
     kind: StepKind
     steps: int = 0
-    seconds: float = 0.0  # that they took, together
-    floor_s: float = 0.0  # that this machine takes at least for what they computed (`tune.floor`)
+    seconds: float = 0.0  # sum of the durations
+    floor_s: float = 0.0  # sum of the minimum times on this machine (`tune.floor`)
 
 
 class TierLoad(Record, frozen=True):
-    """One kind of memory below the prefix cache; "compute" is none: how well times of prompts are predicted."""
+    """One KV offload tier. The entry "compute" is not a tier: it shows how well prefill times are predicted."""
 
     name: str  # host, disk; compute
     pages: int = 0
-    bytes: int = 0  # that they take
+    bytes: int = 0  # size of these pages
     most_bytes: int = 0
-    counts: tuple[tuple[str, int], ...] = ()  # pages, by what has become of them
-    hit_tokens: int = 0  # of prompts, that came from there
+    counts: tuple[tuple[str, int], ...] = ()  # pages by outcome
+    hit_tokens: int = 0  # prompt tokens read from the tier
     read_bytes: int = 0
-    read_s: float = 0.0  # from a reading's beginning until its job could go on; of "compute", what steps took
-    predicted_s: float = 0.0  # of the same
-    error_s: float = 0.0  # by how much the two differed, each time
-    saved_s: float = 0.0  # what computing was predicted to take, less what reading took, where that was less
-    lost_s: float = 0.0  # by how much reading took longer than computing was predicted to, where it did
+    read_s: float = 0.0  # from the start of a read until its job could proceed; for "compute", duration of the steps
+    predicted_s: float = 0.0  # predicted value of `read_s`
+    error_s: float = 0.0  # sum of the absolute prediction errors
+    saved_s: float = 0.0  # predicted compute time minus read time, summed where reading was faster
+    lost_s: float = 0.0  # read time minus predicted compute time, summed where reading was slower
 
 
 class Load(Message, frozen=True):
-    """Gauges of now (jobs, pages), and counters since the worker's start."""
+    """Current gauges (jobs, pages), and counters since the worker's start."""
 
-    running: int  # jobs in a slot
-    waiting: int  # jobs in the queue
+    running: int  # running jobs, each in a slot
+    waiting: int  # queued jobs
     pages_used: int  # held by jobs
-    pages_cached: int  # held by the prefix cache alone
+    pages_cached: int  # held only by the prefix cache
     pages_total: int
-    steps: int  # planned
-    replayed: int  # steps that have ended, from recorded graphs
-    led: int  # the others that have ended, led by the host
-    preemptions: int  # jobs that lost their slot and pages and wait again
+    steps: int  # scheduled steps
+    replayed: int  # completed steps with decode rows replayed as a CUDA graph
+    led: int  # the other completed steps, run eagerly
+    preemptions: int  # jobs that were preempted: they lost slot and pages, and were requeued
     prompt_tokens: int  # of admitted jobs, each counted once
     prompt_tokens_cached: int  # of these, found in the prefix cache
     generation_tokens: int
-    drafts: int = 0  # rows that verified drafts
-    draft_tokens: int = 0  # drafts that were verified
-    accepted_tokens: int = 0  # drafts that were accepted
-    suffix_draft_tokens: int = 0  # of those verified, what matches of the text's own past have made
-    suffix_accepted_tokens: int = 0  # and of those accepted
-    grammar_draft_tokens: int = 0  # of those verified, what a grammar has forced
-    grammar_accepted_tokens: int = 0  # and of those accepted
-    accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
-    step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
-    step_positions: int = 0  # of all of them
-    bounded: int = 0  # steps planned, whose prompts got less than there was room for, so that answers need not wait
-    handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
+    drafts: int = 0  # rows that verified draft tokens
+    draft_tokens: int = 0  # verified draft tokens
+    accepted_tokens: int = 0  # accepted draft tokens
+    suffix_draft_tokens: int = 0  # verified draft tokens from suffix matches (n-gram lookup in the job's own text)
+    suffix_accepted_tokens: int = 0  # of these, accepted
+    grammar_draft_tokens: int = 0  # verified draft tokens forced by a grammar
+    grammar_accepted_tokens: int = 0  # of these, accepted
+    accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft token of a row was accepted
+    # Histogram of completed steps over STEP_SIZES; the last element counts larger steps.
+    step_sizes: tuple[int, ...] = ()
+    step_positions: int = 0  # total positions of these steps
+    bounded: int = 0  # scheduled steps whose prefill budget was cut to keep decode latency low
+    handoffs: tuple[tuple[str, int], ...] = ()  # KV transfers of prompts, by outcome
     kv_chunks: int = 0  # of KV transfers: lent to other workers, or on their way to this one
-    timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with prompts and without
-    tiers: tuple[TierLoad, ...] = ()  # memory below the prefix cache; none: there is none
-    step_times: tuple[StepTimes, ...] = ()  # of kinds that there were; none: the machine was not measured
+    timed: tuple[TimedStep, ...] = ()  # some of the newest steps, with and without prompts
+    tiers: tuple[TierLoad, ...] = ()  # KV offload tiers; empty: there are none
+    step_times: tuple[StepTimes, ...] = ()  # of the kinds that occurred; empty: the machine was not measured
 
 
 class Cached(Message, frozen=True):
-    """What has come into a worker's prefix cache, and what has left it, since it last said so.
+    """Pages that were added to a worker's prefix cache or evicted from it since its previous `Cached` message.
 
-    The first of a worker's start has number 1; a number that is left out was missed, and `Recall` asks for the whole.
+    The first message of a worker's start has number 1. A gap in the numbers means missed messages; `Recall` requests
+    the whole content.
     """
 
     number: int
     stored: tuple[PageHash, ...] = ()
     removed: tuple[PageHash, ...] = ()
-    whole: bool = False  # `stored` is all that is there
+    whole: bool = False  # `stored` is the complete content of the cache
 
 
 class Recall(Message, frozen=True):
-    """A worker is asked to tell of its whole prefix cache."""
+    """Request for the complete content of a worker's prefix cache."""
 
 
 class Stop(Message, frozen=True):
-    """What a worker is told to end: abort what runs, give back every page, check that it is so, leave."""
+    """Shut down: abort running jobs, release all pages, check that all are free, exit."""

@@ -1,4 +1,4 @@
-"""What a worker is asked to write down of its next seconds, and what it answers."""
+"""Request to profile a worker for some seconds, and the recorded spans."""
 
 import msgspec
 
@@ -6,9 +6,9 @@ from redline.wire.base import Message, Record
 
 
 class Span(Record, frozen=True, array_like=True):
-    """Something that began and ended. Times are nanoseconds of the host's monotonic clock (time.monotonic_ns).
+    """A profiled interval. Times are nanoseconds of the host's monotonic clock (time.monotonic_ns).
 
-    lane: what it belongs to; spans of one lane lie in or behind one another. facts: what else is known of it.
+    lane: the row of the timeline; spans of one lane are nested or disjoint. facts: further attributes.
     """
 
     lane: str
@@ -19,20 +19,20 @@ class Span(Record, frozen=True, array_like=True):
 
 
 class Profile(Message, frozen=True):
-    """A worker is asked to write down what it does for so many seconds from now. A later one ends an earlier one."""
+    """Record spans for `seconds` from now. A new request ends an earlier one."""
 
     number: int
     seconds: float
-    most: int  # spans, at most
+    most: int  # maximum number of spans
 
 
 class Profiled(Message, frozen=True):
-    """Spans of a Profile, in pieces as they come. Nothing follows the `last`."""
+    """Recorded spans, in several messages. The one with `last` set is the end."""
 
     number: int
-    data: bytes = b""  # of `spans_of`: whoever passes them on need not read them
-    left_out: int = 0  # spans for which there was no room; with the last
-    notes: tuple[str, ...] = ()  # what is to be known of the whole; with the last
+    data: bytes = b""  # encoded by `packed`; forwarders need not decode it
+    left_out: int = 0  # number of spans dropped because of `most`; in the last message
+    notes: tuple[str, ...] = ()  # remarks on the whole profile; in the last message
     last: bool = False
 
 
@@ -41,10 +41,10 @@ _decode = msgspec.msgpack.Decoder(tuple[Span, ...]).decode
 
 
 def packed(spans: list[Span]) -> bytes:
-    """Spans as bytes."""
+    """Encode spans."""
     return _encode(spans)
 
 
 def spans_of(data: bytes) -> tuple[Span, ...]:
-    """The spans in bytes that `packed` gave. Raises msgspec.ValidationError where these are others."""
+    """Decode spans encoded by `packed`. Raises msgspec.ValidationError for other data."""
     return _decode(data) if data else ()

@@ -1,4 +1,5 @@
-"""What rank 0 tells the others of the memory that they share (`worker/rank_memory.py`), between two steps."""
+"""Messages from rank 0 to the other ranks about the memory that they share (`worker/rank_memory.py`), between two
+steps."""
 
 from redline.wire.base import Message
 from redline.wire.handoff import Piece
@@ -6,23 +7,23 @@ from redline.wire.job import PageId
 
 
 class Grow(Message, frozen=True):
-    """The memory that ranks share has so many bytes from now on."""
+    """The memory that the ranks share now has this size in bytes."""
 
     bytes: int
 
 
 class Export(Message, frozen=True):
-    """Rank 0's GPU has memory that the others map and copy from: the next by number, from 0 on."""
+    """Rank 0's GPU exports a buffer that the other ranks map and copy from. Buffers are numbered from 0 in order."""
 
     handle: bytes
     size: int
 
 
 class Scatter(Message, frozen=True):
-    """Every rank puts a parcel, which lies in memory that they share, into these pages: rank 0 has verified it."""
+    """Every rank copies a parcel from the shared memory into these pages; rank 0 has verified it."""
 
-    piece: Piece  # of the pages: they are the job's that it touches, and its positions are counted from the first on
+    piece: Piece  # its positions are relative to the first of `pages`, which are the job's pages that the parcel covers
     pages: tuple[PageId, ...]
     offset: int  # bytes
-    size: int  # likewise
-    exported: int | None = None  # which `Export` it lies in; None: in the host's memory
+    size: int  # bytes
+    exported: int | None = None  # number of the `Export` buffer that contains it; None: host memory

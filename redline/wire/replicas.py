@@ -1,12 +1,12 @@
-"""Several replicas of the API over the same workers: what they, the workers and whoever starts all of them say.
+"""Messages between API replicas over the same workers, the supervisor that starts them, and the workers.
 
-    supervisor -> worker     Replicas   those that there are: whom it tells what comes of their jobs
-    supervisor -> replica    Roster     the workers and the replicas that there are
-    replica -> supervisor    Use        what it has under way, four times a second; the others are handed it on
-    either -> the other      Ask, Told  what an operator or a scraper wants to know, and what came of it
-    supervisor -> replica    Drain      take nothing new; Stop (`wire.news`) ends it
+    supervisor -> worker     Replicas   all replicas: where to send deltas
+    supervisor -> replica    Roster     all workers and replicas
+    replica -> supervisor    Use        heartbeat and usage, four times a second; forwarded to the other replicas
+    either -> the other      Ask, Told  a query of an operator or a scraper, and its reply
+    supervisor -> replica    Drain      accept no new requests; Stop (`wire.news`) ends the replica
 
-A list is told whole whenever it changes: who has missed one, or begins, needs no other.
+Lists are sent whole whenever they change, so a replica that missed one, or has just started, needs only the newest.
 """
 
 from typing import Literal
@@ -18,13 +18,13 @@ from redline.wire.news import Role
 class Replica(Record, frozen=True):
     """One start of a replica, as a worker knows it."""
 
-    name: str  # of the start: no two are alike, and a job says which has sent it
-    writer: bytes  # what it numbers its messages under (`wire.channel`)
-    inbox: str  # the address at which it hears this worker, and nobody else
+    name: str  # unique for each start; a job contains the name of the replica that sent it
+    writer: bytes  # the name under which it numbers its messages (`wire.channel`)
+    inbox: str  # the address at which it receives this worker's messages, and no other's
 
 
 class Replicas(Message, frozen=True):
-    """All replicas that there are now. What others have sent is wanted by nobody any more."""
+    """All replicas that exist now. Jobs of other replicas are to be dropped."""
 
     replicas: tuple[Replica, ...] = ()
 
@@ -35,74 +35,74 @@ class Start(Record, frozen=True):
     worker: str
     epoch: int
     role: Role
-    inbox: str  # the address that it reads
-    outbox: str  # the address that it writes to, for this replica alone
-    draining: bool = False  # it is to be replaced: nothing new goes to it
-    lost: str | None = None  # why it has ended
-    asked: bool = False  # it was to end, which is none of its jobs' doing
+    inbox: str  # the address at which it receives messages
+    outbox: str  # the address to which it sends its messages for this replica
+    draining: bool = False  # it is about to be replaced: send it no new jobs
+    lost: str | None = None  # why it ended; None while it runs
+    asked: bool = False  # its end was requested, so none of its jobs caused it
 
 
 class Roster(Message, frozen=True):
-    """The newest start of each worker, and the replicas that there are now."""
+    """The newest start of each worker, and the replicas that exist now."""
 
-    number: int  # grows with each
+    number: int  # increases with each roster
     starts: tuple[Start, ...] = ()
     replicas: tuple[str, ...] = ()  # names of their starts
 
 
 class AtWorker(Record, frozen=True):
-    """What a replica has sent to a worker that it has heard to be ready."""
+    """A replica's unfinished jobs at a worker that is ready."""
 
     worker: str
     epoch: int
-    jobs: int  # that have not ended
-    tokens: int  # of their prompts, that are still to be computed there
+    jobs: int  # unfinished jobs
+    tokens: int  # tokens of their prompts that are still to be computed there
 
 
 class OfKey(Record, frozen=True):
-    """What requests under one name have used at a replica since it began."""
+    """Usage of one API key at a replica since its start."""
 
     name: str
     running: int
     requests: int
     tokens: int
-    left: dict[str, float]  # of each limit that fills with time, as far as the replica knows
+    left: dict[str, float]  # what is left of each rate limit, as far as the replica knows
 
 
 class Use(Message, frozen=True):
-    """What a replica has under way, and that it lives. Counts of now, but where it is said."""
+    """Heartbeat of a replica, with its current usage. Gauges, unless noted."""
 
     replica: str  # the name of its start
-    roster: int  # the number of the newest that it has heard
-    ready: bool = False  # a worker answers, as far as it knows
+    roster: int  # number of the newest roster that it has received
+    ready: bool = False  # a worker serves requests, as far as it knows
     draining: bool = False
-    taken: int = 0  # connections that it has been handed, since it began
-    connections: int = 0  # that are open
-    busy: int = 0  # requests that are read or answered
+    taken: int = 0  # connections handed to it since its start (counter)
+    connections: int = 0  # open connections
+    busy: int = 0  # requests being read or answered
     waiting: int = 0  # jobs without a first token
-    waiting_tokens: int = 0  # of their prompts, and of those that are being made
-    running: int = 0  # jobs behind their first token
-    load: int = 0  # requests that are answered or wait
+    waiting_tokens: int = 0  # of their prompts, and of prompts being tokenized
+    running: int = 0  # jobs after their first token
+    load: int = 0  # requests that run or wait
     workers: tuple[AtWorker, ...] = ()
     keys: tuple[OfKey, ...] = ()
 
 
 class Ask(Message, frozen=True):
-    """A question. `about` is what it is about: a request's id."""
+    """A query. `about` is its subject: a request's id."""
 
-    number: int  # of whoever asks
+    number: int  # chosen by the sender; the reply has the same
     what: Literal["metrics", "status", "request", "reload"]
     about: str = ""
 
 
 class Told(Message, frozen=True):
-    """The answer to a question, in the words of what was asked."""
+    """The reply to an `Ask`, in the format that its `what` implies."""
 
     number: int
     body: bytes
 
 
 class Drain(Message, frozen=True):
-    """Take no new requests. What runs may end."""
+    """Accept no new requests. Running requests may finish."""
 
     reason: str

@@ -1,7 +1,7 @@
-"""What every rank computes now, and what came of it.
+"""The input and the result of one step, the same on every tensor parallel rank.
 
-The tokens of a running job live in its slot on the device: `Begin` fills the slot, sampling appends to it, and a
-`Row` says which positions to run. So step n+1 can be planned and launched before the tokens of step n are read.
+The tokens of a running job are kept in its slot on the device: `Begin` fills the slot, sampling appends to it, and a
+`Row` names the positions to run. So step n+1 can be scheduled and launched before the tokens of step n are read.
 """
 
 from typing import Literal
@@ -11,71 +11,75 @@ from redline.wire.job import PageId, Sampling
 
 
 class Begin(Record, frozen=True):
-    """A job takes a slot (for the first time, or again after pre-emption)."""
+    """A job takes a slot, for the first time or again after a preemption."""
 
     slot: int
-    tokens: tuple[int, ...]  # the prompt, then what was generated before a pre-emption
-    prompt: int  # how many of them are the prompt
-    pages: tuple[PageId, ...]  # cached pages, computed already: they cover tokens [0, 64 * len); but see `computed`
+    tokens: tuple[int, ...]  # the prompt, then tokens generated before a preemption
+    prompt: int  # number of prompt tokens
+    pages: tuple[PageId, ...]  # cached pages, already computed: they cover tokens [0, 64 * len), but see `computed`
     sampling: Sampling
-    # Tokens, prompt and answer, that the job comes to at most. The drafter has no row of the last one: so where another
-    # worker goes on behind it, one more.
+    # Maximum number of tokens, prompt and answer. The drafter has no row of the last one, so it is one more if another
+    # worker continues after it.
     limit: int
-    drafting: bool = False  # the learned drafter follows the job, and `pages` carry its rows
-    # Positions that `pages` hold; None: all of theirs. Else the prompt was computed elsewhere: its last page may be
-    # partly filled, and another may follow for the answer.
+    drafting: bool = False  # the learned drafter follows the job, and `pages` contain its rows
+    # Number of positions in `pages`; None: the pages are full. Otherwise the prompt was computed by another worker: its
+    # last page may be partly filled, and another page may follow for the answer.
     computed: int | None = None
 
 
 class Row(Record, frozen=True):
-    """Positions [start, start + count) of a slot go through the model in this step.
+    """Positions [start, start + count) of a slot are computed in this step.
 
-    A decode row goes on at the slot's last token, whose position only the device knows at launch, so its start is None.
-    It verifies the slot's drafts: at most `drafts` of them, fewer where there are fewer or the job's limit is near.
+    A decode row continues after the slot's last token, whose position only the device knows at launch, so its start is
+    None. It verifies the slot's draft tokens: at most `drafts`, fewer if the slot has fewer or the job is near its
+    limit.
     """
 
     slot: int
     start: int | None  # None: a decode row
-    count: int  # of a decode row 1 + drafts, at most
+    count: int  # for a decode row the maximum, 1 + drafts
     drafts: int = 0
-    propose: int = 0  # tokens to draft behind this row, at most, for the next one
-    drafting: bool = False  # the learned drafter reads the row; once it has not, it has lost the job
+    propose: int = 0  # maximum number of tokens to draft after this row, for the next one
+    # The learned drafter reads the row; after a row that it did not read, it cannot follow the job again.
+    drafting: bool = False
     new_pages: tuple[PageId, ...] = ()  # appended to the slot's page table before the step
-    samples: bool = True  # false in every chunk of a prefill but the last
+    samples: bool = True  # false for every prefill chunk but the last
 
 
 class Shape(Record, frozen=True):
-    """The size of a recorded decode step."""
+    """Size of a captured CUDA graph of a decode step."""
 
     rows: int
-    positions: int  # of each row: its last token and the drafts behind it
-    longest: int  # context of any row, in tokens
+    positions: int  # per row: its last token and the draft tokens
+    longest: int  # maximum context of a row, in tokens
 
 
 class Recorded(Record, frozen=True):
-    """What one rank can replay now."""
+    """The CUDA graphs that one rank has captured so far."""
 
     rank: int = 0
     shapes: tuple[Shape, ...] = ()
 
 
 class Drawn(Record, frozen=True):
-    """What the tokens of the first so many steps of a rank came to: equal on all ranks, or they have parted ways."""
+    """Digest of the tokens sampled in the first `steps` steps of a rank: if ranks differ, they have diverged."""
 
     steps: int = 0
     digest: int = 0
 
 
 class Step(Message, frozen=True):
-    """One pass of the model. A step mixes prefill chunks, plain decode rows and verify rows."""
+    """One forward pass. A step mixes prefill chunks, plain decode rows and verify rows."""
 
     number: int
     begins: tuple[Begin, ...] = ()
-    rows: tuple[Row, ...] = ()  # none: an idle step
-    # What its decode rows replay: it holds them and their contexts, and every rank has reported it. A row verifies no
-    # more drafts than it has positions for. None: nothing that is recorded holds them, and the host leads.
+    rows: tuple[Row, ...] = ()  # empty: an idle step
+    # CUDA graph to replay for the decode rows: it is large enough for the rows and their contexts, and every rank has
+    # reported it. A row verifies at most as many draft tokens as the graph has positions for. None: no captured graph
+    # is large enough, and the step runs eagerly.
     shape: Shape | None = None
-    drawn: Drawn | None = None  # by rank 0, in steps that it has read; other ranks compare it with their own
+    # Digest of rank 0, over steps that it has read; the other ranks compare it with their own.
+    drawn: Drawn | None = None
 
 
 class TokenLogprobs(Record, frozen=True):
@@ -88,43 +92,44 @@ class TokenLogprobs(Record, frozen=True):
 
 
 Drafter = Literal["learned", "suffix", "grammar"]
-"""Who makes drafts: a learned drafter, a match of the text's own past, or a grammar, which knows what must come."""
+"""The source of draft tokens: a learned drafter, a suffix match in the job's own text, or a grammar that allows only
+one continuation."""
 
 
 Proposer = Literal["target", "learned", "suffix", "grammar"]
-"""Who proposed a token of an answer: the model itself, or who made the draft that it accepted."""
+"""The source of an answer's token: the target model itself, or the drafter of an accepted draft token."""
 
 
 class RowResult(Record, frozen=True):
-    """What a row gave. `error` ends the job that owns the row, and that job only: its client gets no `tokens` of the
-    same row, which are there since other ranks may have them without an error."""
+    """The result of a row. `error` ends the job of the row, and no other job: its client gets no `tokens` of this
+    row, which are present because other ranks may have sampled them without an error."""
 
-    tokens: tuple[int, ...] = ()  # none where the row does not sample
-    proposed: int = 0  # drafts that were verified
-    accepted: int = 0  # how many of them held; a decode row gives one token more, which is the model's own
-    by: Drafter | None = None  # who made those drafts
-    waiting: int | None = None  # drafts that lie behind the row for the next one; None: not known
-    forced: int = 0  # tokens that come behind these in any case, since the job's grammar allows no others
-    logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
+    tokens: tuple[int, ...] = ()  # empty if the row does not sample
+    proposed: int = 0  # verified draft tokens
+    accepted: int = 0  # of these, accepted; a decode row gives one more token, the model's own
+    by: Drafter | None = None  # the drafter that made them
+    waiting: int | None = None  # draft tokens ready for the next row; None: unknown
+    forced: int = 0  # tokens that must follow these, because the job's grammar allows no others
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one for each of `tokens`, if requested
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for the prompt positions in [start + 1, start + count]
     error: str | None = None
-    refused: bool = False  # the error is the client's, since what it asked for cannot be computed
+    refused: bool = False  # the error is the client's: the request cannot be computed
 
 
 class StepResult(Record, frozen=True):
-    """What came of a step: `number` is the step's."""
+    """The result of the step with this `number`."""
 
     number: int
     rows: tuple[RowResult, ...]  # in the order of the step's rows
-    replayed: bool = False  # its decode rows, from a recorded graph; otherwise led by the host, launch by launch
-    # Made by the learned drafter, for each row that it drafted for. None: all that were asked for.
+    replayed: bool = False  # the decode rows were replayed as a CUDA graph; otherwise they ran eagerly
+    # Draft tokens made by the learned drafter, for each row that it drafted for. None: all that were requested.
     drafted: tuple[int, ...] | None = None
 
 
 class Place(Message, frozen=True):
-    """Before a step that is measured: where a slot stands, and the drafts that its next row verifies.
+    """Set the state of a slot before a measured step: its length, and the draft tokens that its next row verifies.
 
-    drafts None: the slot's text is not searched for matches from now on.
+    drafts None: disables suffix matching for the slot.
     """
 
     slot: int
@@ -133,22 +138,22 @@ class Place(Message, frozen=True):
 
 
 class RecordMore(Message, frozen=True):
-    """Every rank records the next of the shapes that the start has left."""
+    """Every rank captures the next CUDA graph of those that were not captured at the start."""
 
 
 class Compile(Message, frozen=True):
-    """Every rank compiles this grammar now, and counts it in the memory that all share: a job waits for it. The rank
-    keeps it until `Forget` names its number."""
+    """Every rank compiles this grammar now, and accounts for its size in the memory that all ranks share; a job
+    waits for it. The rank keeps it until a `Forget` with its number."""
 
     number: int  # of this message, from 1 on
     text: str
 
 
 class Forget(Message, frozen=True):
-    """Rank 0 has forgotten these grammars, and no job needs them: other ranks need not keep them any more."""
+    """Rank 0 has dropped these grammars, and no job needs them: the other ranks may drop them too."""
 
-    numbers: tuple[int, ...]  # of `Compile`
+    numbers: tuple[int, ...]  # of the `Compile` messages
 
 
 class Hurry(Message, frozen=True):
-    """The start is over: once all ranks have heard this, they wait for one another for a short time only."""
+    """The start is complete: after all ranks have received this, they wait for one another with a short timeout."""

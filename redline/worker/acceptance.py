@@ -1,9 +1,10 @@
-"""How many drafts hold: rounds counted from what the engine tells, with intervals, and the most that is possible.
+"""Acceptance statistics of speculative decoding: rounds counted from the engine's deltas, with confidence intervals,
+and the upper bound of a perfect drafter.
 
-A round is a decode step of one job that verified at least one draft. It gives the drafts that held and one token of the
-target's own, so the acceptance length is 1 + accepted / rounds: vLLM's definition, the bonus token included. A draft
-that held behind a stop id is not counted. Decode rows that had nothing to verify are not rounds; their number stands
-beside. The first token of an answer comes from the prompt's prefill, and from no round.
+A round is a decode step of one job that verified at least one draft token. It yields the accepted draft tokens and one
+token of the target's own, so the acceptance length is 1 + accepted / rounds: vLLM's definition, including the bonus
+token. Accepted draft tokens after a stop id are not counted. Decode rows without draft tokens are not rounds; they are
+counted separately (`Spoken.rows`). The first token of an answer comes from the prompt's prefill, and not from a round.
 """
 
 import itertools
@@ -15,31 +16,31 @@ import numpy.typing as npt
 
 from redline.wire.delta import Delta, Finish
 
-RESAMPLES = 2000  # of a bootstrap
+RESAMPLES = 2000  # number of resamples of a bootstrap
 
 
 class Round(NamedTuple):
-    """A decode step of one job that verified at least one draft."""
+    """A decode step of one job that verified at least one draft token."""
 
-    position: int  # of the first draft, counted from the start of the prompt
+    position: int  # position of the first draft token, counted from the start of the prompt
     proposed: int
     accepted: int
 
 
 class Spoken(NamedTuple):
-    """An answer as it was generated; tokens are ids."""
+    """A generated answer with its prompt; tokens are ids."""
 
     id: str
     domain: str
     tokens: tuple[int, ...]  # prompt and answer
-    prompt: int  # how many are prompt
+    prompt: int  # number of prompt tokens
     finish: Finish
     rounds: tuple[Round, ...]
-    rows: int  # decode rows, with drafts or without
+    rows: int  # number of decode rows, with or without draft tokens
 
 
 class Length(NamedTuple):
-    """An acceptance length with its 95 % interval, which is a bootstrap over prompts."""
+    """An acceptance length with its 95 % interval by a bootstrap over prompts."""
 
     mean: float
     low: float
@@ -49,7 +50,8 @@ class Length(NamedTuple):
 
 
 def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta]) -> Spoken:
-    """Reads a job's deltas, in order. prompt: its token ids. Raises AssertionError where the deltas have no end."""
+    """Assembles an answer from a job's deltas, in order. prompt: its token ids. Raises AssertionError if no delta has a
+    `finish`."""
     tokens, rounds, rows, finish = list(prompt), list[Round](), 0, None
     for delta in deltas:
         if delta.proposed:
@@ -57,14 +59,14 @@ def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta])
         rows += len(tokens) > len(prompt) and bool(delta.tokens)
         tokens += delta.tokens
         finish = delta.finish or finish
-    assert finish is not None, f"job {id} has no end"
+    assert finish is not None, f"job {id} has not finished"
     return Spoken(id, domain, tuple(tokens), len(prompt), finish, tuple(rounds), rows)
 
 
 def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Length:
-    """1 + accepted / rounds over the rounds of some answers, in tokens; nan where there is no round.
+    """1 + accepted / rounds over the rounds of the answers, in tokens; nan if there are no rounds.
 
-    answers: the rounds of each prompt's answer. seed: of the interval's bootstrap.
+    answers: the rounds of each prompt's answer. seed: seed of the interval's bootstrap.
     """
     accepted = np.array([sum(round.accepted for round in rounds) for rounds in answers], dtype=np.float64)
     count = np.array([len(rounds) for rounds in answers], dtype=np.float64)
@@ -76,9 +78,9 @@ def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Leng
 
 
 def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
-    """The 95 % interval (low, high) of sum(above) / sum(below), by a percentile bootstrap over their common entries.
+    """The 95 % interval (low, high) of sum(above) / sum(below), by a percentile bootstrap over prompts.
 
-    above, below: [N], an entry for each prompt.
+    above, below: [N], one entry per prompt.
     """
     draws = np.random.default_rng(seed).multinomial(len(below), np.full(len(below), 1 / len(below)), size=RESAMPLES)
     bottom = draws @ below
@@ -88,9 +90,9 @@ def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], see
 
 
 def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
-    """For each j from 1 to k, of the rounds that proposed j drafts or more, the share in which the first j all held.
+    """For each j from 1 to k: the share of the rounds with at least j draft tokens that accepted the first j.
 
-    nan where no round proposed so many.
+    nan if no round proposed j draft tokens.
     """
     proposed, accepted = [0] * k, [0] * k
     for round in itertools.chain.from_iterable(answers):
@@ -101,9 +103,10 @@ def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
 
 
 def perfect(answer: Spoken, k: int) -> list[Round]:
-    """The rounds of a drafter that proposes exactly what the target says: k are accepted, fewer at the answer's end.
+    """The rounds of a perfect drafter, which proposes exactly the target's tokens: k are accepted, fewer at the
+    answer's end.
 
-    Where a limit ends the answer, as many are proposed as leave room for the target's own token behind them.
+    If the answer ends at a length limit, the last round leaves room for the target's own token after its draft tokens.
     """
     rounds: list[Round] = []
     at = answer.prompt + 1

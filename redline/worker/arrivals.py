@@ -1,8 +1,8 @@
-"""Parcels on their way to the worker that answers: several are read at once, and put into pages as time allows.
+"""The KV receiver of a decode worker: reads several chunks at once, and scatters them into pages within a time budget.
 
-The loop's thread has decode steps to launch. What it spends on parcels (a read may be done by whoever begins it, a
-parcel is verified and scattered) is therefore a share of the steps' own time: what the next parcel will take is
-predicted from what its bytes have taken so far. While nothing runs, nobody is held up, and nothing is held back.
+The loop's thread has decode steps to launch. Its time for KV chunks (a transport may read in the calling thread; each
+chunk is verified and scattered) is therefore limited to a share of the steps' time: the time of the next chunk is
+predicted from the measured time per byte. While no step runs, there is no limit.
 """
 
 import contextlib
@@ -18,31 +18,33 @@ from redline.transport.ledger import Lender, Parcel
 from redline.wire.handoff import Offer
 from redline.worker.parcel_memory import Ended, ParcelMemory, Summed
 
-LOOK_S = 0.00002  # between two looks at what is under way to a GPU
-READ_S = 5.0  # for one parcel to come
-WEIGHT = 0.25  # of the newest measurement in what is predicted
-HICCUP = 4.0  # times what was predicted: what takes longer has waited for something else
+LOOK_S = 0.00002  # polling interval, in seconds, of transfers in progress
+READ_S = 5.0  # timeout, in seconds, of one chunk's read
+WEIGHT = 0.25  # weight of the newest measurement in the prediction
+HICCUP = 4.0  # measurements are capped at this multiple of the prediction: a longer one has waited for other work
 
-Of = TypeVar("Of")  # whatever a parcel is for
+Of = TypeVar("Of")  # the owner of a chunk
 Work = Literal["read", "place"]
 
 
 class Budget:
-    """Seconds of a thread that may go to parcels. `share`: of the time between two turns, while steps run."""
+    """Time budget of the loop's thread for KV chunks. share: share of the time between two iterations, while steps
+    run."""
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
         self._share, self._clock = share, clock
         self._busy = False
-        self._left = 0.0  # seconds
-        self._ended = clock()  # the last turn
-        self._per_byte: dict[Work, float] = {}  # seconds
+        self._left = 0.0  # remaining seconds
+        self._ended = clock()  # end of the last iteration
+        self._per_byte: dict[Work, float] = {}  # seconds per byte
 
     def begin(self, *, busy: bool, most: int) -> None:
-        """A turn begins. busy: whether steps run, and wait for it. most: bytes of the largest parcel that waits.
+        """An iteration begins. busy: whether steps run and wait for it. most: bytes of the largest waiting chunk.
 
-        What is left over from turns before is kept up to the time of one such parcel: a parcel that takes longer than
-        a turn's share comes every few turns, and a long wait for parcels is no claim to many at once. Nor is more than
-        the time of one owed: where a parcel took a second, by a thread that slept, steps had that second.
+        Unused time of earlier iterations is kept up to the predicted time of one such chunk: a chunk that takes longer
+        than one iteration's share is handled every few iterations, and a long wait for chunks does not allow many at
+        once. An overrun, too, is limited to the time of one chunk: if a chunk took a second because the thread was
+        not running, the steps had that second.
         """
         share = self._share * (self._clock() - self._ended)
         self._busy = busy
@@ -50,30 +52,30 @@ class Budget:
         self._left = min(max(self._left, -one) + share, one)
 
     def end(self) -> None:
-        """The turn has ended: from here on the time is the steps'."""
+        """The iteration's work on chunks has ended; the time from now on belongs to the steps."""
         self._ended = self._clock()
 
     def patience(self, most: float, count: int) -> float:
-        """Seconds that may be waited for what is under way, `most` at most, so that there is time left to place so many
-        bytes: who waited away what placing takes would wait for ever."""
+        """Seconds, at most `most`, to wait for transfers in progress, so that enough time is left to place `count`
+        bytes: otherwise every iteration could spend its budget on waiting and never place a chunk."""
         return most if not self._busy else min(most, max(0.0, self._left - self.predict("place", count)))
 
     def charge(self, seconds: float) -> None:
-        """So long was waited."""
+        """Subtracts `seconds` of waiting from the budget."""
         if self._busy:
             self._left -= seconds
 
     def predict(self, work: Work, count: int) -> float:
-        """Seconds for so many bytes; 0 before the first were measured."""
+        """Predicted seconds for `count` bytes; 0 before the first measurement."""
         return self._per_byte.get(work, 0.0) * count
 
     def allows(self, work: Work, count: int) -> bool:
-        """Whether there is time for so many bytes in this turn."""
+        """Whether there is time for `count` bytes in this iteration."""
         return not self._busy or self.predict(work, count) <= self._left
 
     @contextlib.contextmanager
     def spend(self, work: Work, count: int) -> Generator[None]:
-        """Measures what is done inside, for so many bytes."""
+        """Measures the time of the enclosed work on `count` bytes."""
         began = self._clock()
         yield
         seconds = self._clock() - began
@@ -85,18 +87,18 @@ class Budget:
 
 @dataclass(eq=False)
 class Arrival(Generic[Of]):
-    """A parcel that is being read, and then added up."""
+    """A chunk that is being read or checksummed."""
 
     of: Of
     offer: Offer
     space: Parcel
     peer: Peer
     reading: Reading
-    summed: Summed | None = None  # None: its bytes are not all there
+    summed: Summed | None = None  # its checksum; None: the read is not complete
 
 
 class Arrivals(Generic[Of]):
-    """The landing area of a worker, and what is under way to it. The loop's thread uses it."""
+    """The receive buffer of a worker and the transfers into it. Only the loop's thread may use it."""
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class Arrivals(Generic[Of]):
         budget: Budget,
         clock: Callable[[], float],
     ) -> None:
-        """Raises ConfigError where reads cannot go to this process's memory."""
+        """Raises ConfigError if the transport cannot write to this process's memory."""
         self.under_way: list[Arrival[Of]] = []
         self.budget = budget
         self._parcels, self._memory = parcels, memory
@@ -114,17 +116,17 @@ class Arrivals(Generic[Of]):
         self._landing_B = memory.tensor(self._landing)
         self._told = transport.landing(self._landing)
         self._lender = Lender(memory.sizes.landing, clock)
-        self._placing: deque[tuple[Parcel, Ended]] = deque()  # verified, and being put into pages
+        self._placing: deque[tuple[Parcel, Ended]] = deque()  # verified, and being scattered into pages
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each parcel that is under way."""
+        """Bytes of each chunk in progress."""
         return [arrival.offer.ticket.size for arrival in self.under_way]
 
     def read(self, of: Of, offer: Offer, peer: Peer) -> bool:
-        """Begins to read a parcel; False where there is no room or no time for it in this turn.
+        """Begins to read a chunk; False if there is no room or no time for it in this iteration.
 
-        Raises TransferFailed where it cannot be read.
+        Raises TransferFailed if it cannot be read.
         """
         ticket = offer.ticket
         if not self.budget.allows("read", ticket.size):
@@ -144,10 +146,10 @@ class Arrivals(Generic[Of]):
         return True
 
     def take(self, arrival: Arrival[Of], pages: Sequence[int]) -> bool:
-        """Verifies a parcel and puts it into a job's pages; False where it has not come yet, or there is no time for it
-        in this turn.
+        """Verifies a chunk and scatters it into a job's pages; False if it has not arrived yet, or if there is no time
+        for it in this iteration.
 
-        Raises TransferFailed, and it is under way no more, where it will not come, or has a wrong byte.
+        Raises TransferFailed, and drops the chunk, if its read has failed or its checksum is wrong.
         """
         ticket = arrival.offer.ticket
         parcel_B = self._landing_B[arrival.space.offset : arrival.space.offset + ticket.size]
@@ -164,7 +166,7 @@ class Arrivals(Generic[Of]):
                     if not arrival.summed.ended():
                         return False
                 if arrival.summed.number() != ticket.checksum:
-                    raise TransferFailed(f"parcel {ticket.id} of epoch {ticket.epoch} has another checksum than told")
+                    raise TransferFailed(f"wrong checksum of KV chunk {ticket.id} of epoch {ticket.epoch}")
                 placed = self._memory.scatter(self._parcels, arrival.offer.piece, pages, parcel_B)
         except TransferFailed:
             self._forget(arrival)
@@ -174,17 +176,18 @@ class Arrivals(Generic[Of]):
         return True
 
     def patience(self) -> float:
-        """Seconds that this turn may wait for what is under way: on a GPU that is there long before the next turn."""
+        """Seconds that this iteration may wait for transfers in progress: on a GPU they complete long before the next
+        iteration."""
         return self.budget.patience(self._memory.patience_s, max(self.sizes)) if self.under_way else 0.0
 
     def wait(self) -> None:
-        """Waits a moment."""
+        """Sleeps for LOOK_S seconds and charges the time to the budget."""
         began = clock.perf_counter()
         clock.sleep(LOOK_S)
         self.budget.charge(clock.perf_counter() - began)
 
     def cancel(self, of: Of) -> list[Offer]:
-        """Returns once nothing for it can arrive any more: -> what was under way."""
+        """Cancels all reads for an owner: returns once none of its chunks can arrive any more. -> their offers."""
         cancelled = [arrival for arrival in self.under_way if arrival.of is of]
         for arrival in cancelled:
             arrival.reading.cancel()
@@ -192,8 +195,8 @@ class Arrivals(Generic[Of]):
         return [arrival.offer for arrival in cancelled]
 
     def check(self) -> None:
-        """Raises AssertionError unless every byte of the landing area is free, or has a parcel under way to it or from
-        it into pages."""
+        """Raises AssertionError unless every byte of the buffer is free, or belongs to a chunk that is being read or
+        scattered into pages."""
         self._lender.check()
         held = [one.space.id for one in self.under_way] + [space.id for space, _ in self._placing]
         assert sorted(one.id for one in self._lender.lent) == sorted(held)

@@ -1,7 +1,7 @@
-"""What a step costs on this machine, measured once, before the first job: a second or so, less on a GPU.
+"""Measures the time of decode steps on this machine, once, before the first job: about a second, less on a GPU.
 
-The steps are real ones over made-up tokens and pages that nobody owns yet. Every job overwrites what they leave in
-slots and pages before it reads it.
+The steps are real ones, with synthetic tokens and pages that are not allocated yet. Jobs overwrite the slots and pages
+before they read them.
 """
 
 import math
@@ -13,20 +13,20 @@ from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row, Shape, Step
 
-ROWS = 1, 4, 16, 64  # rows of a step; on a CPU, whose time grows with them, as far as 16
+ROWS = 1, 4, 16, 64  # rows of a step; at most 16 on a CPU, where the time grows with the rows
 COUNTS = 1, 2, 4, 8  # positions of a row
-REPEATS = 10  # timed steps of each kind, of which the fastest counts
-PASSES = 3  # of the drafter, in a step that measures them: the one that reads, and two that follow
-LEAST_MS = 0.02  # of the passes of one step together: what was measured may come to less, by chance
-PROMPT = 8  # tokens in each slot before the steps that are timed
+REPEATS = 10  # timed steps of each kind; the fastest one counts
+PASSES = 3  # drafter passes in a step that measures them: the one that reads the new tokens, and two that follow
+LEAST_MS = 0.02  # lower bound for the passes of one step together; by noise, the measured difference may be less
+PROMPT = 8  # tokens in each slot before the timed steps
 
 
 def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter if there is one.
 
-    The runner must be idle and fresh. Where no job can come to a page of tokens, nothing is measured. Where the shape
-    for so many positions is yet to be recorded, the time is read off those of other positions: a deeper shape's would
-    keep the planner from ever asking for it.
+    The runner must be idle and fresh. If no job can be as long as a page, nothing is measured. If the CUDA graph for a
+    number of positions is not captured yet, its time is interpolated from those of other numbers: the time of a larger
+    graph would keep the planner from ever requesting it.
     """
     if runner.slots.tokens.shape[1] <= PAGE_TOKENS:
         return StepCosts()
@@ -45,7 +45,7 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
         )
         known = Row(slot=slot, start=0, count=PROMPT, new_pages=(PageId(slot),), drafting=begin.drafting)
         runner.launch(Step(number=0, begins=(begin,), rows=(known,))).wait()
-        runner.forget_text(slot)  # its matches cost nothing, and would stand in for the drafter
+        runner.forget_text(slot)  # suffix matches take no time, and would replace the drafter's passes
     shapes = RecordedShapes(runner.recorded)
 
     def named(rows: int, count: int) -> Shape | None:
@@ -60,7 +60,7 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     if runner.drafter is not None:
         wanted += [(r, 1, PASSES) for r in rows]
     best = dict.fromkeys(wanted, math.inf)
-    for _ in range(REPEATS):  # each in turn, so that a slow moment of the machine meets all; and the best of some
+    for _ in range(REPEATS):  # interleaved, so that a slow moment of the machine affects all kinds
         for r, c, passes in wanted:
             best[r, c, passes] = min(best[r, c, passes], _step(runner, r, c, passes, named(r, c)))
     lines = [StepCosts((r,), tuple(measured[r]), (tuple(best[r, c, 0] for c in measured[r]),)) for r in rows]
@@ -72,7 +72,7 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
 
 
 def _step(runner: Runner, rows: int, count: int, propose: int, shape: Shape | None) -> float:
-    """Milliseconds of one step of decode rows that verify count - 1 drafts each, and draft `propose` tokens."""
+    """Milliseconds of one step of decode rows that verify count - 1 draft tokens each, and draft `propose` tokens."""
     for slot in range(rows):
         runner.place(slot, PROMPT + 1, _tokens(runner, slot + 1, count - 1))
     step = Step(
@@ -89,6 +89,6 @@ def _step(runner: Runner, rows: int, count: int, propose: int, shape: Shape | No
 
 
 def _tokens(runner: Runner, seed: int, count: int) -> tuple[int, ...]:
-    """Ids as different as those of a text: they decide which experts a step reads."""
+    """Token ids as varied as those of a text, since they determine which experts a step reads."""
     vocabulary = runner.model.config.vocab_size
     return tuple((seed * 7919 + place * 104729) % vocabulary for place in range(count))

@@ -1,4 +1,4 @@
-"""What a worker is told. Free of torch, so that the process that starts workers can read it."""
+"""The configuration of engines, workers and ranks. It does not import torch, so the supervisor process can use it."""
 
 from typing import Any
 
@@ -9,71 +9,74 @@ from redline.tune.synthetic import rates_of
 from redline.wire.base import Record
 from redline.wire.news import Role
 
-SUFFIX = "suffix"  # what a person writes in the place of a drafter's folder
+SUFFIX = "suffix"  # the value that a user gives in place of a drafter's folder, for suffix matching
 
 
 class _Drafts(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What is the same whoever drafts."""
+    """The options that all kinds of speculation share."""
 
-    tokens: int = 3  # drafts that a step verifies per row, at most 15; 0: drafts nothing
-    adaptive: bool = True  # fewer where they do not pay; false: always `tokens`
-    trace: str | None = None  # a file for what was accepted where; it holds users' text
-    # For benchmarks, and their answers are no model's: a length (mean tokens of a round) or rates, by which it is drawn
-    # how many drafts hold (`tune.synthetic`).
+    tokens: int = 3  # draft tokens that a step verifies per row, at most 15; 0 disables drafting
+    adaptive: bool = True  # fewer draft tokens if they do not save time; false: always `tokens`
+    trace: str | None = None  # a file for a trace of acceptance; it contains users' text
+    # For benchmarks only, since the answers become meaningless: an acceptance length (mean tokens per verification) or
+    # acceptance rates, by which the number of accepted draft tokens is drawn (`tune.synthetic`).
     synthetic_acceptance: float | tuple[float, ...] | None = None
 
 
 class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
     """Speculation by a drafter that was trained for the model."""
 
-    drafter: str  # its folder
-    suffix: bool = True  # above it, matches of the text's own past where they are long
-    head_bits: int = 16  # of a number of its head; 8: half the bytes of a pass's largest part, drafts rounded a little
+    drafter: str  # the drafter's folder
+    suffix: bool = True  # suffix matches in the request's own text take precedence if they are long
+    head_bits: int = 16  # bits per weight of its head; 8 halves the largest part of a pass at lower precision
 
 
 class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
-    """Speculation without a drafter: what followed when the text's last tokens stood there before."""
+    """Speculation without a drafter: proposes the tokens that followed an earlier occurrence of the last tokens."""
 
 
 DraftConfig = Learned | Suffix
-HEAD_BITS = 16, 8  # what a drafter's head is kept in
+HEAD_BITS = 16, 8  # supported bits per weight of a drafter's head
 
 
 def drafts_of(source: str) -> DraftConfig:
-    """What a person means by a drafter's folder, or by SUFFIX."""
+    """The speculation that a user's value means: a drafter's folder, or SUFFIX."""
     return Suffix() if source == SUFFIX else Learned(drafter=source)
 
 
 class EngineConfig(Record, frozen=True):
-    """How an engine runs a checkpoint. What is None is derived from the machine, and printed by `redline doctor`."""
+    """How an engine runs a checkpoint. Defaults that are None are derived from the machine; `redline doctor` prints
+    them."""
 
-    # Bytes for the pages; absent: a quarter of the memory that is left, at most 4 GiB, and of GPUs that no other worker
-    # of the deployment has, nine tenths, at most 2,097,152 tokens.
+    # Bytes for KV pages. Default: a quarter of the free memory, at most 4 GiB; on GPUs that no other worker of the
+    # deployment uses, nine tenths, at most 2,097,152 tokens.
     kv_memory: int | None = None
-    max_model_len: int | None = None  # tokens of one job, prompt and answer; absent: what fits
-    max_running: int = 64  # jobs in one step
-    admit_together: int = 1  # waiting jobs begin once so many can: fewer steps with prompts, later first tokens
-    # Positions computed in one step; absent: 512, on a GPU 8192, or 2048 where memory is short.
+    max_model_len: int | None = None  # most tokens of one job, prompt and answer; default: what fits in memory
+    max_running: int = 64  # most jobs in one step
+    admit_together: int = 1  # admit once this many slots are free: fewer prefill steps, later first tokens
+    # Most tokens computed in one step. Default: 512 on a CPU; 8192 on a GPU, or 2048 if memory is short.
     step_tokens: int | None = None
-    step_ms: float | None = None  # that a step with prompts beside answers may take, by prediction; absent: any time
-    kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
-    device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
-    ranks: int = 1  # processes that share the model, each with a GPU of its own: 1, 2, 4 or 8
-    host_memory: int | None = None  # bytes of the host's, for pages that the prefix cache forgets; absent: none
-    disk: str | None = None  # a folder for pages that host memory gives up; absent: none
-    disk_size: int | None = None  # bytes of all files there; with disk
-    speculation: Learned | Suffix | None = None  # who drafts, and how; absent: no speculation
-    # For benchmarks, and its answers are no model's: `weights` has a config.json and a tokenizer alone, all weights are
-    # random, and so many layers lie in memory; every further one is one of these (`model.k2.random_weights`).
+    step_ms: float | None = None  # limit, in ms, on the predicted time of a mixed prefill/decode step; default: none
+    kv_dtype: str = "bf16"  # number format of KV pages: bf16, fp8 (e4m3, half the bytes) or float32
+    device: str | None = None  # cpu or cuda; default: the GPU, if there is one
+    ranks: int = 1  # tensor parallel size: processes that share the model, each with its own GPU; 1, 2, 4 or 8
+    host_memory: int | None = None  # bytes of host memory for pages evicted from the prefix cache; default: none
+    disk: str | None = None  # a folder for pages evicted from the host memory tier; default: none
+    disk_size: int | None = None  # most bytes of all files in `disk`; required with it
+    speculation: Learned | Suffix | None = None  # speculative decoding; default: off
+    # For benchmarks only, since the answers are meaningless: `weights` contains only config.json and a tokenizer, all
+    # weights are random, and only this many layers are in memory, which all other layers share
+    # (`model.k2.random_weights`).
     random_weights: int | None = None
 
     @property
     def draft_tokens(self) -> int:
-        """Drafts of a row in a step, at most; 0: there are none."""
+        """Most draft tokens of a row in a step; 0: no speculation."""
         return 0 if self.speculation is None else self.speculation.tokens
 
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The rates of synthetic acceptance, () where drafts are verified. Raises ConfigError where they are none."""
+        """The rates of synthetic acceptance; () if draft tokens are really verified. Raises ConfigError if the
+        configured value is not valid."""
         drafts = self.speculation
         if drafts is None or drafts.synthetic_acceptance is None:
             return ()
@@ -81,9 +84,9 @@ class EngineConfig(Record, frozen=True):
 
 
 def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
-    """What to write for a key that this record had once; None for any other.
+    """The current spelling of a key that this record had in an earlier version; None for any other key.
 
-    value: what the key was given. table: what the record is called in its file.
+    value: the key's value. table: the record's table name in the deployment file.
     """
     match key:
         case "draft" if value == SUFFIX:
@@ -97,51 +100,51 @@ def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
             return None
 
 
-# Of the steps' time, that parcels which come in may take while steps run. On a CPU a first token would otherwise wait
-# for many of a small model's short steps.
+# Share of the steps' time that receiving KV chunks may take while steps run. It is larger on a CPU, where a first token
+# would otherwise wait for many of a small model's short steps.
 HANDOFF_SHARE = {"cpu": 0.1, "cuda": 0.02}
-PEER_SHARE = 0.1  # over `peer`: the host only launches, while the next step runs already
-AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet, in the host's memory: seldom more than a prompt's
+PEER_SHARE = 0.1  # the share over `peer`: the host only launches copies, while the next step already runs
+AREA_BYTES = 64 << 20  # host memory for KV chunks that are offered and not read yet: one prompt rarely needs more
 
-STAGING_BYTES = 512 << 20  # of host memory, where there is a disk and nothing is said: what waits to be written
+STAGING_BYTES = 512 << 20  # default host memory with a disk tier: a buffer for pages that are waiting to be written
 
 
 class EventsConfig(Record, frozen=True):
-    """Where a worker tells of its prefix cache as vLLM does (`worker.page_events`)."""
+    """Where a worker publishes its KV cache events, in vLLM's format (`worker.page_events`)."""
 
     endpoint: str
-    number: int  # the worker's, among those of the deployment
-    replay: str | None = None  # None: nothing is said again
+    number: int  # index of the worker in the deployment
+    replay: str | None = None  # endpoint for the replay of missed events; None disables replay
     topic: str = ""
 
 
 class WorkerConfig(Record, frozen=True):
-    """One line of JSON on the worker's standard input."""
+    """The configuration of a worker process, one line of JSON on its standard input."""
 
     weights: str  # the checkpoint's folder
     engine: EngineConfig
-    inbox: str  # the address that the worker reads
-    outbox: str  # the address that it writes
+    inbox: str  # the address from which the worker reads
+    outbox: str  # the address to which it writes
     name: str = "worker"
-    epoch: int = 1  # how often it has been started, this time included
-    role: Role = "both"  # at first: it may be told another (`wire.news.TakeRole`)
-    cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
-    tells_cache: bool = False  # what comes into its prefix cache and what leaves it: there are others to choose from
-    events: EventsConfig | None = None  # None: it tells none
-    transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
-    parcels: str | None = None  # of transports within a host: the folder of the areas that the workers of a host share
-    key: str | None = None  # that the deployment's machines share, for what goes over TCP; None: all are on one
-    alone: bool = False  # no other worker of the deployment has its GPUs: their memory is for its pages
+    epoch: int = 1  # number of times that it has been started, including this time
+    role: Role = "both"  # initial role; `wire.news.TakeRole` changes it
+    cores: tuple[int, ...] = ()  # CPU cores that it may run on; empty: all
+    tells_cache: bool = False  # report changes of its prefix cache; needed if requests are routed among several workers
+    events: EventsConfig | None = None  # None disables KV cache events
+    transport: TransportName | None = None  # transport of KV transfers; None disables them
+    parcels: str | None = None  # for transports within a host: the folder of the areas of the host's workers
+    key: str | None = None  # shared key of the deployment's machines, for TCP connections; None: one machine only
+    alone: bool = False  # no other worker of the deployment uses its GPUs: all their memory is for its pages
 
 
 class RankConfig(Record, frozen=True):
-    """One line of JSON on the standard input of a rank that follows (`worker.rank`)."""
+    """The configuration of a tensor parallel rank above 0 (`worker.rank`), one line of JSON on its standard input."""
 
     weights: str
     engine: EngineConfig
     rank: int
-    folder: str  # where the ranks meet
-    inbox: str  # the address of the commands that it reads
-    memory: int  # the file that it inherits, of memory that the ranks share (`worker.rank_memory`)
-    alone: bool = False  # as rank 0 has it: all take the pages of the one that has room for the fewest
-    aside: int = 0  # bytes of its GPU that are for others, likewise
+    folder: str  # rendezvous folder of the ranks
+    inbox: str  # the address from which it reads commands
+    memory: int  # inherited file descriptor of the memory that the ranks share (`worker.rank_memory`)
+    alone: bool = False  # the same as on rank 0; all ranks use the least number of pages that any has room for
+    aside: int = 0  # bytes of its GPU to leave free for other uses, the same as on rank 0

@@ -1,8 +1,8 @@
-"""Parcels that leave a worker: filled from the pages of prompts, and offered once their checksum is known.
+"""The KV sender of a prefill worker: fills chunks from prompts' pages, and offers them once their checksum is known.
 
-What is filled here others read, in an area of its own and under leases (`transport/ledger.py`). On a GPU filling is
-launched, and takes less than a millisecond beside the step that runs: the loop's thread waits for it, since its next
-turn may be a prompt's chunk later.
+Other workers read the chunks from its area, under leases (`transport/ledger.py`). On a GPU, filling is an asynchronous
+launch that takes less than a millisecond while a step runs: the loop's thread waits for it, since its next iteration
+may come only after a whole prefill chunk.
 """
 
 from collections import deque
@@ -17,10 +17,10 @@ from redline.wire.handoff import Piece
 from redline.wire.parcel import Ticket
 from redline.worker.parcel_memory import ParcelMemory, Summed
 
-LEASE_S = 10.0  # for a parcel to be read
-LOOK_S = 0.00002  # between two looks at what is being filled
+LEASE_S = 10.0  # duration of a lease: timeout, in seconds, for a chunk to be read
+LOOK_S = 0.00002  # polling interval, in seconds, of chunks that are being filled
 
-Of = TypeVar("Of")  # whatever a parcel is for
+Of = TypeVar("Of")  # the owner of a chunk
 
 
 class _Filling(NamedTuple, Generic[Of]):
@@ -31,12 +31,12 @@ class _Filling(NamedTuple, Generic[Of]):
 
 
 class Departures(Generic[Of]):
-    """The area of a worker whose parcels others read. The loop's thread uses it."""
+    """The send buffer of a worker, from which other workers read KV chunks. Only the loop's thread may use it."""
 
     def __init__(
         self, parcels: Parcels, transport: Transport, memory: ParcelMemory, size: int, clock: Callable[[], float]
     ) -> None:
-        """size: bytes of the area. Raises ConfigError where there is no room for it."""
+        """size: bytes of the area. Raises ConfigError if there is no room for it."""
         self.area = transport.area(size)
         self.lender = Lender(size, clock)
         self.space_B = memory.tensor(self.area.memory)
@@ -44,7 +44,7 @@ class Departures(Generic[Of]):
         self._filling: deque[_Filling[Of]] = deque()
 
     def fill(self, of: Of, piece: Piece, pages: Sequence[int], to: str) -> bool:
-        """Begins to fill a parcel for a reader; False where there is no room for it now."""
+        """Begins to fill a chunk for the reader `to`; False if there is no room for it now."""
         size = self._parcels.size(piece)
         parcel = self.lender.lend(size, to, LEASE_S)
         if parcel is None:
@@ -55,8 +55,8 @@ class Departures(Generic[Of]):
         return True
 
     def filled(self) -> Iterator[tuple[Of, Piece, Ticket | None]]:
-        """Those that have been filled since, in the order of `fill`. None: its reader has gone meanwhile, or its time
-        is over, and nobody can read it."""
+        """The chunks that have been filled since the last call, in the order of `fill`. Ticket None: the chunk's reader
+        is down or its lease has expired, so its space is free again."""
         until = clock.perf_counter() + self._memory.fill_s
         while self._filling:
             one = self._filling[0]

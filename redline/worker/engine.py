@@ -1,7 +1,7 @@
-"""A worker's insides put together: checkpoint, model, pages, planner, runner, and the loop over them.
+"""Assembles a worker's engine: checkpoint, model, KV pages, scheduler (planner), runner, and the loop over them.
 
-`EngineCore` is what a process serves with (`worker.main`); `Engine` runs one beside its caller: tests, evaluation and
-benchmarks.
+A worker process (`worker.main`) serves with an `EngineCore`; `Engine` runs one in a thread of its caller's process, for
+tests, evaluation and benchmarks.
 """
 
 import functools
@@ -63,35 +63,35 @@ from redline.worker.trace import Trace
 from redline.worker.ways import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
-# Positions of a step where nothing is said: the most of these that leave enough memory for pages. A prompt's chunk
-# reads nearly all experts, so one of 8,192 tokens takes less time than four (docs/handoff.md).
+# Default for the most tokens of a step: the largest of these that leaves enough memory for KV pages. A prefill chunk
+# reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/handoff.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 _log = logging.getLogger(__name__)
-OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
+OUTSTANDING = 512  # most jobs of one `generate` that are submitted at a time; the planner's queue is bounded
 
 
 class Loaded(NamedTuple):
-    """What a checkpoint's folder, and a drafter's, have become on a device."""
+    """A checkpoint, and a drafter if configured, loaded on a device."""
 
     model: K2
     layout: Layout
-    fingerprint: str  # names the checkpoint and its pages' number format, for page hashes
-    drafter: Eagle3 | None = None  # what the config's `speculation` names where it is Learned, prepared for the model
-    tokenizer: Callable[[], Tokenizer] | None = None  # reads the checkpoint's; None: no job may have a grammar
-    step_tokens: int | None = None  # positions of a step that there is memory for, where the config says nothing
+    fingerprint: str  # identifies the checkpoint and the number format of its KV pages, for page hashes
+    drafter: Eagle3 | None = None  # the drafter of the config's `Learned` speculation, prepared for the model
+    tokenizer: Callable[[], Tokenizer] | None = None  # opens the checkpoint's tokenizer; None disables grammars
+    step_tokens: int | None = None  # default number of tokens of a step, chosen by the free memory
 
 
 class EngineCore:
-    """One model on one device, with its pages, planner and runner. `serve` closes the runner when it ends.
+    """One model on one device, with its KV pages, planner and runner. `serve` closes the runner when it ends.
 
-    Where ranks share the model this is rank 0, which plans for all.
+    With tensor parallelism this is rank 0, which schedules for all ranks.
     """
 
     def __init__(self, loaded: Loaded, config: EngineConfig, ranks: Ranks | None = None) -> None:
-        """Makes pages and slots, and measures what steps cost where drafts are asked for.
+        """Allocates pages and slots and, if speculation is adaptive, measures the time of steps.
 
-        ranks: those that follow, which have loaded their parts. Raises ConfigError where the trace cannot be written or
-        numbers of the config cannot work together.
+        ranks: the other tensor parallel ranks, which have loaded their shards. Raises ConfigError if the trace cannot
+        be written or if values of the config contradict each other.
         """
         speculation, model, layout = config.speculation, loaded.model, loaded.layout
         self.model = model
@@ -136,12 +136,13 @@ class EngineCore:
         aside: int = 0,
         alone: bool = False,
     ) -> "EngineCore":
-        """Load a checkpoint's folder, and a drafter's where the config names one, onto a device, and start other ranks.
+        """Load a checkpoint, and the drafter that the config names, if any, onto a device, and start the other ranks.
 
-        device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. lost: as
-        `Ranks` has it. aside: bytes of each rank's device that are for others. alone: whether nobody else is to have a
-        GPU's memory (`run.fit`). Raises CheckpointError for files that cannot be read, ConfigError for what the config
-        asks and cannot be had, such as more memory than is free, RankLost where another rank could not load.
+        device: default: the config's. progress: called with (bytes read, bytes in total) while weights are read. lost:
+        the same parameter of `Ranks`. aside: bytes of each rank's device to leave free for other uses. alone: whether
+        this process has the GPU's memory to itself (`run.fit`). Raises CheckpointError for files that cannot be read,
+        ConfigError for a config that cannot be satisfied, such as more memory than is free, and RankLost if another
+        rank could not load.
         """
         device = device or pick_device(config.device)
         if config.ranks == 1:
@@ -157,8 +158,8 @@ class EngineCore:
         return engine
 
     def measure(self) -> StepFloor | None:
-        """Measures how fast the device reads and multiplies, in a tenth of a second or so: from now on steps are timed
-        beside the least that they can take. None: it could not be measured. Nothing may run meanwhile."""
+        """Measures the device's memory bandwidth and matrix throughput, in about 0.1 s: from then on each step's time
+        is compared with the least time that it could take. None: the measurement failed. No step may run during it."""
         given, device = (self.model.config, self.layout.kv_dtype), self.model.device
         draft_ranks = self._ranks if device.type == "cuda" else 1
         work = step_work(*given, self._ranks, self.drafter, self._head_bits, draft_ranks)
@@ -169,7 +170,7 @@ class EngineCore:
 
     @property
     def ready(self) -> Ready:
-        """What the worker says once it is loaded: limits, fingerprint and a summary for the operator."""
+        """The message that the worker sends once it is loaded: limits, fingerprint and a summary for the operator."""
         config = self.model.config
         weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
         if self.model.device.type == "cpu":
@@ -208,11 +209,12 @@ class EngineCore:
         clock: Callable[[], float] = clock.monotonic,
         **how: Any,
     ) -> Exchange:
-        """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
+        """The manager of KV transfers to and from other workers. how: further arguments of `Exchange`.
 
-        carriers: the ways that parcels may go, best first. lends: whether it computes prompts for others. area_bytes:
-        for the parcels of each way; None: as many as suit it. Where several ranks share the model, what comes lies in
-        memory that all of them read. Raises ConfigError where there is no room for them.
+        carriers: the transports for KV chunks, best first. lends: whether this worker prefills for other workers.
+        area_bytes: size of the transfer buffer of each transport; None: the default of its memory. With several tensor
+        parallel ranks, chunks are received into memory that all of them read. Raises ConfigError if there is no room
+        for the buffers.
         """
         if self._others is not None:
             others = self._others
@@ -235,13 +237,13 @@ class EngineCore:
         takes_role: Callable[[Role], object] = lambda _: None,
         failed: Callable[[Exception], object] | None = None,
     ) -> None:
-        """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
+        """Run the loop in this thread until a Stop arrives, then close runner and trace. It may be called only once.
 
-        exchange: its handoffs; None: it has none. record: whether shapes that the start has left are recorded while
-        there is nothing to do. events, tells_cache, takes_role: as in `worker.loop.lead`. failed: called with what the
-        loop raises, before anything is closed, which may take seconds.
+        exchange: its KV transfers; None disables them. record: whether CUDA graphs that were not captured at the start
+        are captured while the worker is idle. events, tells_cache, takes_role: as in `worker.loop.lead`. failed: called
+        with the loop's exception before anything is closed, since closing may take seconds.
 
-        Raises WorkerLost where no further step should be tried.
+        Raises WorkerLost if no further step should be tried.
         """
         try:
             with torch.inference_mode():
@@ -270,9 +272,9 @@ class EngineCore:
 
 
 class Engine:
-    """An engine that runs beside its caller, in a thread. Use as a context manager, or call `close`.
+    """An engine that runs in a thread of its caller's process. Use as a context manager, or call `close`.
 
-    Any number of threads may generate.
+    Any number of threads may call `generate`.
     """
 
     def __init__(self, engine: EngineCore, tokenizer: Tokenizer, style: Style) -> None:
@@ -282,7 +284,7 @@ class Engine:
         self.fingerprint = engine.fingerprint
         self._inbox = MemoryChannel()
         self._outbox = MemoryChannel()
-        self._lost = "the engine is closed"  # why the loop has ended, once it has
+        self._lost = "the engine is closed"  # the reason why the loop has ended
         self._loop = threading.Thread(target=self._serve, name="loop", daemon=True)
         self._loop.start()
         self._generating = threading.Lock()
@@ -296,9 +298,9 @@ class Engine:
         device: torch.device | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> "Engine":
-        """Load a checkpoint's folder, tokenizer included, and start the loop in a thread of this process.
+        """Load a checkpoint with its tokenizer, and start the loop in a thread of this process.
 
-        progress: called with (bytes read, bytes in all). Raises ConfigError or CheckpointError.
+        progress: called with (bytes read, bytes in total). Raises ConfigError or CheckpointError.
         """
         engine = EngineCore.load(folder, config or EngineConfig(), device=device, progress=progress)
         return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
@@ -315,10 +317,10 @@ class Engine:
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> dict[JobId, list[Delta]]:
-        """Run jobs to their ends, batched continuously: each job's deltas, in order, of which the last has a finish.
+        """Run jobs to completion with continuous batching. -> each job's deltas, in order; the last has a `finish`.
 
-        on_delta: called with each delta as it comes, in this thread. An exception from it aborts the jobs, waits until
-        they have ended, and is raised again. Raises WorkerLost where the loop ends first, AssertionError where two jobs
+        on_delta: called with each delta as it arrives, in this thread. An exception from it aborts the jobs, waits
+        until they have ended, and is raised again. Raises WorkerLost if the loop ends first, AssertionError if two jobs
         have the same id.
         """
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
@@ -333,9 +335,10 @@ class Engine:
         return deltas
 
     def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
-        """As `generate`, of any number of jobs: it keeps no delta, and takes a job from `jobs` when it is wanted.
+        """As `generate`, for any number of jobs: it stores no deltas, and takes jobs from `jobs` only as earlier ones
+        end, at most OUTSTANDING at a time.
 
-        An exception from `jobs` is treated as one from `on_delta`.
+        An exception from `jobs` is treated like one from `on_delta`.
         """
         waiting, running = iter(jobs), set[JobId]()
 
@@ -346,7 +349,7 @@ class Engine:
                 self._inbox.put(job)
 
         def told() -> list[Delta]:
-            """New deltas of these jobs, once there are any. Raises WorkerLost where the loop has ended."""
+            """Waits for new deltas of these jobs. Raises WorkerLost if the loop has ended."""
             new: list[Delta] = []
             while not new:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
@@ -370,14 +373,14 @@ class Engine:
                 for id in running:
                     self._inbox.put(Abort(job=id))
                 while running and self._loop.is_alive():
-                    told()  # their last deltas are not to be taken for those of a later job
+                    told()  # discards their last deltas, so that a later call does not receive them
                 raise
 
     def record_all(self) -> None:
-        """Record the shapes of decode steps that a server records while nothing runs: what is timed before is slower.
+        """Capture the CUDA graphs of decode steps that a server captures while it is idle. Call it before timing steps.
 
-        An engine beside its caller does so only here, since the caller may want the device for itself. Raises
-        WorkerLost where the loop has ended, and a device's own error.
+        An `Engine` captures them only in this call, since its caller may use the device itself. Raises WorkerLost if
+        the loop has ended, and a device's own error.
         """
         with self._generating:
             if not self._loop.is_alive():
@@ -386,7 +389,7 @@ class Engine:
                 pass
 
     def close(self) -> None:
-        """Abort what runs, end the loop and wait for its thread; a later `generate` raises WorkerLost."""
+        """Abort all jobs, end the loop and wait for its thread; a later `generate` raises WorkerLost."""
         self._inbox.put(Stop())
         self._loop.join()
 
@@ -408,10 +411,11 @@ def load_model(
     aside: int = 0,
     alone: bool = False,
 ) -> Loaded:
-    """A checkpoint's folder, or this rank's part of it, on a device, with as many pages as every rank has room for.
+    """Loads a checkpoint, or this rank's shard of it, onto a device. The number of KV pages is the least that any rank
+    has room for.
 
-    aside: bytes of the device that are for others. alone: as `EngineCore.load` has it. It ends on all ranks at once.
-    Raises as `EngineCore.load`.
+    aside: bytes of the device to leave free for other uses. alone: as in `EngineCore.load`. It is a collective call: it
+    returns on all ranks at the same time. Raises the same errors as `EngineCore.load`.
     """
     checkpoint = Checkpoint.open(folder) if config.random_weights is None else None
     geometry = K2Config.from_folder(folder) if checkpoint is None else checkpoint.config
@@ -420,7 +424,7 @@ def load_model(
     dtype = kv_dtype_of(config.kv_dtype)
     free = free_memory(device)
     speculation = config.speculation
-    plan_of(config, device)  # what it refuses is refused before the weights are read
+    plan_of(config, device)  # raises its config errors before the weights are read
     drafter = None
     if isinstance(speculation, Learned):
         if speculation.head_bits not in HEAD_BITS:
@@ -429,22 +433,22 @@ def load_model(
         if why_not(geometry, device) is None:
             check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
     if device.type == "cpu":
-        free //= group.ranks  # they share one memory
+        free //= group.ranks  # all ranks share the host's memory
     elif config.host_memory is not None or config.disk is not None:
         aside += staged_bytes(sizes_of(geometry, config, device, dtype, free, drafter).page_bytes)
     sizes = sizes_of(geometry, config, device, dtype, free - aside, drafter)
     sizes = replace(sizes, step_tokens=least(group, sizes.step_tokens, device))
-    # The group is open: what it has taken is no longer free, and among what is needed.
+    # The group is open: its buffers are no longer in `free`, but `fit` counts them as needed, so they are added.
     layout = fit(sizes, free + sizes.links_bytes - aside, config.kv_memory, config.max_model_len, alone=alone)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
-    # The CPU's kernels have threads of their own; torch does small things beside them. For a GPU it reads the files,
-    # and so do the other ranks.
+    # The CPU kernels have threads of their own, and torch only runs small operations. With a GPU, torch's threads read
+    # the checkpoint, as they do on the other ranks.
     has_threads = device.type == "cpu" and native.library() is not None
     torch.set_num_threads(1 if has_threads else max(1, native.threads() // group.ranks))
     if checkpoint is None:
-        assert config.random_weights is not None, "there is nothing to read"
-        # Prompts' tokens, and what every running job decodes: no step has more.
+        assert config.random_weights is not None, "neither a checkpoint nor random weights"
+        # The most positions of a step: its prefill tokens, and the decode positions of every running job.
         most = sizes.step_tokens + config.max_running * (1 + config.draft_tokens)
 
         def made(layers: int, of: int) -> None:
@@ -458,7 +462,7 @@ def load_model(
             checkpoint.progress = _counted(progress, checkpoint.bytes)
         model, fingerprint = load(checkpoint, device, group), checkpoint.fingerprint
     if drafter is not None:
-        assert isinstance(speculation, Learned), "it names the drafter"
+        assert isinstance(speculation, Learned), "only `Learned` speculation names a drafter"
         drafter.prepare(model, speculation.head_bits)
     meet(group, device, LOAD_S, START_S)
     return Loaded(
@@ -472,7 +476,7 @@ def load_model(
 
 
 def _counted(progress: Callable[[int, int], object], whole: int) -> Callable[[int], object]:
-    """What is told how many bytes more have been read. progress: told how many in all, of `whole`."""
+    """A callback for the bytes read since its last call. progress: called with the sum, and with `whole`."""
     done = 0
 
     def read(count: int) -> None:
@@ -484,7 +488,8 @@ def _counted(progress: Callable[[int, int], object], whole: int) -> Callable[[in
 
 
 def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfig) -> Runner:
-    """The runner of one rank, the same on all; on a GPU the first shapes are recorded meanwhile. make: its class."""
+    """The runner of one rank, with the same settings on all ranks; on a GPU its start captures the first CUDA graphs.
+    make: its class."""
     speculation, tokenizer = config.speculation, loaded.tokenizer
     assert isinstance(speculation, Learned) == (loaded.drafter is not None), f"{speculation}, {loaded.drafter}"
     match speculation:
@@ -507,49 +512,50 @@ def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfi
 def tiers_of(
     planner: Planner, kv: KvPool, loaded: Loaded, config: EngineConfig, step_tokens: int, ranks: Ranks | None
 ) -> Tiers | None:
-    """Memory below the prefix cache, where the config asks for any; the planner is told of it.
+    """The KV offload tiers (host memory, disk) that the config asks for, connected to the planner; None: no tiers.
 
-    ranks: those that follow. Raises ConfigError where there is not so much memory, or where another process uses the
-    disk's folder. A disk that cannot be written is a warning.
+    ranks: the other tensor parallel ranks. Raises ConfigError if there is not enough memory, or if another process uses
+    the disk's folder. If the disk cannot be written, a warning is logged and the disk is not used.
     """
     if config.host_memory is None and config.disk is None:
         return None
     host_bytes, free = config.host_memory or STAGING_BYTES, limits.free_memory()
     if host_bytes > free:
-        raise ConfigError(f"engine.host_memory is {human(host_bytes)}, and {human(free)} are free; ask for less")
+        raise ConfigError(f"engine.host_memory is {human(host_bytes)}, but only {human(free)} are free; lower it")
     pages, disk = WholePages(kv), None
     name = f"{__version__}; {loaded.fingerprint}; {pages.device.type}; {pages.format}; {_name_of(loaded.drafter)}"
     if config.ranks > 1:
-        name += f"; {config.ranks} ranks"  # whose sums are rounded otherwise
+        name += f"; {config.ranks} ranks"  # the rounding of all-reduces depends on the number of ranks
     if config.disk is not None and config.disk_size is not None:
         try:
             disk = DiskPages(Path(config.disk), name, pages.size, config.disk_size, _keep)
         except OSError as error:
-            _log.warning("engine.disk: %s: %s; no pages go there", config.disk, error.strerror or error)
+            _log.warning("engine.disk: %s: %s; pages are not offloaded to disk", config.disk, error.strerror or error)
     others = None if ranks is None else RankPages(ranks, kv)
     store = Store(pages, host_bytes, disk, share=SHARE[pages.device.type], others=others)
     return Tiers(planner, store, step_tokens=step_tokens, experts=_experts(loaded.model.config))
 
 
 def _experts(config: K2Config) -> tuple[int, int]:
-    """Of a layer's routed experts, how many there are and how many a token chooses; 0: there are none."""
+    """Number of routed experts per layer, and of experts per token; both are 0 for a model without experts."""
     return (config.n_routed_experts, config.num_experts_per_tok) if config.moe_layers else (0, 0)
 
 
 def _keep(folder: Path, lock: Path, wait_s: float) -> FileLock:
-    """Keeps the disk's folder to this worker by a lock on the file `lock`; waits so many seconds for one that ends."""
+    """Locks the disk's folder for this worker by the file `lock`; waits at most `wait_s` seconds for a worker that is
+    ending."""
     try:
         held = hold(folder, lock, wait_s)
     except ConfigError:
         raise ConfigError(
-            f"engine.disk: {folder}: another running worker has it: end that one, or name another folder"
+            f"engine.disk: {folder} is in use by another running worker; end that worker, or use another folder"
         ) from None
     lock.chmod(0o600)
     return held
 
 
 def _name_of(drafter: Eagle3 | None) -> str:
-    """Names a drafter by samples of its weights: pages with another's rows are no use to it."""
+    """Identifies a drafter by samples of its weights: pages with rows of another drafter must not be reused."""
     if drafter is None:
         return "no drafter"
     said = blake2b(repr(drafter.config).encode(), digest_size=16)
@@ -560,12 +566,12 @@ def _name_of(drafter: Eagle3 | None) -> str:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device of a name, "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
+    """The device with the name "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
 
-    Raises ConfigError for another name, and where a GPU is asked for and there is none.
+    Raises ConfigError for another name, and if the name is "cuda" and there is no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, and torch sees no GPU here; leave it out, or say cpu")
+        raise ConfigError("device is cuda, but torch finds no GPU; remove the setting, or set it to cpu")
     if name not in (None, "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; expected cpu or cuda")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -579,9 +585,9 @@ def kv_dtype_of(name: str) -> torch.dtype:
 
 
 def plan_of(config: EngineConfig, device: torch.device, step_tokens: int | None = None) -> PlanConfig:
-    """What bounds the planner's steps. step_tokens: of a step, where the config says nothing; None: as few as it may
-    come to. Raises ConfigError where numbers of the config cannot work together."""
-    config.synthetic_rates()  # what it refuses is refused here
+    """The planner's limits. step_tokens: the default for the tokens of a step; None: the smallest default of the
+    device. Raises ConfigError if values of the config contradict each other."""
+    config.synthetic_rates()  # called for its config errors
     given = config.step_tokens
     return PlanConfig(
         step_tokens=given if given is not None else step_tokens or min(STEP_TOKENS[device.type]),
@@ -601,7 +607,7 @@ def sizes_of(
     free: int,
     drafter: Eagle3 | None = None,
 ) -> Sizes:
-    """The figures that decide how much memory an engine takes (`run.fit`). free: bytes of it that nobody uses."""
+    """The figures that determine an engine's memory use (`run.fit`). free: bytes of memory that are free."""
     sizes = Sizes(
         model,
         kv_dtype,
@@ -620,5 +626,6 @@ def sizes_of(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take on a device; on a CPU control groups count (`limits.free_memory`)."""
+    """Bytes that this process can still allocate on a device; on a CPU within its cgroup's limit
+    (`limits.free_memory`)."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.free_memory()

@@ -1,14 +1,14 @@
-"""Handoffs of one worker: prompts that it computes for others, and prompts that others compute for it.
+"""KV transfers of one worker: the prompts that it prefills for other workers, and those that others prefill for it.
 
-Whoever computes gathers a prompt's pages into parcels as they are computed, in an area that others may read, under
-leases; whoever answers reads them, verifies each by its checksum, and puts it into pages of its own. Nobody writes into
-another's memory, so a page has one owner, whatever becomes of the other side; and what is read too late has another
-checksum. Whatever goes wrong on the way (a worker that ends, a link that stalls, a wrong byte), the worker that answers
-computes the prompt itself: a handoff can be lost, an answer cannot.
+The prefill worker gathers a prompt's pages into KV chunks (parcels) while it computes them, in an area that other
+workers may read, under leases. The decode worker reads the chunks, verifies the checksum of each, and copies it into
+its own pages. No worker writes into another worker's memory, so a page has one owner, even if the other side goes down;
+and a chunk that is read after its lease fails its checksum. On any failure (a worker that goes down, a link that
+stalls, a corrupt byte) the decode worker computes the prompt itself: a KV transfer can be lost, an answer cannot.
 
-All of it runs in the loop's thread between two steps: whoever computes offers what there is room for, whoever answers
-takes in what a share of the steps' time allows (`worker/arrivals.py`). A job that waits for its pages is in nobody's
-way but for those pages.
+All of this runs in the loop's thread between two steps. The prefill worker offers chunks as far as there is room in its
+area; the decode worker receives chunks for at most a share of the steps' time (`worker/arrivals.py`). A job that waits
+for its pages occupies only those pages and delays no other job.
 """
 
 import contextlib
@@ -35,37 +35,39 @@ from redline.wire.step import TokenLogprobs
 from redline.worker.departures import Departures
 from redline.worker.ways import Way, connect, told_of
 
-WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
-ROOM_S = 2.0  # likewise, where others wait for its pages
-SILENCE_S = 10.0  # without a word of the worker that computes: then the prompt is computed here
-WORD_S = 1.0  # between two words of the worker that computes, while it has nothing else to say
-LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
-MOST_UNSENT = 10_000  # messages to another worker that does not read them: more than it says in a minute
-SOON_S = 0.0005  # between two looks at what is under way
+WANT_S = 30.0  # timeout, in seconds from the end of a prefill, for the decode worker to request the prompt's pages
+ROOM_S = 2.0  # the same timeout while other jobs wait for pages
+SILENCE_S = 10.0  # heartbeat timeout of the prefill worker, in seconds: then the prompt is computed here
+WORD_S = 1.0  # heartbeat interval of the prefill worker, in seconds, while it has no other message to send
+LEAST = PAGE_TOKENS  # positions; up to this many the decode worker computes itself: a transfer is no faster
+MOST_UNSENT = 10_000  # unsent messages to a worker that does not read them; more than are sent in a minute
+SOON_S = 0.0005  # polling interval, in seconds, of transfers in progress
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Outgoing:
-    """A prompt that is computed for another worker."""
+    """A prompt that this worker prefills for another worker."""
 
     job: Job
     to: PagesFrom
     outbox: Outbox
-    pieces: Iterator[Piece] | None = None  # of what is computed and not offered
-    piece: Piece | None = None  # the one that waits for room
-    end: int | None = None  # positions [.., end) are in `pieces`, offered, or there already; None: not wanted yet
-    leaving: tuple[int, int] | None = None  # (to, layers): likewise so many layers of [end, to), which a step computes
-    way: str = ""  # by which it is read, once it is wanted
-    filling: int = 0  # parcels that are not offered yet
-    parcels: int = 0  # all of them
-    # Of all that was filled, as in `Computed`: a job may lose its pages after a part has left, and begin from others.
+    pieces: Iterator[Piece] | None = None  # the pieces that are computed and not offered yet
+    piece: Piece | None = None  # the piece that waits for room in the area
+    # Positions below `end` are in `pieces`, offered, or cached by the decode worker; None: not requested yet.
+    end: int | None = None
+    leaving: tuple[int, int] | None = None  # (to, layers): the same for the first `layers` layers of [end, to)
+    way: str = ""  # the transport by which the decode worker reads it, once it is requested
+    filling: int = 0  # number of chunks that are being filled
+    parcels: int = 0  # number of chunks that have been offered
+    # The conjunction over all filled chunks of the flags of `Computed`: a job may be preempted after some chunks have
+    # been sent, and restart from other cached pages.
     exact: bool = True
     drafting: bool = True
-    begun: bool = False  # the other side has been told that it is no longer queued
-    said_at: float = 0.0  # when it was last told how far the prompt is
-    handed: Handed | None = None  # once its first token is chosen
+    begun: bool = False  # whether `Begun` was sent: the prompt is no longer queued
+    said_at: float = 0.0  # when the last `Queued` or `Begun` was sent
+    handed: Handed | None = None  # set once the first token is sampled
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     noted: dict[type, Note] = field(default_factory=dict)  # by its kind
     ended_at: float = 0.0
@@ -73,37 +75,38 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """A prompt that another worker computes."""
+    """A prompt that another worker prefills for this one."""
 
     job: Job
     source: PagesFrom
     outbox: Outbox
     heard_at: float
-    way: str  # by which it is read
+    way: str  # the transport by which it is read
     begun: bool = False
     offered: bool = False
     first: int | None = None  # positions [0, first) were cached here; None: it has no pages yet
     pages: tuple[int, ...] = ()
-    reads: set[int] = field(default_factory=set)  # numbers of parcels that are being read, or were
-    parcels: int = 0  # that are in their place
-    rows: int = 0  # of all layers, that they have brought
+    reads: set[int] = field(default_factory=set)  # numbers of the chunks that are being read or have been read
+    parcels: int = 0  # number of chunks that have been copied into the pages
+    rows: int = 0  # number of rows (layers x positions) in these chunks
     handed: Handed | None = None
 
 
 class _Peer(NamedTuple):
-    peer: Peer | None  # None: its parcels are not read here
+    peer: Peer | None  # None: not connected for reads
     outbox: Outbox
-    way: str = ""  # by which they are
+    way: str = ""  # the transport of `peer`
 
 
 Ways = Sequence[Way[_Outgoing, _Incoming]]
 
 
 class Exchange:
-    """Both sides of one worker's handoffs. The loop's thread uses it.
+    """KV transfer manager: both sides of one worker's KV transfers. Only the loop's thread may use it.
 
-    `counts` has how many prompts were handed over, taken over, and computed here although another was to, by why.
-    `changes` grows whenever the planner has been told something, so that it may have a step to plan.
+    `counts`: the number of prompts that were sent ("handed over"), received ("taken over"), and computed here as a
+    fallback, by reason. `changes` is incremented whenever the planner's state is changed, so that the planner may have
+    a new step to schedule.
     """
 
     def __init__(
@@ -114,58 +117,59 @@ class Exchange:
         clock: Callable[[], float] = clock.monotonic,
         outbox_of: Callable[[str], Outbox] = partial(SocketOutbox, most=MOST_UNSENT),  # noqa: B008
     ) -> None:
-        """ways: best first. outbox_of: to another worker's inbox, by its address."""
+        """ways: best first. outbox_of: opens an outbox to another worker's inbox, by its address."""
         self.counts: Counter[str] = Counter()
         self.changes = 0
         self._planner = planner
         self._ways = {way.name: way for way in ways}
-        self._parcels = ways[0].parcels  # as far as all ways have the same
+        self._parcels = ways[0].parcels  # used only for properties that all ways share
         self._clock = clock
         self._outbox_of = outbox_of
         self._out: dict[JobId, _Outgoing] = {}
-        self._leases: dict[tuple[int, int], JobId] = {}  # whose parcel is lent, by the id and epoch of its ticket
-        self._early: dict[JobId, tuple[Want | None, float]] = {}  # what was wanted before it was asked for, and when
+        self._leases: dict[tuple[int, int], JobId] = {}  # jobs of the leased chunks, by id and epoch of their tickets
+        # `Want`s (None: aborts) that arrived before the `Prefill` of their job, and when.
+        self._early: dict[JobId, tuple[Want | None, float]] = {}
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
-        self._listened_at = clock()  # when what others say had last been heard
-        self._starved_at: float | None = None  # since when jobs wait for pages that handoffs have
+        self._listened_at = clock()  # when messages of other workers were last processed
+        self._starved_at: float | None = None  # since when jobs wait for pages that KV transfers hold
         self._peers: dict[tuple[str, int], _Peer] = {}
-        self._failed: list[Peer] = []  # connections to be closed, once no read goes over them
+        self._failed: list[Peer] = []  # failed connections, to be closed once no read uses them
 
     @property
     def told(self) -> bytes:
-        """What others have to know of its areas; empty where it has none."""
+        """The descriptors of its areas, to be sent to other workers; empty if it has none."""
         return told_of(tuple(self._ways.values()))
 
     @property
     def format(self) -> str:
-        """Of the parcels."""
+        """Name of the chunks' format."""
         return self._parcels.format
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing under way."""
+        """Whether no transfer is in progress."""
         return not (self._out or self._in or self._lent)
 
     @property
     def chunks(self) -> int:
-        """KV chunks that are lent to other workers, or on their way to this one."""
+        """Number of KV chunks that are leased to other workers or being received."""
         lent = sum(len(departures.lender.lent) for departures in self._departures)
         return lent + sum(len(way.arrivals.under_way) for way in self._ways.values())
 
     def due_in(self) -> float | None:
-        """Seconds until `work` may have something to do without another message; None: never."""
+        """Seconds until `work` should be called again even if no message arrives; None: not before a message."""
         if self._offers or any(way.arrivals.under_way for way in self._ways.values()):
             return SOON_S
         return None if self.idle else 0.05
 
-    # ------------------------------------------------------------------------------------- what the loop hands on
+    # ------------------------------------------------------------------------------- messages and deltas of the loop
 
     def prefill(self, asked: Prefill) -> list[Delta]:
-        """Computes a prompt for another worker. Its deltas are that worker's (`keep`)."""
+        """Prefills a prompt for another worker. `keep` turns its deltas into messages to that worker."""
         job, to = asked.job, asked.to
         out = _Outgoing(job, to, self._peer(to, reads=False).outbox)
-        if job.id in self._early:  # the other worker was quicker than the gateway
+        if job.id in self._early:  # the decode worker's message arrived before the gateway's
             want, _ = self._early.pop(job.id)
             if want is None or want.way not in self._ways:
                 return []
@@ -174,18 +178,21 @@ class Exchange:
         return self.keep(self._planner.submit(_for_another(job), lends=True))
 
     def expect(self, job: Job) -> list[Delta]:
-        """Takes in a job whose prompt another worker computes. The deltas to tell."""
+        """Accepts a job that another worker prefills. -> deltas to send."""
         source = job.pages_from
         assert source is not None
         if source.format != self.format:
             _log.error(
-                "%s hands over parcels of another format: %s; here %s", source.worker, source.format, self.format
+                "worker %s sends KV chunks in another format: %s; expected %s",
+                source.worker,
+                source.format,
+                self.format,
             )
             return self._submit_here(job, source, "another format")
         try:
             other = self._peer(source, reads=True)
         except RedlineError as error:
-            _log.error("%s cannot be read: %s", source.worker, error)
+            _log.error("cannot connect to the KV chunks of worker %s: %s", source.worker, error)
             return self._submit_here(job, source, "no connection")
         deltas = self._planner.expect(job)
         if deltas:
@@ -196,12 +203,12 @@ class Exchange:
 
     def _submit_here(self, job: Job, source: PagesFrom, why: str) -> list[Delta]:
         self.counts[why] += 1
-        with contextlib.suppress(RedlineError):  # then it will find that nobody wants it
+        with contextlib.suppress(RedlineError):  # without the abort, the prefill worker drops the prompt by timeout
             self._peer(source, reads=False).outbox.put(Abort(job=job.id))
         return self._planner.submit(job)
 
     def hear(self, message: Wire) -> None:
-        """Takes in what another worker, or of another worker, has been said; `work` acts on it."""
+        """Processes a message from or about another worker; `work` acts on it."""
         match message:
             case Queued(job=id):
                 if (incoming := self._in.get(id)) is not None:
@@ -209,7 +216,7 @@ class Exchange:
             case Begun(job=id):
                 if (incoming := self._in.get(id)) is not None:
                     incoming.heard_at, incoming.begun = self._clock(), True
-                    if incoming.first is not None and not incoming.offered:  # lost on the way, perhaps
+                    if incoming.first is not None and not incoming.offered:  # the first `Want` may have been lost
                         incoming.outbox.put(Want(job=id, first=incoming.first, way=incoming.way))
             case Want(job=id):
                 if (out := self._out.get(id)) is None:
@@ -229,10 +236,10 @@ class Exchange:
             case Gone():
                 self._gone(message)
             case _:
-                raise AssertionError(f"a worker is not told {type(message).__name__} by another")
+                raise AssertionError(f"unexpected message of another worker: {type(message).__name__}")
 
     def keep(self, deltas: list[Delta]) -> list[Delta]:
-        """Takes what has come of prompts that are computed for others out of a step's deltas; gives the rest."""
+        """Removes the deltas of prompts that are prefilled for other workers from a step's deltas. -> the rest."""
         if not self._out:
             return deltas
         others: list[Delta] = []
@@ -253,12 +260,14 @@ class Exchange:
                 cached_tokens=delta.cached_tokens,
                 queued_s=delta.queued_s,
                 noted=tuple(out.noted.values()),
-                error=delta.error if delta.finish in ("stop", "length") else delta.error or "it was given up there",
+                error=delta.error
+                if delta.finish in ("stop", "length")
+                else delta.error or "the prefill worker aborted it",
             )
         return others
 
     def abort(self, id: JobId) -> None:
-        """Nobody wants a job any more, on this side or the other. The planner has to be told behind it."""
+        """Aborts a job's KV transfer on both sides. The caller has to abort the job in the planner afterwards."""
         if (out := self._out.pop(id, None)) is not None:
             self._drop(out)
         elif id in self._leases.values():
@@ -270,33 +279,33 @@ class Exchange:
             incoming.outbox.put(Abort(job=id))
 
     def computes_for(self, replica: str) -> list[JobId]:
-        """The jobs of one replica of the API whose prompts are computed here for other workers."""
+        """The jobs of one API replica that are prefilled here for other workers."""
         return [id for id, out in self._out.items() if out.job.replica == replica]
 
     def abort_all(self) -> None:
-        """Nothing that is under way goes on, on this side or the other. The planner has to be told behind it."""
+        """Aborts all KV transfers on both sides. The caller has to abort the jobs in the planner afterwards."""
         for id in [*self._out, *self._in]:
             self.abort(id)
 
     @property
     def leaves(self) -> bool:
-        """Whether the step that is settled next computes a prompt for another worker: then `depart` is worth calling
-        while it runs."""
+        """Whether the step that is settled next prefills a prompt for another worker: then the loop should call
+        `depart` while the step runs."""
         return any(self._planner.computing(id) is not None for id in self._out)
 
-    # ----------------------------------------------------------------------------------------------------- a turn
+    # ------------------------------------------------------------------------------------------ one loop iteration
 
     def depart(self, layers: int) -> None:
-        """Offers what is computed of prompts in these first layers, while the step runs that is settled next. The last
-        layers go once it has ended: with them go the drafter's rows."""
+        """Offers the first `layers` layers of prompts while the step that computes them (and is settled next) is still
+        running. The last layer is sent after the step has ended, together with the drafter's rows."""
         for out in self._out.values():
             if out.end is not None and (row := self._planner.computing(out.job.id)) is not None:
                 self._fill_layers(out, out.end, row, min(layers, self._parcels.layers - 1))
         self._offer_filled()
 
     def work(self) -> list[Delta]:
-        """Moves on what is under way: offers what there is room for, takes in what there is time for. The deltas to
-        tell. The time between two calls is taken for that of a step, where one runs."""
+        """Makes progress on all transfers: offers chunks as far as there is room, and receives chunks within the time
+        budget. -> deltas to send. While jobs run, the time between two calls is taken as the time of a step."""
         now = self._clock()
         offered = [offer.ticket.size for _, offer in self._offers]
         for way in self._ways.values():
@@ -333,7 +342,7 @@ class Exchange:
         return told
 
     def close(self) -> None:
-        """Lets go of every connection and of the area. Whoever still waits for a parcel computes its prompt itself."""
+        """Closes all connections and areas. A decode worker that still waits for a chunk computes the prompt itself."""
         for way in self._ways.values():
             way.transport.close()
         for peer in self._peers.values():
@@ -341,15 +350,15 @@ class Exchange:
                 peer.outbox.close()
 
     def check(self) -> None:
-        """Raises AssertionError unless every byte of the areas is lent or free, and every lease has its parcel."""
+        """Raises AssertionError unless every byte of the areas is lent or free, and every lease has its chunk."""
         lent = {(parcel.id, parcel.epoch) for one in self._departures for parcel in one.lender.lent}
-        assert self._leases.keys() <= lent, "a lease of a parcel that is not lent any more"
+        assert self._leases.keys() <= lent, "a lease of a KV chunk that is no longer lent"
         for way in self._ways.values():
             way.arrivals.check()
             if way.departures is not None:
                 way.departures.lender.check()
 
-    # ------------------------------------------------------------------------------------ the side that computes
+    # ------------------------------------------------------------------------------------------- prefill worker
 
     @property
     def _departures(self) -> list[Departures[_Outgoing]]:
@@ -360,9 +369,9 @@ class Exchange:
         return any(departures.lender.lent for departures in self._departures)
 
     def _fill(self, out: _Outgoing, now: float) -> None:
-        """Begins to fill parcels with what has been computed since, as far as there is room."""
+        """Begins to fill chunks with the newly computed positions, as far as there is room."""
         computed = self._planner.computed(out.job.id)
-        if computed is None:  # it could not be computed
+        if computed is None:  # the prefill has failed
             if out.handed is not None:
                 out.outbox.put(out.handed)
             del self._out[out.job.id]
@@ -375,16 +384,18 @@ class Exchange:
         if out.end is None:
             if out.handed is not None and now - out.ended_at > WANT_S:
                 del self._out[out.job.id]
-                out.outbox.put(msgspec.structs.replace(out.handed, error=f"nobody wanted it for {WANT_S:g} s"))
+                out.outbox.put(
+                    msgspec.structs.replace(out.handed, error=f"its pages were not requested within {WANT_S:g} s")
+                )
                 self._drop(out)
             return
         parcels, positions, prompt = self._ways[out.way].parcels, computed.positions, len(out.job.tokens)
         end = prompt if out.handed is not None else positions // PAGE_TOKENS * PAGE_TOKENS
 
         def more() -> Iterator[Piece] | None:
-            """All layers of what is computed since, or those that have not left yet."""
+            """All layers of the newly computed positions, or the layers of them that have not been sent yet."""
             first, (to, left) = out.end, out.leaving or (end, 0)
-            assert first is not None, "it is wanted"
+            assert first is not None, "the prompt's pages have been requested"
             if end <= first or end < to:
                 return None
             draft_end = to + (to == prompt and bool(prompt % PAGE_TOKENS))
@@ -394,10 +405,10 @@ class Exchange:
         self._fill_pieces(out, computed, more, lambda piece: piece.positions[1] <= positions)
 
     def _fill_layers(self, out: _Outgoing, first: int, row: tuple[int, int], layers: int) -> None:
-        """Begins to fill parcels with the first layers of positions that a step computes now. first: where what has not
-        left begins. row: the step's positions; what lies before them is computed in all layers."""
+        """Begins to fill chunks with the first layers of the positions that the running step computes. first: the first
+        position that has not been sent. row: the step's positions; earlier positions are computed in all layers."""
         computed, parcels = self._planner.computed(out.job.id), self._ways[out.way].parcels
-        assert computed is not None, "a job that a step computes is there"
+        assert computed is not None, "the planner has the job that a step computes"
         positions, (begin, end) = computed.positions, row
         to = end if end == len(out.job.tokens) else end // PAGE_TOKENS * PAGE_TOKENS
 
@@ -425,10 +436,11 @@ class Exchange:
         more: Callable[[], Iterator[Piece] | None],
         is_computed: Callable[[Piece], bool],
     ) -> None:
-        """Begins to fill parcels as far as there is room. more: further pieces; None: there are none now. is_computed:
-        of a piece that has waited for room the job may have lost the pages, and compute them again."""
+        """Begins to fill chunks as far as there is room. more: returns further pieces; None: there are none now.
+        is_computed: whether a piece is computed; while it waited for room, the job may have been preempted, and may
+        be computing the piece's pages again."""
         departures = self._ways[out.way].departures
-        assert departures is not None, "whoever computes has an area"
+        assert departures is not None, "a prefill worker has an area"
         while True:
             if out.piece is None and out.pieces is not None:
                 out.piece = next(out.pieces, None)
@@ -445,7 +457,7 @@ class Exchange:
                 return
 
     def _offer_filled(self) -> None:
-        """Tells of parcels that have been filled."""
+        """Sends an `Offer` for each chunk that has been filled."""
         for departures in self._departures:
             for out, piece, ticket in departures.filled():
                 out.filling -= 1
@@ -458,7 +470,7 @@ class Exchange:
                 self._leases[ticket.id, ticket.epoch] = out.job.id
 
     def _hand_over(self, out: _Outgoing) -> None:
-        """The first token, once all parcels are offered."""
+        """Sends the first token, once all chunks are offered."""
         computed, left = self._planner.computed(out.job.id), out.pieces is not None or out.filling
         if computed is None or out.handed is None or out.end is None or out.end < len(out.job.tokens) or left:
             return
@@ -471,8 +483,8 @@ class Exchange:
         self.changes += 1
 
     def _make_room(self, now: float) -> None:
-        """Prompts wait for the pages of those that are computed and that nobody has wanted yet: whoever answers may
-        have no room for these before it gets the others. The oldest is given up; what of it is cached stays so."""
+        """Drops the oldest prefilled prompt that no worker has requested yet, because other prompts wait for pages: the
+        decode worker may have no room for the former before it receives the latter. Its cached pages stay cached."""
         for out in self._out.values():
             if out.handed is not None and out.end is None and now - out.ended_at > ROOM_S:
                 del self._out[out.job.id]
@@ -481,7 +493,7 @@ class Exchange:
                 return
 
     def _drop(self, out: _Outgoing) -> None:
-        """Nobody wants the prompt any more: its parcels' space and its pages come back."""
+        """Frees the chunks and the pages of a prompt that is no longer needed."""
         self.changes += 1
         self._take_back(out.job.id)
         self._planner.abort(out.job.id)
@@ -494,14 +506,14 @@ class Exchange:
 
     def _taken(self, id: int, epoch: int) -> None:
         self._leases.pop((id, epoch), None)
-        for departures in self._departures:  # no two parcels of a worker have the same epoch
+        for departures in self._departures:  # epochs are unique among all chunks of a worker
             departures.lender.taken(id, epoch)
 
     def _end_leases(self, parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:
             self._leases.pop((parcel.id, parcel.epoch), None)
 
-    # ------------------------------------------------------------------------------------ the side that answers
+    # -------------------------------------------------------------------------------------------- decode worker
 
     def _open(self, incoming: _Incoming) -> None:
         opened = self._planner.open(incoming.job.id)
@@ -514,14 +526,15 @@ class Exchange:
         incoming.outbox.put(Want(job=incoming.job.id, first=incoming.first, way=incoming.way))
 
     def _give_room(self) -> None:
-        """Jobs wait for the pages of prompts that are still to come: the youngest of these is queued behind them."""
+        """Frees the pages of the newest prompt that is still being transferred, because other jobs wait for pages: it
+        is queued after those jobs and computed here."""
         opened = [one for one in self._in.values() if one.first is not None]
         if opened:
             self._compute_here(opened[-1], "room", "its pages were needed")
             self._starved_at = None
 
     def _receive(self) -> list[Delta]:
-        """Takes in parcels that have come, begins to read others, and lets jobs go on of which all is there."""
+        """Completes chunks that have arrived, begins to read others, and continues the jobs that are complete."""
         for way in self._ways.values():
             self._take(way)
         self._read_offered()
@@ -538,7 +551,7 @@ class Exchange:
 
     def _take(self, way: Way[_Outgoing, _Incoming]) -> None:
         for arrival in list(way.arrivals.under_way):
-            if arrival in way.arrivals.under_way:  # and not given up, with its job, in the meantime
+            if arrival in way.arrivals.under_way:  # an earlier iteration may have cancelled it, with its job
                 incoming, offer = arrival.of, arrival.offer
                 try:
                     if way.arrivals.take(arrival, incoming.pages):
@@ -549,7 +562,7 @@ class Exchange:
     def _read_offered(self) -> None:
         while self._offers:
             incoming, offer = self._offers[0]
-            if self._in.get(offer.job) is not incoming:  # wanted no more
+            if self._in.get(offer.job) is not incoming:  # no longer needed
                 incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
             else:
                 try:
@@ -563,16 +576,18 @@ class Exchange:
             self._offers.popleft()
 
     def _read(self, incoming: _Incoming, offer: Offer) -> bool:
-        """Begins to read a parcel; False where it has to wait. Raises TransferFailed, or ConfigError."""
+        """Begins to read a chunk; False if it has to wait. Raises TransferFailed or ConfigError."""
         piece, ticket = offer.piece, offer.ticket
         known = incoming.first is not None and piece.positions[0] >= incoming.first
         twice = offer.number in incoming.reads
         if not known or twice or not self._parcels.fits(piece, incoming.pages, ticket.size):
-            raise TransferFailed(f"a parcel that nobody wants: {piece} of {ticket.size:,} bytes")
+            raise TransferFailed(
+                f"unexpected KV chunk (not requested, duplicate, or wrong size): {piece} of {ticket.size:,} bytes"
+            )
         other = self._peer(incoming.source, reads=True)
         if other.peer is None or other.way != incoming.way:
             raise TransferFailed(
-                f"a parcel over `{incoming.way}`, which is no way to {incoming.source.worker} any more"
+                f"KV chunk over `{incoming.way}`, by which worker {incoming.source.worker} is no longer connected"
             )
         begun = self._ways[other.way].arrivals.read(incoming, offer, other.peer)
         if begun:
@@ -580,16 +595,16 @@ class Exchange:
         return begun
 
     def _count(self, incoming: _Incoming, offer: Offer) -> None:
-        """A parcel is in its place."""
+        """Counts and acknowledges a chunk that has been copied into the pages."""
         incoming.parcels += 1
         (layer, last), (at, to) = offer.piece.layers, offer.piece.positions
         incoming.rows += (last - layer) * (to - at)
         incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
     def _lose(self, incoming: _Incoming, offer: Offer, peer: Peer | None, error: RedlineError) -> None:
-        """A parcel does not come: its job's prompt is computed here. A connection that has failed may have done so for
-        ever: whoever reads next connects anew, and this one is closed once the reads of other jobs over it have ended.
-        peer: over which it was read."""
+        """Handles a chunk that could not be read: its job's prompt is computed here. The connection may have failed
+        permanently, so the next read reconnects, and this connection is closed once the reads of other jobs over it
+        have ended. peer: the connection over which the chunk was read."""
         incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
         self._compute_here(incoming, "transfer", error)
         of = (incoming.source.worker, incoming.source.epoch)
@@ -599,8 +614,8 @@ class Exchange:
             self._close_failed()
 
     def _close_failed(self) -> None:
-        """Closes connections that have failed and that no read goes over any more: as long as one is open, memory of
-        the other worker stays mapped."""
+        """Closes failed connections that no read uses any more: while a connection is open, the other worker's memory
+        stays mapped."""
         if self._failed:
             used = [arrival.peer for way in self._ways.values() for arrival in way.arrivals.under_way]
             for peer in [one for one in self._failed if all(one is not other for other in used)]:
@@ -608,7 +623,7 @@ class Exchange:
                 peer.close()
 
     def _land(self, incoming: _Incoming) -> list[Delta]:
-        """A job of which all is there goes on here."""
+        """Continues a job here if its prefill has ended and all its chunks have arrived."""
         handed = incoming.handed
         assert handed is not None
         if handed.error is not None:
@@ -618,7 +633,7 @@ class Exchange:
             return []
         missing = self._parcels.layers * (len(incoming.job.tokens) - incoming.first) - incoming.rows
         if missing:
-            self._compute_here(incoming, "transfer", f"{missing} rows were not in its {handed.parcels} parcels")
+            self._compute_here(incoming, "transfer", f"{missing} rows are missing from its {handed.parcels} KV chunks")
             return []
         del self._in[incoming.job.id]
         self.counts["taken over"] += 1
@@ -626,9 +641,15 @@ class Exchange:
         return self._planner.land(handed)
 
     def _compute_here(self, incoming: _Incoming, why: str, error: object = "") -> None:
-        """The prompt is computed here after all."""
+        """Falls back to computing the prompt here."""
         if why != "short":
-            _log.warning("job %s of %s: %s: %s", incoming.job.id, incoming.source.worker, why, error)
+            _log.warning(
+                "job %s: KV transfer from worker %s failed, the prompt is computed here: %s: %s",
+                incoming.job.id,
+                incoming.source.worker,
+                why,
+                error,
+            )
         self.counts[why] += 1
         self.changes += 1
         del self._in[incoming.job.id]
@@ -637,22 +658,23 @@ class Exchange:
         self._planner.compute_here(incoming.job.id)
 
     def _fence(self, incoming: _Incoming) -> None:
-        """Returns once nothing of this job's can arrive any more."""
+        """Cancels the job's reads: returns once none of its chunks can arrive any more."""
         for offer in self._ways[incoming.way].arrivals.cancel(incoming):
             incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
     # ------------------------------------------------------------------------------------------------- both sides
 
     def _gone(self, gone: Gone) -> None:
-        """A worker has ended: what it computed is computed here, and what was for it is nobody's."""
+        """Handles a worker that went down: prompts that it was prefilling are computed here, and KV chunks for it are
+        dropped."""
         of = (gone.worker, gone.epoch)
         for incoming in [one for one in self._in.values() if (one.source.worker, one.source.epoch) == of]:
-            self._compute_here(incoming, "gone", f"{gone.worker} has ended")
+            self._compute_here(incoming, "gone", f"worker {gone.worker} is down")
         for out in [one for one in self._out.values() if (one.to.worker, one.to.epoch) == of]:
             del self._out[out.job.id]
-            # It may only have been silent: then it has to know.
+            # The worker may be alive and only have missed heartbeats: it is informed in any case.
             handed = out.handed or Handed(job=out.job.id)
-            out.outbox.put(msgspec.structs.replace(handed, error=f"nothing was heard of {gone.worker}"))
+            out.outbox.put(msgspec.structs.replace(handed, error=f"worker {gone.worker} was reported down"))
             self._drop(out)
         for departures in self._departures:
             self._end_leases(departures.lender.give_up(f"{gone.worker}.{gone.epoch}"))
@@ -665,7 +687,8 @@ class Exchange:
         self._close_failed()
 
     def _peer(self, other: PagesFrom, *, reads: bool) -> _Peer:
-        """A connection to another worker. Raises TransferFailed where its area is not there, or ConfigError."""
+        """The connection to another worker, opened if needed. Raises TransferFailed if its area cannot be reached, or
+        ConfigError."""
         of = (other.worker, other.epoch)
         known = self._peers.get(of)
         if known is None:
@@ -677,6 +700,6 @@ class Exchange:
 
 
 def _for_another(job: Job) -> Job:
-    """The job as it is computed for another worker: one token of its answer."""
+    """The job as it is submitted on a prefill worker: only one token of its answer is computed."""
     sampling = msgspec.structs.replace(job.sampling, max_tokens=1)
     return msgspec.structs.replace(job, sampling=sampling, pages_from=None)

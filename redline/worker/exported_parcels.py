@@ -1,8 +1,8 @@
-"""Parcels in a GPU's memory as NIXL wants it: pieces of their own, which other processes can map.
+"""KV chunks in GPU memory for NIXL: allocations of their own, which other processes can map.
 
-UCX copies from GPU to GPU only where the memory came from the driver as one piece (`cuMemAlloc`), and has been asked
-for a handle by which others map it. What torch gives may be a part of a larger piece or, with `expandable_segments`,
-mapped in a way that has no such handle: then UCX copies through the host, and says so in a warning only.
+UCX copies from GPU to GPU only if the memory is one allocation of the driver (`cuMemAlloc`) for which an IPC handle was
+created. Torch's memory may be a part of a larger allocation or, with `expandable_segments`, mapped in a way that has no
+such handle: then UCX copies through the host, and only logs a warning.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from redline.worker.parcel_memory import GpuParcels
 
 
 class ExportedParcels(GpuParcels):
-    """As `GpuParcels`, in memory that the driver gives."""
+    """As `GpuParcels`, in memory that is allocated by the driver."""
 
     def __init__(self, device: torch.device, chip: Chip) -> None:
         """chip: the driver of that GPU."""
@@ -24,17 +24,17 @@ class ExportedParcels(GpuParcels):
         self._chip = chip
 
     def make(self, size: int) -> Memory:
-        """As `ParcelMemory.make`: zeros. Raises RuntimeError where the GPU has not so many bytes, or exports none."""
+        """As `ParcelMemory.make`, zeroed. Raises RuntimeError if the GPU has no room or cannot export memory."""
         exported = self._chip.export(size)
         memory = Memory(exported.address, size, self._chip.device, owner=exported)
-        weakref.finalize(memory, _free, exported).atexit = False  # the driver takes back what a process leaves
+        weakref.finalize(memory, _free, exported).atexit = False  # at exit, the driver frees it
         return memory
 
     def settle(self) -> None:
-        """Returns once the GPU has ended all that it was told to do, copies of other streams too."""
+        """Returns once the GPU has completed all queued work, including copies of other streams."""
         torch.cuda.synchronize(self._device)
 
 
 def _free(exported: Exported) -> None:
-    with contextlib.suppress(RuntimeError):  # of a GPU that has failed, whose process ends
+    with contextlib.suppress(RuntimeError):  # the GPU has failed, and this process is ending
         exported.free()

@@ -1,7 +1,8 @@
-"""What a worker's steps take at least: the model's sizes as a step's work, over rates that are measured as it starts.
+"""The roofline of a worker's steps: the model's work per step over bandwidth and throughput measured at the start.
 
-Once and shortly: 0.1 s on two cores, while nothing runs; a step's floor is then a sum of a dozen products
-(`tune.floor`). On a machine that is busy at that moment rates come out low, and floors too long.
+The measurement takes 0.1 s on two cores, once, while no step runs; a step's least time (floor) is then a sum of a dozen
+products (`tune.floor`). On a machine that is busy at that moment, the measured rates are too low and the floors too
+long.
 """
 
 import logging
@@ -16,7 +17,7 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.shard import part_of
 from redline.tune.floor import Counted, StepFloor, StepWork
 
-SIDE = 256  # of the matrices that a CPU's thread multiplies: they stay in its caches
+SIDE = 256  # rows and columns of the matrices that a CPU thread multiplies: they fit into its caches
 _log = logging.getLogger(__name__)
 
 
@@ -28,13 +29,14 @@ def step_work(
     head_bits: int = 16,
     draft_ranks: int = 1,
 ) -> StepWork:
-    """What steps of one rank move and compute.
+    """The bytes that one rank's steps read and the operations that they compute.
 
-    head_bits: of a number of the drafter's head. draft_ranks: that divide the drafter, as those of GPUs do.
+    head_bits: bits per weight of the drafter's head. draft_ranks: tensor parallel size of the drafter, which GPU ranks
+    shard.
     """
     part = part_of(config, ranks)
     heads, layers, head = part.num_attention_heads, part.num_hidden_layers, config.vocab_size * config.hidden_size
-    projections = layers * part.hidden_size * (part.q_lora_rank + part.kv_width)  # into attention: each may read a part
+    projections = layers * part.hidden_size * (part.q_lora_rank + part.kv_width)  # into attention: may be divided
     elsewhere = part.embedding_parameters + projections * (1 - 1 / ranks)
     draft, draft_head = _drafter(drafter, draft_ranks) if drafter is not None else (0, 0)
     return StepWork(
@@ -43,7 +45,7 @@ def step_work(
         expert_bytes=part.routed_parameters * config.bits_per_routed_parameter / 8,
         experts_of=config.n_routed_experts if part.moe_layers else 0,
         experts_chosen=config.num_experts_per_tok,
-        latent_bytes=part.kv_bytes_per_token(kv_dtype) / ranks,  # each may read a part of the context
+        latent_bytes=part.kv_bytes_per_token(kv_dtype) / ranks,  # ranks may divide the context
         position_ops=2 * (part.active_parameters - elsewhere),
         head_ops=2 * head / ranks,
         pair_ops=2 * layers * heads * (2 * part.kv_lora_rank + part.qk_rope_head_dim),
@@ -54,28 +56,29 @@ def step_work(
 
 
 def _drafter(drafter: Eagle3, ranks: int) -> tuple[int, int]:
-    """Numbers in the matrices that each pass of a rank reads, and in its head. What fuses the target's states is left
-    out: it is read once a step, and none of the passes needs it."""
+    """Number of weights in the matrices that each pass of a rank reads, and in its head. The matrix that fuses the
+    target's hidden states is left out: it is read once per step, and none of the passes needs it."""
     config = drafter.config
     matrices = sum(each.numel() for each in drafter.parameters() if each.dim() > 1)
     own = (config.draft_vocab_size or 0) * config.hidden_size
-    head = own or config.vocab_size * config.hidden_size  # the target's, where it has none
+    head = own or config.vocab_size * config.hidden_size  # the target's head, if the drafter has none
     body = matrices - own - config.hidden_size * config.fused_width - body_left_out(config, ranks)
     return body, head // head_ranks(config, ranks)
 
 
 def measure(work: StepWork, device: torch.device) -> StepFloor | None:
-    """The floor of steps on this device. None, and a warning, where there is no room for what is measured.
+    """The floor of steps on this device. If there is no memory for the measurement, logs a warning and returns None.
 
-    Bytes are read over as many as a step of one token reads, since a small model's weights may live in a cache, and
-    over WORKING_SET_BYTES at most, which no cache holds. A CPU's threads are as many as its kernels have; where others
-    use the cores, threads wait for one another, so one alone is tried too, and multiplies for all.
+    The read rate is measured over the bytes that a step of one token reads, since a small model's weights may fit
+    into a cache, but at most over WORKING_SET_BYTES, which exceeds every cache. On a CPU it is measured with the
+    kernels' number of threads, and also with one: if other processes use the cores, threads wait for one another. The
+    product rate is measured with one thread and multiplied by their number.
     """
     size = min(round(work.bytes(Counted(positions=1, heads=1))), WORKING_SET_BYTES)
     try:
         if device.type == "cuda":
             floor = StepFloor(work, read_rate(device, size, 1), product_rate(device, 1))
-            torch.cuda.empty_cache()  # others of this process ask the driver for memory
+            torch.cuda.empty_cache()  # other parts of this process allocate from the driver directly
             return floor
         threads, before = native.threads(), torch.get_num_threads()
         try:
@@ -86,6 +89,6 @@ def measure(work: StepWork, device: torch.device) -> StepFloor | None:
             return StepFloor(work, max(together, alone), threads * product_rate(device, 1, SIDE))
         finally:
             torch.set_num_threads(before)
-    except (MemoryError, RuntimeError) as error:  # torch's word for no memory is a RuntimeError
-        _log.warning("steps are told without their floors: this device could not be measured: %s", error)
+    except (MemoryError, RuntimeError) as error:  # torch raises a RuntimeError if it is out of memory
+        _log.warning("steps are reported without their floors: this device could not be measured: %s", error)
         return None

@@ -1,7 +1,7 @@
-"""Who hears a worker: the process that has started it, and the replicas of the API that it is told of.
+"""Routes a worker's messages to the processes that receive them: the process that started it, and the API replicas.
 
-What comes of a job goes to whoever has sent it, all else to everybody. Where the API is one process, that has started
-the worker, and there is nobody else.
+A job's deltas are sent to the process that submitted the job; all other messages are broadcast. With a single API
+process, that process has started the worker and is the only receiver.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,19 +15,19 @@ from redline.wire.job import Job, JobId
 from redline.wire.news import Load, Ready
 from redline.wire.replicas import Replica
 
-STARTER = ""  # in the place of a replica's name: the process that has started the worker
+STARTER = ""  # used instead of a replica's name for the process that has started the worker
 
 
 class Hearers:
-    """An outbox to all of them. One thread uses it."""
+    """An outbox to all receivers. Only one thread may use it."""
 
     def __init__(self, starter: Outbox, connect: Callable[[str], Outbox] = SocketOutbox) -> None:
-        """starter: leads to the process that has started the worker. connect: to a replica, by its address."""
+        """starter: outbox to the process that started the worker. connect: opens an outbox to a replica's address."""
         self._outboxes: dict[str, Outbox] = {STARTER: starter}
         self._connect = connect
-        self._writers: dict[bytes, str] = {}  # of the replicas
-        self._of: dict[JobId, str] = {}  # who has sent each job that has not ended
-        self._ready: Ready | None = None  # what was said last
+        self._writers: dict[bytes, str] = {}  # the replicas' names by their writer ids
+        self._of: dict[JobId, str] = {}  # the sender of each job that has not ended
+        self._ready: Ready | None = None  # the last `Ready` and `Load` that were sent
         self._load: Load | None = None
 
     def __contains__(self, replica: str) -> bool:
@@ -37,8 +37,8 @@ class Hearers:
         return iter(self._outboxes.items())
 
     def put(self, message: Wire) -> None:
-        """Send a delta to whoever has sent its job, where it is still there, and all else to everybody. Raises
-        MessageTooLarge."""
+        """Send a delta to the sender of its job, if it is still connected, and any other message to all receivers.
+        Raises MessageTooLarge."""
         if isinstance(message, Delta):
             replica = self._of.get(message.job, STARTER)
             if replica in self._outboxes:
@@ -54,12 +54,13 @@ class Hearers:
             outbox.put(message)
 
     def put_to(self, replica: str, message: Wire) -> None:
-        """Send a message to one of them, where it is still there."""
+        """Send a message to one receiver, if it is still connected."""
         if replica in self._outboxes:
             self._outboxes[replica].put(message)
 
     def takes(self, job: Job) -> bool:
-        """From now on what comes of the job goes to whoever has sent it; False where that has gone: nobody wants it."""
+        """Register a job: its deltas are sent to its sender. False if the sender is no longer connected; the job should
+        be dropped then."""
         if job.replica not in self._outboxes:
             return False
         if job.replica != STARTER:
@@ -71,16 +72,16 @@ class Hearers:
         return [id for id, of in self._of.items() if of == replica]
 
     def forget(self, id: JobId) -> None:
-        """Nothing more is to be told of a job."""
+        """Remove a job that has no more deltas to send."""
         self._of.pop(id, None)
 
     def whose(self, writer: bytes) -> str | None:
-        """The replica that writes under a name; None: it is no replica's."""
+        """The replica with the writer id `writer`; None: it belongs to no replica."""
         return self._writers.get(writer)
 
     def follow(self, replicas: Sequence[Replica]) -> tuple[list[str], list[str]]:
-        """Take in which replicas there are: -> those that have come, and those that have gone. All are told what they
-        have to know of the worker: one that was there before may have missed it."""
+        """Update the list of replicas. -> names of the added and of the removed replicas. The last `Ready` and `Load`
+        are sent to all replicas, since one that was connected before may have missed them."""
         now = {replica.name: replica for replica in replicas}
         gone = [name for name in self._outboxes if name != STARTER and name not in now]
         for name in gone:
@@ -96,7 +97,7 @@ class Hearers:
         return come, gone
 
     def close(self) -> None:
-        """Close what leads to replicas; what leads to whoever has started the worker is its caller's."""
+        """Close the outboxes to replicas. The caller closes `starter`."""
         for name, outbox in self._outboxes.items():
             if name != STARTER:
                 _close(outbox)

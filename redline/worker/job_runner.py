@@ -1,4 +1,4 @@
-"""What a caller needs of `worker.engine.Engine`, as a protocol without torch, so that tests can stand in for it."""
+"""The interface of `worker.engine.Engine` for its callers, as a protocol without torch that tests can implement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -10,29 +10,30 @@ from redline.wire.job import Job, JobId
 
 
 class JobRunner(Protocol):
-    """A loaded target that takes jobs to their ends."""
+    """A loaded target model that runs jobs to completion."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The target's own."""
+        """The target's tokenizer."""
         ...
 
     @property
     def style(self) -> Style:
-        """How the target's prompts are written."""
+        """The target's chat template style."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Names the target and its pages' number format; jobs are made with it (`chat.hashing.make_job`)."""
+        """Identifies the target and the number format of its KV pages; jobs are created with it
+        (`chat.hashing.make_job`)."""
         ...
 
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> Mapping[JobId, Sequence[Delta]]:
-        """Run jobs to their ends: the deltas of each job, in order. Raises WorkerLost, as `Engine.generate` does."""
+        """Run jobs to completion. -> the deltas of each job, in order. Raises WorkerLost, as `Engine.generate` does."""
         ...
 
     def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
-        """As `generate`, but keeps no delta, and takes a job when it is wanted."""
+        """As `generate`, but stores no deltas, and takes jobs from `jobs` only as earlier ones end."""
         ...

@@ -1,6 +1,6 @@
-"""The kernels that a GPU runs in a few seconds, by torch.profiler (CUPTI): in a thread of its own, while asked for.
+"""Traces the kernels that a GPU runs in a few seconds with torch.profiler (CUPTI), in a thread of its own.
 
-The profiler slows each launch, and what it writes is large: so it watches the first seconds of a window alone.
+The profiler slows each launch and writes a large file, so it records only the first MOST_S seconds of a profile.
 """
 
 import tempfile
@@ -12,7 +12,7 @@ import msgspec
 from redline import clock
 from redline.wire.profile import Span
 
-MOST_S = 2.0  # of kernels: a small model has a hundred thousand in a second
+MOST_S = 2.0  # seconds of kernels that are recorded: a small model runs a hundred thousand kernels per second
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -36,10 +36,11 @@ class _Trace(msgspec.Struct):
 
 
 class KernelTrace:
-    """Begins at once. `spans`, a lane for each stream, and `notes` are there once it is `done`."""
+    """A kernel trace; it starts immediately. `spans`, with a lane for each stream, and `notes` are set once it is
+    `done`."""
 
     def __init__(self, seconds: float) -> None:
-        """seconds: of the window; kernels are watched in the first MOST_S of them."""
+        """seconds: duration of the profile; kernels are recorded in the first MOST_S of them."""
         self.spans: list[Span] = []
         self.notes: list[str] = []
         self._seconds = min(seconds, MOST_S)
@@ -47,21 +48,21 @@ class KernelTrace:
         self._thread = threading.Thread(target=self._watch, name="kernel trace", daemon=True)
         self._thread.start()
         if seconds > MOST_S:
-            self.notes.append(f"kernels are those of the first {MOST_S:g} s")
+            self.notes.append(f"kernels were traced only in the first {MOST_S:g} s")
 
     @property
     def done(self) -> bool:
-        """Whether all that is known of the kernels is there."""
+        """Whether the trace is complete."""
         return not self._thread.is_alive()
 
     def stop(self) -> None:
-        """Watch no more; what was seen is still read, in the background."""
+        """Stop recording; the recorded kernels are still processed, in the background."""
         self._over.set()
 
     def _watch(self) -> None:
         try:
             self._read(self._record())
-        except Exception as error:  # a trace without kernels is better than none, and steps go on
+        except Exception as error:  # a profile without kernels is better than none
             self.notes.append(
                 f"kernels could not be traced: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             )

@@ -1,8 +1,8 @@
-"""The only loop in the system: plan and launch the next step, then settle the last one while the machine works.
+"""The worker's scheduling loop: schedule and launch the next step, then settle the last one while the device runs.
 
-What goes wrong in one job ends that job; what goes wrong in one step ends the jobs of that step, and the loop goes on.
-But where nothing goes right any more (an error of the device, or several steps in a row that fail) the worker ends: its
-jobs are told so, and whoever started it can start another.
+An error in one job ends that job; an error in one step ends the jobs of that step, and the loop continues. After a
+device error, or after several failed steps in a row, the worker ends: each of its jobs gets an error, and the
+supervisor can restart the worker.
 """
 
 import functools
@@ -36,55 +36,55 @@ from redline.worker.pulse import Pulse
 from redline.worker.tiers import Tiers
 from redline.worker.trace import Trace
 
-LOAD_INTERVAL_S = 0.2  # between two Loads, at least
-COMPILES_S = 0.002  # between two looks at a grammar that is being compiled, where nothing else is to be done
-WATCH_S = 0.001  # between two looks at a step whose prompts leave while they are computed
-MOST_FAILURES = 3  # steps that fail one after another, without one between them that succeeds
+LOAD_INTERVAL_S = 0.2  # least time, in seconds, between two `Load` messages
+COMPILES_S = 0.002  # polling interval, in seconds, of a grammar that is being compiled while the loop is idle
+WATCH_S = 0.001  # polling interval, in seconds, of a step with prompts that are sent while they are computed
+MOST_FAILURES = 3  # number of consecutive failed steps after which the worker ends
 
 _log = logging.getLogger(__name__)
 
 
 class StepInFlight(NamedTuple):
-    """A step that was launched, or could not be, and is not settled."""
+    """A step that was launched, or failed to launch, and is not settled yet."""
 
     step: Step
     pending: Pending
-    begun: float  # seconds (time.monotonic) when it was launched and the one before had ended, the later of the two
+    begun: float  # the later of its launch and the end of the previous step, in seconds (time.monotonic)
 
     @property
     def launched(self) -> bool:
-        """Whether the runner took the step."""
+        """Whether the runner could launch the step."""
         return not isinstance(self.pending, _NotLaunched)
 
 
 class EndedStep(NamedTuple):
-    """A step that has run or failed; where it failed, each row of its result has an error."""
+    """A step that has run or failed; if it failed, each row of its result has an error."""
 
     result: StepResult
-    at: float  # seconds (time.monotonic) when it ended
-    error: Exception | None  # why the step failed
+    at: float  # when it ended, in seconds (time.monotonic)
+    error: Exception | None  # why the step failed; None: it succeeded
 
 
 class Failures:
-    """Counts steps that fail one after another."""
+    """Counts consecutive failed steps."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def count(self, ended: EndedStep) -> None:
-        """Raises WorkerLost, with one line for the operator, where no further step should be tried."""
+        """Raises WorkerLost, with one line for the operator, if no further step should be tried."""
         error = ended.error
         if isinstance(error, WorkerLost):
             raise error
         self._in_a_row = self._in_a_row + 1 if error else 0
         if is_device_error(error):
-            raise WorkerLost(f"the device gave an error: {one_line(error)}") from error
+            raise WorkerLost(f"device error: {one_line(error)}") from error
         if self._in_a_row == MOST_FAILURES:
-            raise WorkerLost(f"{MOST_FAILURES} steps in a row failed, the last one so: {one_line(error)}") from error
+            raise WorkerLost(f"{MOST_FAILURES} steps in a row failed, the last one with {one_line(error)}") from error
 
 
 def one_line(error: BaseException | None) -> str:
-    """An error for a log line: the name of its class and the first line of its message."""
+    """Formats an error for a log line: the name of its class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -96,14 +96,14 @@ def turn(
     failures: Failures | None = None,
     meanwhile: Callable[[], Meanwhile | None] = lambda: None,
 ) -> tuple[StepInFlight | None, list[Delta]]:
-    """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, it
-    settles the step that it has just launched. Gives the step that is now in flight, and the deltas.
+    """One iteration: launches the next step, then settles the last one while the device runs. If the planner does not
+    schedule ahead, it settles the step that it has just launched. -> the step in flight, and the deltas.
 
-    Raises WorkerLost, and settles nothing, where no further step should be tried; `failures` counts from turn to turn.
-    meanwhile: asked once there is a step to wait for; gives what is to be called while it runs, None: nothing.
+    Raises WorkerLost, without settling the step, if no further step should be tried; `failures` counts over iterations.
+    meanwhile: called before waiting for a step; returns a callback to run while the step runs, or None.
     """
     planner.report(runner.recorded)
-    # After a step that could not be launched none is: the jobs of that step never began, and have to end first.
+    # After a failed launch no step is launched: the jobs of the failed step never began, and have to end first.
     step = planner.next_step() if last is None or last.launched else None
     in_flight = StepInFlight(step, _launch(runner, step), clock.monotonic()) if step else None
     if last is None and not planner.ahead:
@@ -134,17 +134,17 @@ def lead(
     tells_cache: bool = False,
     takes_role: Callable[[Role], object] = lambda _: None,
 ) -> None:
-    """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
+    """Serves jobs until a Stop arrives; then aborts every job, and checks that all pages and slots are free.
 
-    outbox: where several replicas of the API may send jobs, a `Hearers`. exchange: the worker's handoffs; None: none.
-    tiers: memory below the prefix cache; None: there is none. events: tells others of pages, as vLLM does.
-    record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
-    one at most. tells_cache: whether it says what comes into the prefix cache and what leaves it. takes_role: called
-    with what it is told to do from now on: the loop itself does the same in every role.
+    outbox: a `Hearers` if several API replicas may send jobs. exchange: manager of KV transfers; None disables them.
+    tiers: KV offload tiers below the prefix cache; None: no tiers. events: publishes KV cache events as vLLM does.
+    record: whether the runner captures CUDA graphs while it is idle, one at a time: a new job waits for at most one
+    capture. tells_cache: whether changes of the prefix cache are reported to the API. takes_role: called with the new
+    role after a role switch; the loop itself does the same in every role.
 
-    Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
-    of every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a row, once every
-    job has been told.
+    Sends each delta immediately, and a `Load` when it differs from the last one, at most every LOAD_INTERVAL_S seconds.
+    The trace records every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a
+    row, once an error was sent for every job.
     """
     pulse, failures = pulse or Pulse(), Failures()
     if events is not None:
@@ -153,16 +153,16 @@ def lead(
     if trace is not None:
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
-    others = [one for one in (exchange, tiers) if one is not None]  # what is under way beside steps
+    others = [one for one in (exchange, tiers) if one is not None]  # work in progress apart from steps
     loads = _Loads(planner, exchange, tiers, outbox, clock.monotonic)
     profiling: Profiling | None = None
-    whole = False  # whether all of the prefix cache is to be told
+    whole = False  # whether the next report of the prefix cache lists all of it
     proven = False
-    before: tuple[int, ...] | None = None  # what the planner had done, and been told, before the last turn
-    held: list[Wire] = []  # messages that came while a step ran, for the turn behind it
+    before: tuple[int, ...] | None = None  # `_done` before the last iteration
+    held: list[Wire] = []  # messages received while a step ran, for the next iteration
 
     def departing() -> Meanwhile | None:
-        """What is to be done while a step runs: prompts leave as their layers are computed, and readers are heard."""
+        """The callback while a step runs: sends computed layers of prompts, and receives the messages of readers."""
         return None if exchange is None or not exchange.leaves else functools.partial(depart, exchange)
 
     def depart(exchange: Exchange, layers: int) -> None:
@@ -182,13 +182,13 @@ def lead(
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=_sooner(loads.due_in(), profiling))
         elif (
-            not idle  # an idle worker gets here after it has captured a shape: there may be more, and a load to send
+            not idle  # an idle worker gets here after it has captured a graph: there may be more, and a load to send
             and (others or planner.compiling)
             and last is None
             and not messages
             and before == _done(planner, others)
         ):
-            pulse.waits = True  # for another worker, for pages, or for a grammar: there is nothing to plan
+            pulse.waits = True  # for another worker, for pages, or for a grammar: there is nothing to schedule
             due_in = COMPILES_S if planner.compiling else _due_in(others)
             messages = inbox.drain(wait=True, timeout=_sooner(due_in, profiling))
         pulse.turns, pulse.waits = pulse.turns + 1, False
@@ -219,7 +219,7 @@ def lead(
                     hearers.put_to(replica, message)
                     _forget(replica, planner, exchange, hearers, trace)
                     deltas = []
-                case Missed():  # an abort may be among them, a job, or a word of another worker
+                case Missed():  # the lost messages may include an abort, a job, or a message of another worker
                     outbox.put(message)
                     if exchange is not None:
                         exchange.abort_all()
@@ -253,7 +253,7 @@ def lead(
                     loads.send()
                     return
                 case _:
-                    raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
+                    raise AssertionError(f"unexpected message for a worker: {message}")
             _put_all(planner, outbox, deltas)
         before = _done(planner, others)
         try:
@@ -281,14 +281,14 @@ def lead(
 
 
 def _sooner(seconds: float | None, profiling: Profiling | None) -> float | None:
-    """How long an idle loop may wait for messages; None: for ever."""
+    """Seconds that an idle loop may wait for messages; None: without a timeout."""
     if profiling is None:
         return seconds
     return profiling.due_in() if seconds is None else min(seconds, profiling.due_in())
 
 
 class _Beside(Protocol):
-    """What has things under way beside steps."""
+    """A component that has work in progress apart from steps."""
 
     changes: int
 
@@ -299,7 +299,7 @@ class _Beside(Protocol):
 
 
 def _done(planner: Planner, others: Sequence[_Beside]) -> tuple[int, ...]:
-    """What the planner has done and been told."""
+    """Counters that change whenever the planner has done something or its state was changed."""
     return *planner.done, *(other.changes for other in others)
 
 
@@ -308,7 +308,7 @@ def _due_in(others: Sequence[_Beside]) -> float | None:
 
 
 def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: Hearers, trace: Trace | None) -> None:
-    """Ends the jobs of one replica of the API, of which nobody is told: it goes on with them, or has gone."""
+    """Aborts the jobs of one API replica without notifying it: the replica resumes them elsewhere, or is down."""
     for id in hearers.jobs_of(replica) + (exchange.computes_for(replica) if exchange is not None else []):
         if exchange is not None:
             exchange.abort(id)
@@ -317,7 +317,7 @@ def _forget(replica: str, planner: Planner, exchange: Exchange | None, hearers: 
 
 
 def _end_unheard(deltas: Sequence[Delta], hearers: Hearers, trace: Trace | None) -> None:
-    """Jobs have ended, and the trace alone is told."""
+    """Passes the last deltas of jobs to the trace only."""
     for delta in deltas:
         hearers.forget(delta.job)
         if trace is not None:
@@ -325,7 +325,7 @@ def _end_unheard(deltas: Sequence[Delta], hearers: Hearers, trace: Trace | None)
 
 
 class _Traced(NamedTuple):
-    """An outbox whose deltas a trace hears too."""
+    """An outbox that also passes its deltas to a trace."""
 
     outbox: Outbox
     trace: Trace
@@ -337,7 +337,7 @@ class _Traced(NamedTuple):
 
 
 class _Loads:
-    """Sends the planner's load when it has changed, but not too often."""
+    """Sends the planner's load when it has changed, at most every LOAD_INTERVAL_S seconds."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class _Loads:
         self._next = clock()
 
     def due_in(self) -> float | None:
-        """Seconds until the load is to be looked at again; None: there is nothing new to say."""
+        """Seconds until `send` should be called; None: the load has not changed."""
         left = self._next - self._clock()
         if left > 0:
             return left
@@ -381,12 +381,12 @@ class _Loads:
 
 
 class _NotLaunched(NamedTuple):
-    """A step that could not be launched: it takes its turn in the order of settling."""
+    """The result of a step that failed to launch; it is settled in order, like any other step."""
 
     error: Exception
 
     def watch(self, meanwhile: Meanwhile) -> None:
-        """It does not run."""
+        """Does nothing, since the step does not run."""
 
     def wait(self) -> StepResult:
         raise self.error
@@ -400,7 +400,7 @@ def _launch(runner: Runner, step: Step) -> Pending:
 
 
 def _wait(in_flight: StepInFlight) -> EndedStep:
-    """Waits for a step. One that failed gives an error to each of its rows."""
+    """Waits for a step. If it failed, each row of the result has an error."""
     try:
         return EndedStep(in_flight.pending.wait(), clock.monotonic(), None)
     except Exception as error:
@@ -412,7 +412,7 @@ def _wait(in_flight: StepInFlight) -> EndedStep:
 
 
 def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
-    """Proves that the planner's books are right. Messages that come meanwhile end it at once, and are returned."""
+    """Checks that the planner's state is consistent. Messages that arrive interrupt the check and are returned."""
     for _ in planner.checks():
         if messages := inbox.drain(wait=False):
             return messages
@@ -420,14 +420,14 @@ def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
 
 
 def _record_more(runner: Runner, pulse: Pulse) -> bool:
-    """Records one more shape, while there are no jobs; false where none is left. Raises WorkerLost."""
+    """Captures one more CUDA graph while there are no jobs; False if none is left. Raises WorkerLost."""
     pulse.waits = False
     try:
         return runner.record_more()
     except WorkerLost:
         raise
     except Exception as error:
-        raise WorkerLost(f"a shape could not be recorded: {one_line(error)}") from error
+        raise WorkerLost(f"a CUDA graph could not be captured: {one_line(error)}") from error
     finally:
         pulse.waits = True
 
@@ -449,7 +449,8 @@ def _stop(planner: Planner, last: StepInFlight | None, outbox: Outbox) -> None:
 
 
 def _put_all(planner: Planner, outbox: Outbox, deltas: list[Delta]) -> None:
-    """A delta that is too large to travel ends its job: what is sent in one piece is ours to bound, so it failed."""
+    """Sends deltas. A delta that is too large for a message ends its job with an error of the server, since the server
+    is responsible for bounding its messages."""
     for delta in deltas:
         try:
             outbox.put(delta)

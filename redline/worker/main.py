@@ -1,7 +1,7 @@
-"""A worker's process: reads its config, loads the model, says that it is ready, serves until told to stop.
+"""A worker's process: reads its config, loads the model, reports that it is ready, and serves until a Stop arrives.
 
-Its standard input is a pipe from the process that started it, which writes one line and keeps it open. When that
-process dies, however it dies, the pipe ends and so does the worker.
+Its standard input is a pipe from the process that started it, which writes one line of configuration and keeps the pipe
+open. When that process dies, for whatever reason, the pipe closes and the worker exits.
 """
 
 import contextlib
@@ -40,24 +40,24 @@ from redline.worker.pulse import Heart, Pulse
 from redline.worker.urgency import Urgency
 from redline.worker.ways import aside, carriers
 
-FLUSH_S = 1.0  # for the last words to leave a process that hangs
+FLUSH_S = 1.0  # seconds for the last message to be sent before a process that hangs exits
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Serve until told to stop: 0. Where the worker fails, it sends Failed and the process ends with code 1."""
+    """Serve until a Stop arrives; -> 0. If the worker fails, it sends Failed and the process exits with code 1."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
-    if sys.platform == "linux":  # once the parent has died: a worker that is stopped could not leave
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole process group; the parent decides when to stop
+    if sys.platform == "linux":  # SIGCONT when the parent dies: a suspended worker could not exit
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
     )
-    open_files()  # who started it may have been given fewer (Ray)
+    open_files()  # a parent such as Ray may have a lower limit
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    if config.cores:  # before any thread of a kernel is there
+    if config.cores:  # before any kernel thread is started
         os.sched_setaffinity(0, config.cores)
     urgency = Urgency(own_cores=bool(config.cores))
     urgency.take(config.role)
@@ -67,19 +67,20 @@ def main() -> int:
         unsaid = threading.Semaphore()
 
         def say(reason: str, outbox: SocketOutbox = outbox) -> None:
-            """Why the worker ends: the first reason, of which others follow. outbox: the thread's own."""
+            """Sends the reason why the worker ends; only the first reason is sent, since others follow from it. outbox:
+            an outbox of the calling thread's own."""
             if unsaid.acquire(blocking=False):
                 outbox.put(Failed(reason=reason))
 
         try:
             _work(config, key, outbox, say, urgency)
-        except Exception as error:  # the last place: it becomes one line, and the end
+        except Exception as error:  # the outermost handler: sends one line and exits
             _log.info("the worker ends", exc_info=error)
             say(_reason(error))
         else:
             return 0
-    zmq.Context.instance().term()  # once the last message has left
-    os._exit(1)  # what is left of a device that has failed may end a process in its own way, or not at all
+    zmq.Context.instance().term()  # returns once the last message is sent
+    os._exit(1)  # a normal exit may crash or hang if a device has failed
 
 
 class _Say(Protocol):
@@ -89,7 +90,7 @@ class _Say(Protocol):
 def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _Say, urgency: Urgency) -> None:
 
     def lost(reason: str) -> None:
-        """Another rank has ended: this one may be deep in a sum with it."""
+        """Handles the failure of another rank; this rank's main thread may be waiting for it in an all-reduce."""
         with SocketOutbox(config.outbox, key) as last_words:
             say(reason, last_words)
         clock.sleep(FLUSH_S)
@@ -100,10 +101,10 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         SocketInbox(config.inbox, key) as inbox,
         SocketOutbox(config.outbox, key) as beats,
     ):
-        if not config.inbox.startswith(IPC):  # whichever port was free
+        if not config.inbox.startswith(IPC):  # TCP: report the port that was chosen
             outbox.put(Listening(inbox=inbox.address))
         publisher = None
-        if (told := config.events) is not None:  # before a model is loaded for minutes
+        if (told := config.events) is not None:  # before loading a model, which may take minutes
             publisher = Publisher(told.endpoint, told.replay, told.topic)
             opened.callback(publisher.close)
         handoffs = aside(config.transport, pick_device(config.engine.device), config.engine.ranks)
@@ -115,7 +116,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             _log.warning("%s", native.why_not())
         engine.measure()
         gc.collect()
-        gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
+        gc.freeze()  # existing objects are permanent: exclude them from garbage collections between steps
         pulse = Pulse()
         events = None if publisher is None or told is None else PageEvents(publisher, told.number)
         exchange, ready = None, engine.ready
@@ -124,7 +125,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
             folder = Path(config.parcels) if config.parcels is not None else None
             found = carriers(config.transport, folder, engine.model.device, config.engine.ranks)
             outbox_of = functools.partial(SocketOutbox, key=key)
-            # Whatever its role is it can lend: another may be asked of it.
+            # It can send KV chunks in every role, since its role may be switched.
             exchange = engine.exchange(found, lends=True, outbox_of=outbox_of)
             opened.callback(exchange.close)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
@@ -132,7 +133,7 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
         def hung(reason: str) -> None:
             say(reason, beats)
             clock.sleep(FLUSH_S)
-            os._exit(1)  # nothing else ends a thread that is inside a kernel
+            os._exit(1)  # a thread that is inside a kernel cannot be ended otherwise
 
         with Heart(pulse, beats, engine.step_tokens, hung, engine.model.device.type):
             hearers.put(ready)
@@ -150,30 +151,30 @@ def _work(config: WorkerConfig, key: bytes | None, outbox: SocketOutbox, say: _S
 
 
 def _reason(error: Exception) -> str:
-    """One line for the operator."""
+    """The reason of a failure, in one line for the operator."""
     match error:
         case RedlineError():
             return str(error)
         case MemoryError() | torch.OutOfMemoryError():
             return f"out of memory: {one_line(error)}; `redline doctor` prints what fits"
         case _:
-            return f"the worker met an error that nobody foresaw: {one_line(error)}; REDLINE_LOG=INFO shows where"
+            return f"unexpected error in worker: {one_line(error)}; set REDLINE_LOG=INFO for the traceback"
 
 
 def _leave_with_parent(config: WorkerConfig) -> None:
     while os.read(0, 4096):
         pass
-    # All workers leave now, and nobody else takes away what is left of any.
+    # The parent is dead, so all workers exit now and remove the leftover sockets and areas themselves.
     if config.inbox.startswith(IPC):
         _take_away(Path(config.inbox.removeprefix(IPC)).parent, Path.is_socket)
     if config.parcels is not None:
         _take_away(Path(config.parcels), Path.is_file)
-    os._exit(1)  # nobody is left to tell
+    os._exit(1)  # the parent is dead
 
 
 def _take_away(folder: Path, wanted: Callable[[Path], bool]) -> None:
-    """Some files of a folder, and the folder where it is empty then."""
-    with contextlib.suppress(OSError):  # another worker was faster
+    """Deletes the files of a folder for which `wanted` is true, and the folder if it is empty then."""
+    with contextlib.suppress(OSError):  # another worker may delete them at the same time
         for left in folder.iterdir():
             if wanted(left):
                 left.unlink(missing_ok=True)
@@ -182,7 +183,7 @@ def _take_away(folder: Path, wanted: Callable[[Path], bool]) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Generator[Callable[[int, int], object]]:
-    """A bar on standard error; it shows once loading has taken a while."""
+    """A progress bar on standard error for loading weights."""
     console = Console(stderr=True)
     if native.must_build():
         console.print("building the CPU kernels for this machine (once, about 20 s)", style="dim")

@@ -1,7 +1,8 @@
-"""What comes into a worker's prefix cache and leaves it, told as vLLM tells it, to routers that know that format.
+"""KV cache events of a worker's prefix cache (blocks stored and removed), in vLLM's format, for external routers.
 
-After each step that has changed the cache goes one batch. A start begins with all blocks cleared, since its numbers
-begin anew, and ends so. A page of images is not told: its name depends on them, and the format has no bytes of them.
+One batch is published after each step that has changed the cache. A worker publishes AllBlocksCleared when it starts,
+since its sequence numbers start again, and when it ends. Pages with images are not published: their hashes depend on
+the images, which the format cannot contain.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,32 +25,32 @@ from redline.wire.kv_events import (
 
 
 class Says(Protocol):
-    """Where batches go."""
+    """A publisher of batches."""
 
     def send(self, batch: bytes) -> None:
-        """Say one."""
+        """Publish one batch."""
         ...
 
     def close(self) -> None:
-        """There are no more."""
+        """Close the publisher after the last batch."""
         ...
 
 
 class PageEvents:
-    """Tells what changes. The loop's thread uses it."""
+    """Publishes changes of the prefix cache. Only the loop's thread may use it."""
 
     def __init__(self, says: Says, number: int, clock: Callable[[], float] = clock.now) -> None:
-        """number: the worker's among those of the deployment, from 0 on. clock: tells seconds since 1970."""
+        """number: index of the worker in the deployment, from 0. clock: returns seconds since 1970."""
         self._says, self._number, self._clock = says, number, clock
         self._say([AllBlocksCleared()])
 
     def tell(self, changes: Sequence[Changed]) -> None:
-        """The cache has changed, in this order."""
+        """Publishes changes of the cache, in order."""
         if changes:
             self._say(events_of(changes))
 
     def close(self) -> None:
-        """Nothing is cached any more."""
+        """Publishes that all blocks are cleared, and closes the publisher."""
         self._say([AllBlocksCleared()])
         self._says.close()
 
@@ -58,8 +59,9 @@ class PageEvents:
 
 
 def events_of(changes: Sequence[Changed]) -> list[KvEvent]:
-    """The events of some changes, in order: pages that continue one another are one event, and so are pages that go
-    together. Where a salt names who shares a prompt's pages, its first block has a hash of it."""
+    """The events for a sequence of changes: stored pages that continue one another become one event, and so do
+    consecutive removed pages. If a cache salt restricts the sharing of a prompt's pages, the first block has a hash of
+    the salt."""
     events: list[KvEvent] = []
     stored: list[Changed] = []
     removed: list[Changed] = []

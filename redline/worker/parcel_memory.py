@@ -1,10 +1,10 @@
-"""Where parcels lie while they wait and when they come: in the host's memory, or in the GPU's, whose work is launched.
+"""The memory of the send and receive buffers for KV chunks: host memory, GPU memory, or pinned host memory.
 
-In the host's everything is done when a call returns. In a GPU's, gathering and adding up go to a stream of their own,
-so a parcel waits for no step, and are asked about later: the host launches, and touches no byte. Pinned memory of the
-host is between the two: parcels lie in it, and a GPU copies them and does the rest.
+In host memory, every operation is complete when its call returns. In GPU memory, gathering and checksums are launched
+on a CUDA stream of their own, so a chunk waits for no step, and are polled later: the host only launches and touches no
+bytes. With pinned host memory, the buffers are on the host, and a GPU copies the chunks and does the rest.
 
-B bytes.
+Shapes: B bytes.
 """
 
 import contextlib
@@ -25,63 +25,64 @@ from redline.transport.memory import host_memory
 from redline.wire.handoff import Piece
 from redline.worker.config import AREA_BYTES
 
-# Of a rank's GPU, for what is copied from another's, or from pinned memory, and waits for the steps' stream.
+# Bytes of a rank's GPU for chunks copied from another GPU or from pinned memory that wait for the steps' stream.
 STAGED_BYTES = 128 << 20
 
 Ended = Callable[[], bool]
 
 
 class Summed(NamedTuple):
-    """A checksum that is being added up."""
+    """A checksum that is being computed."""
 
     ended: Ended
-    number: Callable[[], int]  # once it has ended: in [0, 2^64)
+    number: Callable[[], int]  # the checksum in [0, 2^64); call it once `ended` returns True
 
 
 class Sizes(NamedTuple):
-    """Bytes of what a transport's parcels take."""
+    """Sizes of a transport's chunks and buffers, in bytes."""
 
-    parcel: int  # at most
-    area: int  # of those that are offered and not read yet
-    landing: int  # that may be under way at once
+    parcel: int  # most bytes of a chunk
+    area: int  # size of the send buffer: chunks that are offered and not read yet
+    landing: int  # size of the receive buffer: chunks that are being read at once
 
 
 class ParcelMemory(Protocol):
-    """One kind of memory. The loop's thread uses it."""
+    """One kind of memory. Only the loop's thread may use it."""
 
     sizes: Sizes
     fill_s: float
-    """To wait for parcels that are being filled: the next turn may be a prompt's chunk later."""
+    """Most seconds to wait for chunks that are being filled: the next loop iteration may come after a whole prefill
+    chunk."""
     patience_s: float
-    """To wait for parcels that come: the next turn is a decode step later."""
+    """Most seconds to wait for chunks that are being received: the next loop iteration comes after a decode step."""
 
     def make(self, size: int) -> Memory:
-        """New memory for parcels that come."""
+        """Allocates memory for a receive buffer."""
         ...
 
     def tensor(self, memory: Memory) -> Tensor:
-        """uint8 [size] over memory of this kind, which has to outlive it."""
+        """A uint8 [size] tensor over memory of this kind. The memory has to outlive the tensor."""
         ...
 
     def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
-        """Fills a parcel from computed pages, and adds it up. Steps that are launched from now on may write to the
-        pages."""
+        """Fills a chunk from computed pages, and computes its checksum. Steps that are launched from now on may write
+        to the pages."""
         ...
 
     def sum(self, parcel_B: Tensor, seed: int) -> Summed:
-        """Adds up a parcel that has come."""
+        """Computes the checksum of a received chunk."""
         ...
 
     def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
-        """Puts a parcel into pages: steps that are launched from now on find it there. Once it has ended the parcel's
-        bytes may go."""
+        """Scatters a chunk into pages, before all steps that are launched from now on. Once it has ended, the chunk's
+        bytes may be reused."""
         ...
 
 
 class HostParcels:
-    """The host's memory, whatever has the pages."""
+    """Host memory, for pages on any device."""
 
-    sizes = Sizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest come at once
+    sizes = Sizes(parcel=PARCEL_BYTES, area=AREA_BYTES, landing=32 << 20)  # eight of the largest chunks at once
     fill_s = patience_s = 0.0
 
     def make(self, size: int) -> Memory:
@@ -94,7 +95,7 @@ class HostParcels:
         return torch.frombuffer(memoryview(held), dtype=torch.uint8)
 
     def gather(self, parcels: Parcels, piece: Piece, pages: Sequence[int], into_B: Tensor, seed: int) -> Summed:
-        """As `ParcelMemory.gather`. On a GPU it waits for the steps that were launched."""
+        """As `ParcelMemory.gather`. If the pages are on a GPU, it waits for the steps that have been launched."""
         parcels.gather(piece, pages, into_B)
         return self.sum(into_B, seed)
 
@@ -112,20 +113,21 @@ class HostParcels:
 class GpuParcels:
     """Memory of the GPU that has the pages.
 
-    Gathers need not wait for the step that runs: a step's result is read behind all of its work, so what the planner
-    calls computed is there. Steps that come later wait for them, since they may write to the same pages.
+    Gathers need not wait for the running step: a step's result is read after all of its work, so positions that the
+    planner reports as computed are in the pages. Later steps wait for the gathers, since they may write to the same
+    pages.
     """
 
-    # A piece costs the host as much whatever its size, and a chunk of 2,048 tokens has 144 MB at Kimi's sizes.
-    # Gathered, verified and placed on H100s: 4 MiB at 8 GB/s, 16 at 23, 64 at 84 (pools-deep-h100.json).
+    # The host's time per chunk does not depend on its size, and a prefill chunk of 2,048 tokens has 144 MB at Kimi's
+    # sizes. Gathered, verified and placed on H100s: 4 MiB at 8 GB/s, 16 MiB at 23, 64 MiB at 84 (pools-deep-h100.json).
     sizes = Sizes(parcel=32 << 20, area=256 << 20, landing=256 << 20)
-    fill_s = 0.01  # the step that runs lets its blocks in between its own
-    patience_s = 0.002  # 32 MiB come in 0.1 ms
+    fill_s = 0.01  # thread blocks of the gather are scheduled between those of the running step
+    patience_s = 0.002  # 32 MiB arrive in 0.1 ms
 
     def __init__(self, device: torch.device) -> None:
-        """It compiles what it launches, so that no prompt waits for that."""
-        self._device = torch.empty(0, device=device).device  # with its number
-        self._stream = torch.cuda.Stream(self._device, priority=-1)  # before the blocks of steps that wait
+        """Compiles the kernels that it launches, so that no prompt waits for their compilation."""
+        self._device = torch.empty(0, device=device).device  # the device with its index
+        self._stream = torch.cuda.Stream(self._device, priority=-1)  # priority over waiting thread blocks of steps
         self.sum(torch.zeros(1 << 20, dtype=torch.uint8, device=self._device), 1 << 63).number()
         torch.cuda.synchronize(self._device)
 
@@ -162,7 +164,7 @@ class GpuParcels:
         return Summed(added.query, found)
 
     def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
-        """As `ParcelMemory.scatter`: on the steps' own stream, so behind whatever still uses the pages."""
+        """As `ParcelMemory.scatter`: on the steps' own stream, so after all work that still uses the pages."""
         with torch.cuda.stream(torch.cuda.default_stream(self._device)):
             parcels.scatter(piece, pages, from_B)
             placed = torch.cuda.Event()
@@ -172,12 +174,13 @@ class GpuParcels:
 
 
 class PinnedParcels(GpuParcels):
-    """The host's memory, which the GPU that has the pages copies from and to: as in its own, nobody waits for a step.
+    """Pinned host memory, from and to which the GPU that has the pages copies: as with GPU memory, no chunk waits for a
+    step.
 
-    What comes is copied twice, to be added up and, once it is verified, for its pages.
+    A received chunk is copied twice, for its checksum and, once it is verified, for its pages.
     """
 
-    # A piece costs the host as much whatever its size, as of a GPU's own memory.
+    # The host's time per chunk does not depend on its size, as with GPU memory.
     sizes = Sizes(parcel=16 << 20, area=AREA_BYTES, landing=64 << 20)
 
     def make(self, size: int) -> Memory:
@@ -185,7 +188,7 @@ class PinnedParcels(GpuParcels):
         return host_memory(size)
 
     def tensor(self, memory: Memory) -> Tensor:
-        """As `ParcelMemory.tensor`. Raises ConfigError where the driver does not pin it."""
+        """As `ParcelMemory.tensor`. Raises ConfigError if the driver cannot pin the memory."""
         memory_B = HostParcels().tensor(memory)
         try:
             pin(memory_B, memory)
@@ -216,27 +219,27 @@ class PinnedParcels(GpuParcels):
         return super().scatter(parcels, piece, pages, staged_B)
 
 
-_pinned: list[object] = []  # what is pinned stays, so that its addresses are nobody else's
+_pinned: list[object] = []  # pinned memory is never freed, so that its addresses are not allocated again
 
 
 def pin(memory_B: Tensor, owner: object = None) -> None:
-    """Has the GPU's driver keep memory of the host in its place, so that copies from and to it run by themselves; it
-    stays there until the process ends. owner: whatever keeps it alive, beside the tensor. Raises RuntimeError where
-    that is refused."""
-    if not memory_B.is_pinned():  # as NIXL does with areas of the host's: the driver refuses to do it twice
+    """Pins host memory (cudaHostRegister) until the process ends, so that copies from and to it are asynchronous.
+    owner: an object, apart from the tensor, that keeps the memory allocated. Raises RuntimeError if the driver cannot
+    pin it."""
+    if not memory_B.is_pinned():  # NIXL pins host areas itself, and the driver refuses to pin memory twice
         runtime: Any = torch.cuda.cudart()
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(memory_B.data_ptr(), memory_B.numel(), 0))
         except RuntimeError:
             with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # CUDA tells the next launch of it too: this one, and no step
+                torch.zeros(1, device="cuda")  # the next launch gets the error too: let it be this one, and no step
             raise
     _pinned.append((memory_B, owner))
 
 
 def stage(parcel_B: Tensor, device: torch.device, stream: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
-    """A copy in the GPU of what lies in pinned memory, by a stream of its own: steps' work that is launched from now on
-    comes behind it. -> the copy, and the event of its end: then the pinned bytes may go."""
+    """Copies pinned memory to the GPU on `stream`; work of steps that is launched from now on runs after the copy. ->
+    the copy, and the event of its end, after which the pinned bytes may be reused."""
     steps = torch.cuda.default_stream(device)
     with torch.cuda.stream(stream):
         staged_B = parcel_B.to(device, non_blocking=True)
@@ -248,10 +251,10 @@ def stage(parcel_B: Tensor, device: torch.device, stream: torch.cuda.Stream) -> 
 
 
 class _Array:
-    """Memory of a GPU as torch takes it from others (`__cuda_array_interface__`)."""
+    """GPU memory in the form that torch can wrap (`__cuda_array_interface__`)."""
 
     def __init__(self, memory: Memory) -> None:
-        self._memory = memory  # torch keeps this one as long as its tensor
+        self._memory = memory  # torch keeps a reference to this object while the tensor exists
         self.__cuda_array_interface__ = {
             "shape": (memory.size,),
             "typestr": "|u1",
@@ -262,5 +265,5 @@ class _Array:
 
 
 def _ended() -> bool:
-    """The host has done a thing when its call returns."""
+    """Operations on host memory are complete when their call returns."""
     return True

@@ -1,4 +1,4 @@
-"""What the loop asks of a planner and of a runner: a real one, a test's, or one whose calls are written down."""
+"""The interfaces of planner and runner that the loop uses; real, fake (tests) and profiled ones implement them."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,23 +9,23 @@ from redline.wire.step import Recorded, Step, StepResult
 
 
 class Plans(Protocol):
-    """Plans steps and settles them, in the same order."""
+    """A scheduler: plans steps and settles them, in the same order."""
 
     @property
     def ahead(self) -> bool:
-        """Whether a step may be planned while another is not settled."""
+        """Whether a step may be planned before the previous one is settled."""
         ...
 
     def report(self, recorded: Recorded) -> None:
-        """Takes in which shapes of decode steps can be replayed from now on."""
+        """Updates the list of captured CUDA graphs that decode steps can use from now on."""
         ...
 
     def next_step(self) -> Step | None:
-        """The next step to launch; None when nothing can be planned now."""
+        """The next step to launch; None if nothing can be scheduled now."""
         ...
 
     def settle(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
-        """Takes in what a step gave, and how long it took: the deltas of its jobs."""
+        """Processes a step's result. seconds: the step's time. -> the deltas of its jobs."""
         ...
 
 
@@ -33,17 +33,18 @@ class Runner(Protocol):
     """Runs steps, one after another, in the order of their launches."""
 
     begins: Callable[[str], object]
-    """Told of each part of a step as it begins, by the thread that runs it; "" where the step's work ends."""
+    """Callback for each part of a step as it begins, in the thread that runs it; "" at the end of the step's work."""
 
     @property
     def recorded(self) -> Recorded:
-        """The shapes of decode steps that it can replay now."""
+        """The shapes of decode steps for which CUDA graphs are captured."""
         ...
 
     def record_more(self) -> bool:
-        """Records one more shape; false where none is left. Raises a device's own error."""
+        """Captures one more CUDA graph; False if none is left. Raises a device's own error."""
         ...
 
     def launch(self, step: Step) -> Pending:
-        """Starts a step and returns, on a GPU at once; `wait` gives what came of it. Raises where it cannot begin."""
+        """Starts a step; on a GPU it returns immediately. The result's `wait` returns the step's result. Raises if the
+        step cannot be started."""
         ...

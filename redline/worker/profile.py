@@ -1,8 +1,8 @@
-"""What a worker does in a few seconds, written down while it is asked for and not otherwise: a `Profile`.
+"""Records a profile of a worker over a few seconds, on request (`Profile`).
 
-Planner and runner are stood in for by ones that look at the clock around each call, so a loop that nobody asks pays
-nothing. What is inside of a step is told by the runner (its parts), and by the chip: on a CPU the kernels write down
-each op, on a GPU torch.profiler tells of each kernel.
+While it records, wrappers of planner and runner time each call, so a loop that is not being profiled has no overhead.
+The details of a step come from the runner (its parts) and from the device: on a CPU the kernels record each op, on a
+GPU torch.profiler records each kernel.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from redline.wire.step import Recorded, Step, StepResult
 from redline.worker.kernel_trace import KernelTrace
 from redline.worker.ports import Plans, Runner
 
-PIECE = 2000  # spans of one message: half a millisecond of the loop's time
+PIECE = 2000  # spans per message: packing them takes half a millisecond of the loop's time
 _NS = 1_000_000_000
 
 
 class Spans:
-    """A list that is bounded. `left_out` counts what found no room."""
+    """A bounded list of spans. `left_out`: number of spans that were dropped."""
 
     def __init__(self, most: int) -> None:
         self._room = most
@@ -35,7 +35,7 @@ class Spans:
         return len(self._spans)
 
     def add(self, lane: str, name: str, began_ns: int, ended_ns: int, **facts: int | float | str) -> None:
-        """Write one down. Any thread may."""
+        """Add a span. Any thread may call this."""
         self.put(Span(lane, name, began_ns, ended_ns, facts))
 
     def put(self, span: Span) -> None:
@@ -47,13 +47,13 @@ class Spans:
         self._spans.append(span)
 
     def take(self, count: int) -> list[Span]:
-        """The first so many, which are gone from here then."""
+        """Remove and return the first `count` spans."""
         taken, self._spans[:count] = self._spans[:count], []
         return taken
 
 
 class Profiling:
-    """One Profile, from its beginning to its last message. The loop turns with `planner` and `runner` meanwhile."""
+    """One profile, from its request to its last message. Until it ends, the loop uses its `planner` and `runner`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Profiling:
         outbox: Outbox,
         clock: Callable[[], int],
     ) -> None:
-        """clock: in nanoseconds, the monotonic one of the host. Called in the loop's thread, as all else here."""
+        """clock: the host's monotonic clock, in nanoseconds. Like all methods, called in the loop's thread."""
         self._asked, self._outbox, self._clock = asked, outbox, clock
         self._until = clock() + round(asked.seconds * _NS)
         self._spans = Spans(asked.most)
@@ -83,11 +83,12 @@ class Profiling:
         self.runner: Runner = _WatchedRunner(runner, self._spans, clock, self._step_ended)
 
     def due_in(self) -> float:
-        """Seconds until `work` has something to do, at most; for a loop that has nothing else to do."""
+        """Most seconds until `work` has to be called by an idle loop."""
         return max(0.0, min(0.1, (self._until - self._clock()) / _NS))
 
     def work(self) -> bool:
-        """To be called in each turn: sends what has come, and ends in time. False once all of it is sent."""
+        """Sends recorded spans, and ends the recording in time; called in each loop iteration. False once everything is
+        sent."""
         over = self._clock() >= self._until
         if over and self._watching:
             self._stop()
@@ -114,7 +115,7 @@ class Profiling:
         return False
 
     def close(self) -> None:
-        """Watch no more; nothing more is sent. Safe to call twice."""
+        """Stop recording without sending the rest. Safe to call twice."""
         if self._watching:
             self._stop()
 
@@ -127,7 +128,7 @@ class Profiling:
             self._kernels.stop()
 
     def _step_ended(self) -> None:
-        """On a CPU, in the thread that ran it."""
+        """Called after each step; on a CPU in the thread that ran it."""
         self._parts.begins("")
         if self._ops is not None and self._watching:
             times, missed = self._ops.taken()
@@ -137,7 +138,7 @@ class Profiling:
 
 
 class _Parts:
-    """The parts of steps, each from its beginning to the next one's."""
+    """Records the parts of steps, each from its beginning to the beginning of the next one."""
 
     def __init__(self, spans: Spans, clock: Callable[[], int]) -> None:
         self._spans, self._clock = spans, clock
@@ -205,7 +206,7 @@ class _WatchedRunner:
             ended = self._clock()
             self._step_ended()
             self._spans.add("loop", "wait", began, ended, step=step.number)
-            # A device does one step after another, however early they are launched.
+            # A device runs one step after another, even if they are launched earlier.
             self._spans.add(
                 "steps", f"step {step.number}", max(launched, self._last_ended), ended, **_facts(step),
                 launched_before_ms=round(max(0, self._last_ended - launched) / 1e6, 3),

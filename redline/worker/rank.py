@@ -1,7 +1,8 @@
-"""A rank that follows: it has its part of the model, and does what rank 0 tells it, in that order (`worker.ranks`).
+"""A tensor parallel rank above 0: it has its shard of the model, and runs rank 0's commands in order (`worker.ranks`).
 
-Its standard input is as a worker's (`worker.main`): one line, then a pipe that ends with rank 0. Its standard output
-has an empty line twice a second, as a sign that the process runs; what it has to say about its end is the last line.
+Its standard input is like a worker's (`worker.main`): one line of configuration, then a pipe that closes when rank 0
+exits. Its standard output has an empty line twice a second, as a heartbeat; if it exits on an error, the last line is
+the reason.
 """
 
 import contextlib
@@ -31,14 +32,15 @@ from redline.worker.loop import one_line
 from redline.worker.rank_memory import FollowedMemory
 from redline.worker.ranks import BEAT_S, device_of, open_group
 
-IDLE_S = 0.5  # without a command, after which the last step's end is looked at
+IDLE_S = 0.5  # seconds without a command after which it waits for the last step
 _log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Follow until told to stop: 0. Where it cannot go on, the process ends with code 1, and its last line says why."""
+    """Run rank 0's commands until a Stop; -> 0. On an error the process exits with code 1, and prints the reason as its
+    last line."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; rank 0 says when to stop
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole process group; rank 0 decides when to stop
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankConfig)
     logging.basicConfig(
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format=f"rank {config.rank}: %(levelname)s %(message)s"
@@ -47,10 +49,10 @@ def main() -> int:
     threading.Thread(target=_beat, name="beats", daemon=True).start()
     try:
         _follow(config)
-    except Exception as error:  # the last place: it becomes one line, and the end
+    except Exception as error:  # the outermost handler: prints one line and exits
         _log.info("the rank ends", exc_info=error)
         print(error if isinstance(error, RedlineError) else one_line(error), flush=True)
-        # Nothing is closed: the others would wait for what this takes, and a device that has failed may never end it.
+        # Nothing is closed: the other ranks would have to wait for it, and on a failed device it may never return.
         os._exit(1)
     return 0
 
@@ -73,10 +75,11 @@ def _follow(config: RankConfig) -> None:
 
 
 def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: FollowedMemory) -> None:
-    """Until a Stop comes. A step that a device runs behind is waited for once the next is launched, as rank 0 does.
+    """Runs commands until a Stop. With an asynchronous device, a step is waited for after the next one is launched, as
+    on rank 0.
 
-    Raises what a step raises: it may have failed here alone, and then all sums behind it would be with the wrong ones.
-    Likewise RankLost where rank 0 has drawn other tokens.
+    Raises the exception of a failed step: it may have failed on this rank only, and then all later all-reduces would
+    combine different steps. Also raises RankLost if rank 0 has sampled other tokens.
     """
 
     def wait(pending: Pending | None) -> None:
@@ -85,7 +88,7 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: Fo
 
     pending: Pending | None = None
     while True:
-        # While a device works on a step the next one is told and has to be launched, so that is waited for first.
+        # While a device runs a step, rank 0 sends the next one, which has to be launched; so wait for a command first.
         commands = inbox.drain(wait=True, timeout=None if pending is None else IDLE_S)
         if not commands:
             wait(pending)
@@ -103,10 +106,10 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: Fo
                 case Place(drafts=None):
                     runner.forget_text(command.slot)
                 case Place(drafts=drafts):
-                    assert drafts is not None, "the case before has none"
+                    assert drafts is not None, "the previous case handles None"
                     runner.place(command.slot, command.length, drafts)
                 case Scatter():
-                    # Rank 0 has settled the same steps when it does so: what still runs writes to none of these pages.
+                    # Rank 0 had settled the same steps when it did this: no running step writes to these pages.
                     memory.scatter(command)
                 case Export():
                     memory.map(command)
@@ -124,11 +127,11 @@ def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison, memory: Fo
                     wait(pending)
                     return
                 case _:
-                    raise AssertionError(f"a rank is told steps, not {command}")
+                    raise AssertionError(f"unexpected command for a rank: {command}")
 
 
 def _beat() -> None:
-    with contextlib.suppress(BrokenPipeError):  # rank 0 has ended, and so does this process
+    with contextlib.suppress(BrokenPipeError):  # rank 0 has exited, and this process is about to
         while True:
             os.write(1, b"\n")
             clock.sleep(BEAT_S)
@@ -137,7 +140,7 @@ def _beat() -> None:
 def _leave_with_parent() -> None:
     while os.read(0, 4096):
         pass
-    os._exit(1)  # nobody is left to follow
+    os._exit(1)  # rank 0 has exited
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""Memory that the ranks of one worker share: what rank 0 has there, every rank puts into its own pages.
+"""Memory that the tensor parallel ranks of one worker share: every rank copies KV chunks from there into its own pages.
 
-That of the host has no name, so nothing is left of it, whoever is killed: ranks that follow inherit its file. That of
-rank 0's GPU they map (CUDA IPC), and copy out of it with their own. In both cases a rank counts, in the host's, what it
-has taken, so rank 0 sees when bytes may go, and asks nobody.
+The shared host memory is an unnamed file that the other ranks inherit, so it is freed even if processes are killed. The
+shared memory of rank 0's GPU is mapped by the other ranks (CUDA IPC), which copy from it with their own GPUs. In both
+cases each rank counts the chunks that it has copied in the shared host memory, so rank 0 knows without any message when
+a chunk's bytes may be reused.
 """
 
 import contextlib
@@ -28,18 +29,18 @@ from redline.wire.job import PageId
 from redline.wire.ranks import Export, Grow, Scatter
 from redline.worker.parcel_memory import STAGED_BYTES, pin, stage
 
-_APART = 8  # words of 8 bytes between two ranks' counts, which they write
-_COMPILED = 1  # place of the count of grammars among a rank's; that of parcels is the first
-_ROOM = mmap.ALLOCATIONGRANULARITY  # bytes of all counts, and what each part begins at a whole number of
+_APART = 8  # distance between the counters of two ranks, in words of 8 bytes: each rank writes its own cache line
+_COMPILED = 1  # index of a rank's counter of compiled grammars; index 0 is its counter of copied chunks
+_ROOM = mmap.ALLOCATIONGRANULARITY  # bytes reserved for all counters, and alignment of each part
 
 
 class RankMemory:
-    """Rank 0's end. `file`: what the others inherit."""
+    """Rank 0's side. `file`: descriptor of the shared host memory, which the other ranks inherit."""
 
     def __init__(self, ranks: int) -> None:
-        """ranks: how many there are, rank 0 included."""
+        """ranks: number of ranks, including rank 0."""
         self.file = _without_a_name()
-        self.told = 0  # parcels
+        self.told = 0  # number of chunks that were announced to the other ranks
         self._ranks = ranks
         self._bytes = _ROOM
         os.ftruncate(self.file, _ROOM)
@@ -48,31 +49,32 @@ class RankMemory:
         self._exported: list[Memory] = []
 
     def export(self, chip: Chip, size: int) -> tuple[Memory, Export]:
-        """So many bytes of rank 0's GPU, zeros, and what the others have to be told. Raises ConfigError where there is
-        no room."""
+        """Allocates `size` zeroed bytes on rank 0's GPU. -> the memory, and the command that announces it to the other
+        ranks. Raises ConfigError if there is no room."""
         try:
             exported = chip.export(size)
         except RuntimeError as error:
             raise ConfigError(
-                f"engine.ranks: they share {human(size)} of rank 0's GPU for pages that come, which it does not give "
-                f"({error}); a smaller engine.kv_memory leaves it more"
+                f"engine.ranks: rank 0's GPU has no room for {human(size)} of shared memory for received pages "
+                f"({error}); lower engine.kv_memory"
             ) from error
         memory = Memory(exported.address, size, chip.device, owner=exported)
         self._exported.append(memory)
         return memory, Export(handle=exported.handle, size=size)
 
     def grow(self, size: int) -> tuple[Memory, Grow]:
-        """So many bytes more, zeros, and what the others have to be told. Raises ConfigError where there is no room."""
+        """Adds `size` zeroed bytes to the shared host memory. -> the memory, and the command that announces it to the
+        other ranks. Raises ConfigError if there is no room."""
         first, whole = self._bytes, -(-size // _ROOM) * _ROOM
-        # The file has no bound of its own: whoever takes more than there is has processes killed, its own or others.
+        # The file itself has no size limit: using more than the free memory would let the kernel kill processes.
         if whole > (free := limits.free_memory()):
-            raise ConfigError(f"engine.ranks: they share {human(size)} of memory for pages, and {human(free)} are free")
+            raise ConfigError(f"engine.ranks: the ranks share {human(size)} for pages, but only {human(free)} are free")
         try:
-            os.posix_fallocate(self.file, first, whole)  # taken now: who writes to a page without room is killed
+            os.posix_fallocate(self.file, first, whole)  # reserve now: a write to a page without room raises SIGBUS
             mapped = mmap.mmap(self.file, whole, offset=first)
         except OSError as error:
             raise ConfigError(
-                f"engine.ranks: they share {human(size)} of memory for pages ({error.strerror})"
+                f"engine.ranks: cannot allocate {human(size)} of memory shared by the ranks ({error.strerror})"
             ) from error
         held = (ctypes.c_char * size).from_buffer(mapped)
         memory = Memory(ctypes.addressof(held), size, owner=held)
@@ -81,7 +83,8 @@ class RankMemory:
         return memory, Grow(bytes=self._bytes)
 
     def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Scatter:
-        """What the others are to be told of a parcel in this memory. pages: of the job, from its first on."""
+        """The command by which the other ranks copy a chunk in this memory into their pages. pages: all of the job's
+        pages, from its first on."""
         address, size = from_B.data_ptr(), from_B.numel()
         moved, its = of_its_pages(piece, pages)
         number = next((i for i, memory in enumerate(self._exported) if memory.holds(address, size)), None)
@@ -93,19 +96,19 @@ class RankMemory:
         return Scatter(piece=moved, pages=its, offset=first + address - memory.address, size=size, exported=number)
 
     def taken(self, rank: int) -> int:
-        """Parcels of which a rank needs the bytes no more, of those that it was told of."""
+        """Number of announced chunks that a rank has copied: it no longer needs their bytes."""
         return self._counts[rank * _APART]
 
     def all_have(self, number: int) -> bool:
-        """Whether no rank needs the bytes of the first so many parcels any more."""
+        """Whether every other rank has copied the first `number` chunks."""
         return all(self.taken(rank) >= number for rank in range(1, self._ranks))
 
     def compiled(self, number: int) -> bool:
-        """Whether every other rank has compiled the first so many grammars that it was told of."""
+        """Whether every other rank has compiled the first `number` grammars that it has received."""
         return all(self._counts[rank * _APART + _COMPILED] >= number for rank in range(1, self._ranks))
 
     def close(self) -> None:
-        """Nobody else comes to have it. Who has it mapped keeps it."""
+        """Closes the file. Processes that have it mapped keep the memory."""
         with contextlib.suppress(OSError):
             os.close(self.file)
 
@@ -118,28 +121,28 @@ def peer_gpu(device: torch.device) -> Chip:
 
 
 class FollowedMemory:
-    """The end of a rank that follows: it puts parcels into its own pages."""
+    """The side of the other ranks: copies KV chunks into the rank's own pages."""
 
     def __init__(self, file: int, rank: int, kv: KvPool, chip_of: Callable[[torch.device], Chip] = peer_gpu) -> None:
-        """file: inherited from rank 0. chip_of: opens this rank's GPU, once rank 0 exports memory of its own."""
+        """file: inherited from rank 0. chip_of: opens this rank's GPU; called when rank 0 exports GPU memory."""
         self._file, self._rank = file, rank
         self._chip_of = chip_of
         self._chip: Chip | None = None
-        self._exported: list[Memory] = []  # as this rank's GPU sees it
+        self._exported: list[Memory] = []  # rank 0's memory at the addresses where this rank's GPU has mapped it
         self._counts = _counts(file)
         self._parcels = Parcels(kv)
         self._device = kv.planes.device
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._staged: deque[tuple[int, torch.cuda.Event]] = deque()  # bytes that wait for the stream of steps
+        self._staged: deque[tuple[int, torch.cuda.Event]] = deque()  # sizes of copies that wait for the steps' stream
         self._bytes = _ROOM
         self._parts: list[tuple[int, Tensor]] = []
 
     def has_compiled(self) -> None:
-        """Counts a grammar of those that rank 0 has told of. One thread calls this."""
+        """Counts a compiled grammar that rank 0 has sent. Only one thread may call this."""
         self._counts[self._rank * _APART + _COMPILED] += 1
 
     def grow(self, told: Grow) -> None:
-        """Maps what has come, and pins it where a GPU reads it. Raises RuntimeError where that is refused."""
+        """Maps newly added host memory, and pins it if this rank has a GPU. Raises RuntimeError if that fails."""
         part_B = torch.frombuffer(
             mmap.mmap(self._file, told.bytes - self._bytes, offset=self._bytes), dtype=torch.uint8
         )
@@ -149,15 +152,15 @@ class FollowedMemory:
         self._bytes = told.bytes
 
     def map(self, told: Export) -> None:
-        """Maps memory of rank 0's GPU. Raises RuntimeError where that is refused."""
+        """Maps memory of rank 0's GPU. Raises RuntimeError if that fails."""
         if self._chip is None:
             self._chip = self._chip_of(self._device)
         self._exported.append(Memory(self._chip.map(told.handle), told.size))
 
     def scatter(self, told: Scatter) -> None:
-        """Puts a parcel into pages: steps that are launched from now on find it there. Then its bytes may go: a GPU has
-        a copy of them, for which no step is waited for, but where many such wait already. Raises RuntimeError where a
-        GPU does not copy."""
+        """Copies a chunk into pages, before all steps that are launched from now on. When it returns, the chunk's bytes
+        may be reused: a GPU has made a staged copy of them, which waits for running steps only if many staged copies
+        are waiting already. Raises RuntimeError if a GPU copy fails."""
         if told.exported is not None:
             self._place(told, self._copied(told))
         else:
@@ -173,26 +176,28 @@ class FollowedMemory:
         self._counts[self._rank * _APART] += 1
 
     def _copied(self, told: Scatter) -> Tensor:
-        """A parcel of rank 0's GPU, in this one's memory: it is there once this returns, some 0.1 ms for 32 MiB."""
-        assert self._chip is not None, "memory that was mapped"
-        assert told.exported is not None, "a parcel of it"
+        """Copies a chunk from rank 0's GPU into this rank's GPU memory and waits for the end of the copy, about 0.1 ms
+        for 32 MiB."""
+        assert self._chip is not None, "rank 0's GPU memory is not mapped"
+        assert told.exported is not None, "the chunk is not in rank 0's GPU memory"
         source = self._exported[told.exported]
         self._make_room(told.size)
-        # Memory of the stream of copies: its parcels before have been copied, and steps that place them are recorded.
+        # Allocated on the stream of copies: earlier chunks in this memory have been copied, and `record_stream` keeps
+        # the memory until the stream of steps has scattered them.
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             staged_B = torch.empty(told.size, dtype=torch.uint8, device=self._device)
         ended = self._chip.copy(staged_B.data_ptr(), source.address + told.offset, told.size)
         until = clock.monotonic() + HANG_S
         while not ended():
             if clock.monotonic() > until:
-                raise RuntimeError(f"the GPU has not ended a copy from rank 0's in {HANG_S:g} s")
+                raise RuntimeError(f"the GPU has not completed a copy from rank 0's GPU within {HANG_S:g} s")
             clock.sleep(LOOK_S)
         if self._stream is not None:
             staged_B.record_stream(torch.cuda.default_stream(self._device))
         return staged_B
 
     def _place(self, told: Scatter, parcel_B: Tensor) -> None:
-        """On a GPU by the stream of steps, behind whatever still uses the pages."""
+        """Scatters a chunk into pages; on a GPU on the stream of steps, after all work that still uses the pages."""
         if self._stream is None:
             self._parcels.scatter(told.piece, told.pages, parcel_B)
             return
@@ -203,7 +208,7 @@ class FollowedMemory:
         self._staged.append((told.size, placed))
 
     def _make_room(self, size: int) -> None:
-        """Waits for the stream of steps, where more copies would wait for it than there is room for."""
+        """Waits for the stream of steps if staged copies would otherwise exceed STAGED_BYTES."""
         while self._staged:
             waiting = sum(each for each, _ in self._staged)
             if waiting + size <= STAGED_BYTES and not self._staged[0][1].query():
@@ -216,7 +221,7 @@ def _counts(file: int) -> "ctypes.Array[ctypes.c_int64]":
 
 
 def _without_a_name() -> int:
-    """A file in memory, where the system has such."""
+    """A file in memory (memfd), or an unlinked temporary file if the system has no memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("redline-ranks", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

@@ -1,7 +1,7 @@
-"""What rank 0 brings in from outside, for every rank: parcels of another worker, and pages of memory below its cache.
+"""KV data that rank 0 receives for all tensor parallel ranks: chunks of another worker, and pages of KV offload tiers.
 
-Both lie in memory that the ranks share, of the host or of rank 0's GPU. Rank 0 verifies them and tells the others, who
-put the same bytes into the same pages, before the first step that reads them.
+Both are in memory that the ranks share, on the host or on rank 0's GPU. Rank 0 verifies them and sends a command to the
+other ranks, which copy the same bytes into the same pages before the first step that reads them.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from redline.worker.ranks import Ranks
 
 
 class RankParcels:
-    """A `ParcelMemory` of rank 0: what comes lies in memory that ranks share, and goes into the pages of all.
+    """A `ParcelMemory` of rank 0: chunks are received into memory that the ranks share, and copied to all ranks' pages.
 
-    What leaves does so from rank 0 alone: pages are whole on every rank, and the same.
+    Chunks are sent by rank 0 alone, since pages are replicated on every rank.
     """
 
     def __init__(self, ranks: Ranks, own: ParcelMemory, chip: Chip | None = None) -> None:
-        """own: for what rank 0 does with its own pages. chip: the GPU whose memory it is; None: it is the host's."""
+        """own: handles rank 0's own pages. chip: the GPU that allocates the shared memory; None: host memory."""
         self._ranks, self._own, self._chip = ranks, own, chip
         self.fill_s, self.patience_s = own.fill_s, own.patience_s
 
@@ -52,18 +52,18 @@ class RankParcels:
         return self._own.sum(parcel_B, seed)
 
     def scatter(self, parcels: Parcels, piece: Piece, pages: Sequence[int], from_B: Tensor) -> Ended:
-        """As `ParcelMemory.scatter`, into the pages of every rank. Raises RankLost, now or when it is asked, where one
-        is lost."""
+        """As `ParcelMemory.scatter`, into the pages of every rank. Raises RankLost, now or when the result is polled,
+        if a rank is down."""
         theirs = self._ranks.scatter(piece, [PageId(page) for page in pages], from_B)
         ours = self._own.scatter(parcels, piece, pages, from_B)
         return lambda: theirs() and ours()
 
 
 class RankPages:
-    """Whole pages of rank 0's store (`run.tiers.store.Others`) that all ranks put into theirs."""
+    """Copies whole pages of rank 0's offload store into all ranks' pages (`run.tiers.store.Others`)."""
 
     def __init__(self, ranks: Ranks, kv: KvPool) -> None:
-        """kv: of rank 0."""
+        """kv: rank 0's pool."""
         parcels = Parcels(kv)
         page = 0, PAGE_TOKENS
         self._ranks, self._gpu = ranks, kv.planes.is_cuda
@@ -72,7 +72,7 @@ class RankPages:
     def memory(self, size: int) -> Tensor:
         """As `Others.memory`."""
         memory = self._ranks.share(size)
-        with torch.inference_mode(False):  # the store's thread writes to it too, which is not in that mode
+        with torch.inference_mode(False):  # the store's thread, which is not in inference mode, writes to it too
             memory_B = HostParcels().tensor(memory)
         if self._gpu:
             pin(memory_B, memory)

@@ -1,10 +1,10 @@
-"""Several ranks of one model: rank 0 plans, and every rank does the same steps in the same order.
+"""Tensor parallel ranks of one model: rank 0 runs the scheduler, and every rank runs the same steps in the same order.
 
-Rank 0 is the worker. It starts the others (`worker.rank`), tells each what it does with its own runner before it does
-it, and never waits for their results: all ranks add up the same sums, so each comes to the same tokens by itself, and
-compares them with what rank 0 has drawn (`worker.drawn`). They wait for one another in the model's sums alone, and not
-for long (`kernels.group`). What comes from outside, pages of another worker, reaches all through memory that they share
-(`worker.rank_memory`).
+Rank 0 is the worker. It starts the other ranks (`worker.rank`), sends each command to them before it runs the command
+itself, and never waits for their results: after the all-reduces every rank has the same logits, so each rank samples
+the same tokens by itself, and compares them with the tokens that rank 0 has sampled (`worker.drawn`). The ranks wait
+for one another only in the model's collectives, and with a timeout (`kernels.group`). KV pages of other workers reach
+all ranks through shared memory (`worker.rank_memory`).
 """
 
 import contextlib
@@ -54,30 +54,30 @@ from redline.worker.rank_memory import RankMemory
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-FOLLOW = sys.executable, "-m", "redline.worker.rank"  # the command of a rank that follows
-END_S = 10.0  # for the ranks to end that were told to
-LOST_END_S = 0.5  # where one is lost: the others may wait for it, and hear nothing
-BEAT_S = 0.5  # between two signs that a rank's process runs: empty lines on its standard output
-SILENT_BEATS = 10  # that fail to come, while rank 0 waits in one step, of a process that is stopped or hangs
-MEET = "meet"  # the file, of their folder, through which ranks find one another
+FOLLOW = sys.executable, "-m", "redline.worker.rank"  # command line of the other ranks
+END_S = 10.0  # timeout, in seconds, for the ranks to exit after a Stop
+LOST_END_S = 0.5  # the same if a rank is down: the others may wait for it in a collective and read no commands
+BEAT_S = 0.5  # heartbeat interval of a rank's process, in seconds: empty lines on its standard output
+SILENT_BEATS = 10  # missed heartbeats, while rank 0 waits in one step, after which a rank is taken to be down
+MEET = "meet"  # name of the rendezvous file in the ranks' folder
 
 _log = logging.getLogger(__name__)
 
 
 def check(config: K2Config, ranks: int, device: torch.device) -> None:
-    """Raises ConfigError where the model does not come apart into so many ranks, or the host has too few GPUs."""
+    """Raises ConfigError if the model cannot be sharded over `ranks` ranks, or if the host has too few GPUs."""
     check_ranks(config, ranks)
     if ranks > 1 and device.type == "cuda":
         if torch.cuda.device_count() < ranks:
-            raise ConfigError(f"engine.ranks is {ranks}, and torch sees {torch.cuda.device_count()} GPUs")
+            raise ConfigError(f"engine.ranks is {ranks}, but torch finds {torch.cuda.device_count()} GPUs")
         if reason := why_not(config, device):
-            raise ConfigError(f"engine.ranks is {ranks}: several GPUs need the GPU's own kernels ({reason})")
+            raise ConfigError(f"engine.ranks is {ranks}: several GPUs need the GPU kernels ({reason})")
     if ranks > 1 and device.type == "cpu" and native.find_compiler() is None:
-        raise ConfigError(f"engine.ranks is {ranks}: ranks on a CPU need the CPU's kernels, and there is no compiler")
+        raise ConfigError(f"engine.ranks is {ranks}: ranks on a CPU need the CPU kernels, but no compiler is found")
 
 
 def device_of(rank: int, device: torch.device) -> torch.device:
-    """The device of a rank, which is torch's current one from then on."""
+    """The device of a rank; also sets torch's current device."""
     if device.type == "cpu":
         return device
     torch.cuda.set_device(rank)
@@ -85,7 +85,7 @@ def device_of(rank: int, device: torch.device) -> torch.device:
 
 
 def open_group(folder: Path, rank: int, ranks: int, device: torch.device, config: K2Config) -> Group:
-    """This rank's end of what they share, where all meet in a folder of rank 0's."""
+    """This rank's side of the tensor parallel group, with a rendezvous in rank 0's folder."""
     file = folder / MEET
     if device.type == "cuda":
         return GpuGroup(str(file), rank, ranks, device, rooms_of(config, ranks))
@@ -93,7 +93,8 @@ def open_group(folder: Path, rank: int, ranks: int, device: torch.device, config
 
 
 class Ranks:
-    """The ranks that follow this process, which is rank 0, and the group of all. Close it, and they end."""
+    """The other tensor parallel ranks, as seen by this process, which is rank 0; and the group of all. `close` ends
+    them."""
 
     def __init__(
         self,
@@ -106,16 +107,16 @@ class Ranks:
         alone: bool = False,
         aside: int = 0,
     ) -> None:
-        """Starts them; they load while the caller does.
+        """Starts the ranks; they load their shards while the caller loads its own.
 
-        lost: called once, in a thread of its own, with one line where a rank has ended that should not, or does not
-        run. None: the group is told. alone, aside: as `EngineCore.load` has them. Raises ConfigError where they cannot
-        be started, RankLost where one has ended.
+        lost: called once, in a thread of its own, with a one-line reason if a rank exits unexpectedly or hangs. None:
+        the group is marked as lost instead. alone, aside: as in `EngineCore.load`. Raises ConfigError if the ranks
+        cannot be started, RankLost if one has exited.
         """
-        self.step = 0  # the number of the last one
-        self.waits: int | None = None  # the number of the step that rank 0 waits for
+        self.step = 0  # number of the last launched step
+        self.waits: int | None = None  # number of the step that rank 0 waits for
         self.hurried = False  # whether every rank is ready for steps
-        self.reason: str | None = None  # why the ranks are lost, once they are
+        self.reason: str | None = None  # why the ranks are lost; None: they are running
         self._lost = lost
         self._ending = False
         self._telling = threading.Lock()
@@ -149,7 +150,7 @@ class Ranks:
             self.device = device_of(0, device)
             self.group = open_group(folder, 0, ranks, self.device, config)
             if self.reason is not None:
-                self.group.lose(self.reason)  # before there was a group to be told
+                self.group.lose(self.reason)  # a rank went down before the group existed
             watcher = threading.Thread(target=self._listen, name="beats", daemon=True)
             watcher.start()
             self._watching.append(watcher)
@@ -160,13 +161,14 @@ class Ranks:
             raise
 
     def _start(self, told: RankConfig) -> None:
-        # As the worker is started (fleet.serve): what stops a group of processes is for rank 0 to pass on.
+        # Signals are blocked as when a worker is started (fleet.serve): they reach the whole process group, and rank 0
+        # alone decides when the other ranks stop.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
         process = subprocess.Popen(FOLLOW, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(told.memory,))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended already, which its watcher tells
+        with contextlib.suppress(BrokenPipeError):  # it has exited already; its watcher reports that
             process.stdin.write(msgspec.json.encode(told) + b"\n")
             process.stdin.flush()
         self._outboxes.append(SocketOutbox(told.inbox))
@@ -175,7 +177,8 @@ class Ranks:
         self._watching.append(watcher)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
-        """Until the rank ends: its last line says why, where it could say so. Empty lines are its beats."""
+        """Reads the rank's standard output until it exits. Empty lines are heartbeats; the last other line, if any, is
+        the reason of its exit."""
         assert process.stdout is not None
         said = b""
         with process.stdout:
@@ -183,15 +186,16 @@ class Ranks:
                 said = line.strip() or said
                 self._beats[rank] += 1
         code = process.wait()
-        why = said.decode(errors="replace") or f"it has ended with code {code}"
+        why = said.decode(errors="replace") or f"it exited with code {code}"
         at = f" in step {self.step:,}" if self.step else " while it was loading"
-        self._lose(f"rank {rank} is lost{at}: {why}")
+        self._lose(f"rank {rank} failed{at}: {why}")
 
     def _listen(self) -> None:
-        """Until the end: whether rank 0 waits for a rank whose process does not run. On a GPU nothing else sees that in
-        a prompt, whose sums are NCCL's.
+        """Watchdog thread: detects that rank 0 waits for a rank that has stopped running. On a GPU nothing else detects
+        that during prefill, where the all-reduces are NCCL's.
 
-        It is counted in turns of this thread, and no clock is read: where all were stopped for a while, nobody is late.
+        It counts iterations of this thread and reads no clock: if all processes were suspended for a while, no rank is
+        taken to be late.
         """
         group, heard, silent = self.group, list(self._beats), [0] * len(self._beats)
         waited: list[str | None] = [None] * len(self._beats)
@@ -207,63 +211,64 @@ class Ranks:
                 heard[rank], waited[rank] = self._beats[rank], waits
                 if silent[rank] == SILENT_BEATS:
                     kept = f"rank {rank} has kept rank 0 waiting for {SILENT_BEATS * BEAT_S:.0f} s"
-                    self._lose(f"{kept} {waits}: its process does not run")
+                    self._lose(f"{kept} {waits}: its process sends no heartbeats")
 
     def _waited_for(self, rank: int) -> str | None:
-        """Where rank 0 may be waiting for a rank; None: nowhere."""
+        """A phrase for the place at which rank 0 may be waiting for a rank; None: it is not waiting."""
         if (step := self.waits) is not None:
             return f"in step {step:,}"
         taken = self.memory.taken(rank)
-        return f"with parcel {taken + 1:,}" if taken < self.memory.told else None
+        return f"with KV chunk {taken + 1:,}" if taken < self.memory.told else None
 
     def _lose(self, reason: str) -> None:
-        """Tells why the ranks are lost, the first time."""
+        """Reports why the ranks are lost; only the first call has an effect."""
         with self._telling:
             if self._ending or self.reason is not None:
                 return
             self.reason = reason
         if self._lost is not None:
-            shutil.rmtree(self._folder.name, ignore_errors=True)  # it ends the process, which takes nothing with it
+            shutil.rmtree(self._folder.name, ignore_errors=True)  # `_lost` ends the process without any cleanup
             self._lost(reason)
         elif (group := vars(self).get("group")) is not None:
             group.lose(reason)
 
     def tell(self, command: Wire) -> None:
-        """Every rank does what this one is about to do. Any thread may call this."""
+        """Sends a command to all other ranks. Any thread may call this."""
         with self._commanding:
             for outbox in self._outboxes:
                 outbox.put(command)
 
     def share(self, size: int) -> Memory:
-        """So many bytes, zeros, that every rank can read. Raises ConfigError where they are not there."""
+        """Allocates `size` zeroed bytes of host memory that every rank can read. Raises ConfigError if there is no
+        room."""
         memory, grown = self.memory.grow(size)
         self.tell(grown)
         return memory
 
     def export(self, chip: Chip, size: int) -> Memory:
-        """So many bytes of this rank's GPU, zeros, that every other can map. Raises ConfigError where they are not
-        there."""
+        """Allocates `size` zeroed bytes on this rank's GPU that every other rank maps. Raises ConfigError if there is
+        no room."""
         memory, exported = self.memory.export(chip, size)
         self.tell(exported)
         return memory
 
     def scatter(self, piece: Piece, pages: Sequence[PageId], from_B: Tensor) -> Ended:
-        """Has the others put a parcel, which lies in what `share` or `export` gave, into a job's pages: steps that they
-        are told of from now on find it there. -> whether they need its bytes no more, which raises RankLost where they
-        never will say so. Any thread may call this."""
+        """Makes the other ranks copy a KV chunk, which is in memory of `share` or `export`, into a job's pages, before
+        all steps that are sent to them from now on. -> a function that returns whether all of them have copied it, so
+        that its bytes may be reused; it raises RankLost if the ranks are down. Any thread may call this."""
         with self._commanding:
             self.tell(self.memory.scatter(piece, pages, from_B))
             number = self.memory.told
 
         def ended() -> bool:
             if self.reason is not None or self._ending:
-                raise RankLost(self.reason or "the ranks have been told to end")
+                raise RankLost(self.reason or "the ranks are being stopped")
             return self.memory.all_have(number)
 
         return ended
 
     def close(self) -> None:
-        """Ends them: those that have not ended END_S after they were told to are killed. Safe to call twice."""
+        """Stops the ranks: those that have not exited END_S seconds after the Stop are killed. Safe to call twice."""
         with self._telling:
             self._ending = True
         self._over.set()
@@ -272,7 +277,7 @@ class Ranks:
             self.tell(Stop())
         group: Group | None = vars(self).pop("group", None)
         if group is not None and self.reason is None:
-            group.close()  # as the others do now
+            group.close()  # a collective call: the other ranks close it now, too
             group = None
         for process in self._processes:
             try:
@@ -290,17 +295,17 @@ class Ranks:
         self._outboxes = []
         self.memory.close()
         if group is not None:
-            group.close()  # once the others are gone
+            group.close()  # after the other ranks have exited
         self._folder.cleanup()
 
 
 def _memory_folder(device: torch.device) -> str | None:
-    """A folder in memory, for what a CPU's ranks share; None: any."""
+    """A folder in memory for the shared memory of CPU ranks; None: the default folder for temporary files."""
     return "/dev/shm" if device.type == "cpu" and os.access("/dev/shm", os.W_OK) else None
 
 
 class Awaited:
-    """A step that all ranks run, launched here: it is waited for once."""
+    """A step in flight that all ranks run. `wait` may be called only once."""
 
     def __init__(self, number: int, pending: Pending, ranks: Ranks, account: Account) -> None:
         self._number = number
@@ -331,20 +336,20 @@ class Awaited:
 
 
 class LeadingRunner(Runner):
-    """Rank 0's runner: whatever is done with it, the others are told first."""
+    """Rank 0's runner: it sends each command to the other ranks before it runs the command itself."""
 
     def __init__(self, ranks: Ranks, *given: Any, **options: Any) -> None:
-        """given, options: a Runner's."""
+        """given, options: the arguments of Runner."""
         self._ranks = ranks
         self._account = Account()
-        # Grammars that the others were told to compile, each with its number among all that they were told of.
+        # Grammars that were sent to the other ranks for compilation, numbered in that order.
         self._numbers: weakref.WeakKeyDictionary[Future[LLMatcher], int] = weakref.WeakKeyDictionary()
         self._told = 0  # the last number
-        self._forgotten: deque[int] = deque()  # grammars of which the others have not been told that they may go
+        self._forgotten: deque[int] = deque()  # grammars freed here that the other ranks do not know yet to be free
         super().__init__(*given, **options)
 
     def launch(self, step: Step) -> Awaited:
-        """As `Runner.launch`, on every rank. Each step is waited for, in the order of their launches."""
+        """As `Runner.launch`, on every rank. The caller has to wait for each step, in the order of the launches."""
         self._ranks.step = step.number
         self._ranks.tell(msgspec.structs.replace(step, drawn=self._account.drawn))
         self._tell_forgotten()
@@ -371,7 +376,7 @@ class LeadingRunner(Runner):
         if number is None:
             self._told += 1
             number = self._numbers[compiled] = self._told
-            # Any thread may be the last to need it, with whatever locks: so `tell` is called later.
+            # Any thread may drop the last reference, while it holds any locks, so `tell` is not called here but later.
             weakref.finalize(compiled, self._forgotten.append, number)
             self._ranks.tell(Compile(number=number, text=grammar.text))
         self._tell_forgotten()
@@ -379,8 +384,8 @@ class LeadingRunner(Runner):
         return lambda: compiled.done() and memory.compiled(number)
 
     def _tell_forgotten(self) -> None:
-        """The others let go of grammars that this rank has forgotten, and keep all others: a job begins only where no
-        rank has to compile its grammar within the step."""
+        """Makes the other ranks free the grammars that this rank has freed; they keep all others, because a job may
+        begin only if no rank has to compile its grammar within the step."""
         if self._forgotten:
             self._ranks.tell(Forget(numbers=tuple(self._forgotten.popleft() for _ in range(len(self._forgotten)))))
 
@@ -395,6 +400,6 @@ class LeadingRunner(Runner):
         super().forget_text(number)
 
     def close(self) -> None:
-        """As `Runner.close`; then the other ranks end."""
+        """As `Runner.close`; then stops the other ranks."""
         super().close()
         self._ranks.close()

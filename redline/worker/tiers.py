@@ -1,11 +1,11 @@
-"""Between the planner and the pages below its prefix cache: what is kept, what is fetched, and whether that pays.
+"""KV offload tiers between the planner and the page store: saves evicted pages, and prefetches pages for new jobs.
 
-A page that the cache forgets is kept. A job that comes, and whose prompt goes on in pages that are kept, waits for
-them where reading them is predicted to take less time than computing them, each learnt from what came before; who is
-behind it does not wait. It is queued once they are in their place, or the time that they may take is over, or there has
-been no room for them: then it computes what is missing, as it would have done.
+Pages that the prefix cache evicts are saved. If the prompt of a new job continues in saved pages, the job waits for
+them if reading them is predicted to take less time than computing them; both predictions are learnt from earlier
+measurements. Jobs after it do not wait. The job is queued once the pages have been read, or the read has timed out, or
+there has been no room for the pages: then it computes the missing part, as it would without tiers.
 
-All of it runs in the loop's thread between two steps, and takes microseconds; the reading is done by the store's own.
+All of this runs in the loop's thread between two steps, and takes microseconds; the store's own thread reads the pages.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,44 +22,45 @@ from redline.wire.job import PAGE_TOKENS, JobId, PageHash
 from redline.wire.news import TierLoad
 from redline.wire.step import Step
 
-READ_S, LATE = 5.0, 2.0  # for one job's pages to come, and times what is predicted more; what is there by then counts
-ROOM_S = 2.0  # for room to be there, once nobody waits who came before
-FLUSH_S = 5.0  # to write to the disk what is in memory, when the worker ends
-BEGIN_S = 0.001  # of a reading, beside its pages, until that was measured
-SOON_S = 0.0005  # between two looks at what is under way
+# Timeout of a job's read: READ_S seconds plus LATE times the predicted time. Pages that have arrived by then are used.
+READ_S, LATE = 5.0, 2.0
+ROOM_S = 2.0  # timeout, in seconds, for free pages, counted from when no earlier job waits
+FLUSH_S = 5.0  # time limit, in seconds, for writing host memory's pages to disk when the worker ends
+BEGIN_S = 0.001  # first guess for the fixed time of a read, in seconds, until it is measured
+SOON_S = 0.0005  # polling interval, in seconds, of reads in progress
 TIERS: tuple[Tier, ...] = ("host", "disk")
 
-# Of the store's thread, that may go to reading while steps run. A CPU's kernels have every core; a GPU's host is idle.
+# Share of the store thread's time for reads while steps run. CPU kernels use every core; with a GPU the host is idle.
 SHARE = {"cpu": 0.25, "cuda": 1.0}
 
 
 @dataclass(eq=False)
 class _Coming:
-    """Pages that are being read."""
+    """A read of pages in progress."""
 
     fetch: Fetch
     reading: Reading
     choice: Choice
-    began: float  # seconds, before room was made for them
-    ahead_s: float  # that it was to wait for others
-    saved: int  # pages, to make room
-    room_s: float  # that saving them was predicted to take of its time
+    began: float  # start time in seconds, before pages were evicted to make room
+    ahead_s: float  # predicted wait for earlier reads, in seconds
+    saved: int  # number of pages that were saved to make room
+    room_s: float  # predicted part of its time for saving them, in seconds
     busy: bool  # whether steps ran when it was chosen
-    owner: JobId  # for whom they are read
-    jobs: set[JobId]  # that wait for them, the owner included
+    owner: JobId  # the job for which the pages are read
+    jobs: set[JobId]  # the jobs that wait for the pages, including the owner
 
 
 @dataclass(eq=False)
 class _Waiting:
     """A job that waits for pages."""
 
-    since: float  # that it has waited for nobody who came before it
+    since: float  # since when no earlier job waits
     coming: _Coming | None = None
 
 
 @dataclass
 class _Tally:
-    """What has come of a tier's pages."""
+    """Counters of one tier."""
 
     hit_tokens: int = 0
     read_bytes: int = 0
@@ -71,9 +72,9 @@ class _Tally:
 
 
 class Tiers:
-    """The pages below one worker's prefix cache (`plan.below.Below`). The loop's thread uses it.
+    """The KV offload tiers of one worker (`plan.below.Below`). Only the loop's thread may use it.
 
-    `changes` grows whenever the planner has been told something, so that it may have a step to plan.
+    `changes` is incremented whenever the planner's state is changed, so that the planner may have a step to schedule.
     """
 
     def __init__(
@@ -85,35 +86,35 @@ class Tiers:
         experts: tuple[int, int] = (0, 0),
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
-        """step_tokens: positions that a step computes, at most. experts: of a layer, how many there are and how many a
-        token chooses; 0: all weights are read by every step."""
+        """step_tokens: most positions of a step. experts: number of experts per layer and of experts per token; 0:
+        every step reads all weights."""
         self.changes = 0
         self.store = store
         self.prefills = PrefillTimes(*experts)
         self._planner, self._clock, self._step_tokens = planner, clock, step_tokens
-        self._jobs: dict[JobId, _Waiting] = {}  # in the order in which they came
+        self._jobs: dict[JobId, _Waiting] = {}  # in order of arrival
         self._coming: list[_Coming] = []
         self._tallies = {tier: _Tally() for tier in TIERS}
         self._of_prefills = _Tally()
         page_s, share = [store.page_s[tier] for tier in TIERS], store.share
         save_s = store.page_s["host"]
-        self.readings = {  # by whether steps run
+        self.readings = {  # time models of reads, by whether steps run
             False: ReadTimes(BEGIN_S, page_s, save_s),
             True: ReadTimes(BEGIN_S, [seconds / share for seconds in page_s], save_s),
         }
-        self._saved = 0  # pages, since the start
+        self._saved = 0  # number of pages saved since the start
         planner.attach(self)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no job waits and no read is in progress."""
         return not (self._jobs or self._coming)
 
     def due_in(self) -> float | None:
-        """Seconds until `work` may have something to do without a message; None: never."""
+        """Seconds until `work` should be called again even if no message arrives; None: not before a message."""
         return None if self.idle else SOON_S
 
-    # ------------------------------------------------------------------------------------- what the planner hands on
+    # ------------------------------------------------------------------------------------------ calls of the planner
 
     def forgets(self, pages: Sequence[Forgotten]) -> None:
         """As `Below.forgets`."""
@@ -133,7 +134,7 @@ class Tiers:
         if not rows:
             return
         decoding = sum(row.count for row in step.rows if row.start is None)
-        if not decoding and len(rows) == 1:  # what is predicted of one prompt is held against it
+        if not decoding and len(rows) == 1:  # a prefill of one prompt: compare it with its prediction
             first, count = rows[0]
             predicted = self.prefills.predict(first, first + count, self._step_tokens)
             if predicted is not None:
@@ -142,10 +143,10 @@ class Tiers:
                 self._of_prefills.error_s += abs(predicted - seconds)
         self.prefills.observed(rows, decoding, seconds)
 
-    # ----------------------------------------------------------------------------------------------------- a turn
+    # ------------------------------------------------------------------------------------------ one loop iteration
 
     def work(self) -> None:
-        """Moves on what is under way: ends readings, begins others, lets jobs go on."""
+        """Makes progress: completes reads, begins others, and queues the jobs that no longer wait."""
         self.store.busy = not self._planner.idle
         if self.idle:
             return
@@ -160,7 +161,7 @@ class Tiers:
                 self._move(id, waiting, now)
 
     def load(self) -> tuple[TierLoad, ...]:
-        """What there is of each tier, and what has come of it; and, as "compute", how well prompts are predicted."""
+        """The size and the counters of each tier, and, as "compute", the accuracy of predicted prefill times."""
         store, told = self.store, list[TierLoad]()
         for tier in TIERS:
             if tier == "host":
@@ -176,9 +177,9 @@ class Tiers:
         return tuple(told)
 
     def close(self) -> None:
-        """Keeps what the prefix cache has, writes to the disk what there is time for, and ends the store's thread.
+        """Saves the prefix cache's pages, writes as many pages to disk as FLUSH_S allows, and ends the store's thread.
 
-        Nothing of the planner may run any more."""
+        No step of the planner may be running."""
         for coming in self._coming:
             coming.reading.cancelled = True
             coming.reading.ended.wait(READ_S)
@@ -189,13 +190,13 @@ class Tiers:
         self.store.close()
 
     def check(self) -> None:
-        """Raises AssertionError unless what waits and what is read belong together."""
+        """Raises AssertionError unless the waiting jobs and the reads in progress refer to each other."""
         for id, waiting in self._jobs.items():
-            assert waiting.coming is None or id in waiting.coming.jobs, f"job {id} waits for what does not know of it"
-            assert waiting.coming is None or waiting.coming in self._coming, f"job {id} waits for what has ended"
+            assert waiting.coming is None or id in waiting.coming.jobs, f"job {id} is not among its read's jobs"
+            assert waiting.coming is None or waiting.coming in self._coming, f"job {id} waits for a read that has ended"
 
     def _choose(self, lack: Lack) -> Choice:
-        """How much of what a prompt lacks is worth reading."""
+        """Chooses how many of a prompt's missing pages to read."""
         if not lack.hashes:
             return Choice(0)
         found = self.store.find(lack.hashes, exact=lack.exact, drafted=lack.drafted)
@@ -215,12 +216,12 @@ class Tiers:
         )
 
     def _ahead(self) -> float:
-        """Seconds until the readings are done that have been begun, as predicted."""
+        """Predicted seconds until all reads in progress are done."""
         now = self._clock()
         return sum(max(0.0, one.choice.fetch_s - (now - one.began)) for one in self._coming)
 
     def _move(self, id: JobId, waiting: _Waiting, now: float) -> None:
-        """Begins to read for a job, has it wait for what another reads, or lets it go on."""
+        """Begins to read for a job, lets it wait for another job's read, or queues it."""
         lack = self._planner.lack(id)
         if lack is None:  # it was aborted
             del self._jobs[id]
@@ -230,7 +231,7 @@ class Tiers:
             coming.jobs.add(id)
             return
         if not self._planner.comes_next(id):
-            waiting.since = now  # it would not have begun to compute either
+            waiting.since = now  # earlier jobs wait: this job could not have been admitted yet either
             return
         choice = self._choose(lack)
         reading = self.store.hold(lack.hashes[: choice.pages]) if choice.pages else None
@@ -245,8 +246,8 @@ class Tiers:
         if fetch is None:
             self.store.let_go(reading)
             return
-        # Making room takes a copy of each page that goes. It would where the prompt was computed, so it was no part of
-        # the choice; but the first token waits for it.
+        # Making room copies each page that is evicted. Computing the prompt would need the same room, so the copies are
+        # not a part of the choice; but the first token waits for them, so they are a part of the predicted time.
         busy, saved = self.store.busy, self._saved - before
         pages = _by_tier(reading.found)
         begin_s, *page_s = self.readings[busy].predict(pages, saved)
@@ -262,7 +263,8 @@ class Tiers:
         return next((one for one in self._coming if not one.reading.cancelled and hash in one.fetch.hashes), None)
 
     def _end(self, coming: _Coming) -> None:
-        """A reading has ended: the cache has its pages. Whose it was goes on; who waited with it looks again."""
+        """Handles the end of a read: its pages go into the prefix cache, its owner is queued, and the other jobs that
+        waited for it choose again."""
         self._coming.remove(coming)
         kept = coming.reading.kept
         self._planner.fetched(coming.fetch, [Kept(one.exact, one.drafted) for one in kept])
@@ -281,7 +283,7 @@ class Tiers:
             self.changes += 1
 
     def _count(self, coming: _Coming) -> Brought | None:
-        """What a reading has brought, and how well it was predicted; None where it has brought nothing."""
+        """Counts the pages of a read and the error of its prediction. -> its summary; None if it has read no page."""
         reading, choice = coming.reading, coming.choice
         if not reading.kept:
             return None
@@ -289,7 +291,7 @@ class Tiers:
         brought = _by_tier(reading.kept)
         whole = len(reading.kept) == len(reading.hashes)
         saved = 0.0 if choice.compute_s is None else choice.saves_s + choice.fetch_s - (took - coming.room_s)
-        if whole:  # what was given up half-way was not predicted
+        if whole:  # the prediction is for a complete read
             self.readings[coming.busy].observed(brought, took - coming.ahead_s, coming.saved)
         for tier, count in zip(TIERS, brought, strict=True):
             share, tally = count / len(reading.kept), self._tallies[tier]
@@ -313,7 +315,7 @@ class Tiers:
 
 
 def _by_tier(found: Sequence[Found]) -> list[int]:
-    """How many of these pages each tier has."""
+    """The number of these pages in each tier."""
     return [sum(one.tier == tier for one in found) for tier in TIERS]
 
 

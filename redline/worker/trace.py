@@ -1,7 +1,7 @@
-"""What was said and what was drafted, one JSON line a job: the raw material for a better drafter.
+"""Writes a trace of prompts, answers and speculation rounds, one JSON line per job, for training drafters.
 
-The lines hold users' text as token ids, prompt and answer: who keeps a trace keeps what users wrote. A new file can be
-read by its owner alone (mode 0600), and nothing is ever deleted from it.
+The lines contain users' text as token ids, prompt and answer, so a trace is personal data. A new file is readable only
+by its owner (mode 0600), and nothing is ever deleted from it.
 """
 
 import json
@@ -26,11 +26,11 @@ class _Story:
 
 
 class Trace:
-    """Appends to `path`: {"id", "tokens" (prompt and answer), "prompt" (how many of them), "finish", "rounds": [[the
-    position of the round's first new token, drafts verified, drafts accepted], ...]}, when a job has ended.
+    """When a job has ended, appends to `path`: {"id", "tokens" (prompt and answer), "prompt" (number of prompt tokens),
+    "finish", "rounds": [[position of the round's first new token, verified draft tokens, accepted draft tokens], ...]}.
 
-    Raises ConfigError when the file cannot be opened. A line that cannot be written later is lost; the first time is
-    logged, and serving goes on.
+    Raises ConfigError if the file cannot be opened. A line that cannot be written later is lost; the first such error
+    is logged, and serving continues.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,14 +41,14 @@ class Trace:
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise ConfigError(f"{path}: traces cannot be written here: {error.strerror}") from error
+            raise ConfigError(f"{path}: cannot write a trace: {error.strerror}") from error
 
     def submit(self, job: Job) -> None:
-        """Begin the line of a job."""
+        """Start the record of a job."""
         self._stories[job.id] = _Story(job)
 
     def told(self, delta: Delta) -> None:
-        """Take in a delta of a job that was submitted; its last one, with a finish, writes the line."""
+        """Add a delta of a job that was submitted; the last one, with a `finish`, writes the line."""
         story = self._stories.get(delta.job)
         if story is None:
             return
@@ -69,7 +69,7 @@ class Trace:
         )
 
     def close(self) -> None:
-        """Close the file; jobs that have not ended leave no line."""
+        """Close the file; jobs that have not ended are not written."""
         os.close(self._file)
 
     def _write(self, line: dict[str, object]) -> None:

@@ -1,7 +1,7 @@
-"""The ways by which parcels travel between workers, best first: each a transport, and the memory that it moves.
+"""The paths by which KV chunks are transferred between workers, best first: each is a transport and a kind of memory.
 
-A worker tells others of its area on each way. Whoever reads takes the first way on which it can connect, and says which
-(`Want.way`): two GPUs that do not reach each other's memory meet on the next one.
+A worker publishes the descriptor of its area for each path. The decode worker uses the first path on which it can
+connect, and names it in its request (`Want.way`): two GPUs without peer access to each other use the next path.
 """
 
 import logging
@@ -24,30 +24,30 @@ from redline.worker.departures import Departures
 from redline.worker.exported_parcels import ExportedParcels
 from redline.worker.parcel_memory import STAGED_BYTES, GpuParcels, HostParcels, ParcelMemory, PinnedParcels
 
-Out = TypeVar("Out")  # whatever a parcel that leaves is for
-In = TypeVar("In")  # whatever one that comes is for
+Out = TypeVar("Out")  # the owner of a chunk that is sent
+In = TypeVar("In")  # the owner of a chunk that is received
 
 _log = logging.getLogger(__name__)
 
 
 class Carrier(NamedTuple):
-    """A transport by its name, and the memory that it moves."""
+    """A transport, with its name and the kind of memory that it reads and writes."""
 
     name: str
     transport: Transport
     memory: ParcelMemory
-    share: float | None = None  # of the steps' time, that may go to parcels which come; None: as the device has it
-    chip: Chip | None = None  # whose memory it is; None: it is the host's
+    share: float | None = None  # share of the steps' time for receiving chunks; None: the device's default
+    chip: Chip | None = None  # the GPU that has the memory; None: host memory
 
 
 class Way(Generic[Out, In]):
-    """A carrier with the parcels of one worker's pages. `departures`: None where it computes for nobody."""
+    """A carrier, opened for the KV chunks of one worker. `departures`: None if the worker prefills for no other."""
 
     def __init__(
         self, carrier: Carrier, kv: KvPool, share: float, clock: Callable[[], float], area_bytes: int | None
     ) -> None:
-        """area_bytes: for parcels; 0: it computes for nobody; None: as many as suit the memory. share: of the steps'
-        time, where the carrier says none. Raises ConfigError where there is no room for them."""
+        """area_bytes: size of the area for chunks; 0: the worker prefills for no other; None: the default of the
+        memory. share: share of the steps' time, if the carrier has none. Raises ConfigError if there is no room."""
         self.name, self.transport = carrier.name, carrier.transport
         sizes = carrier.memory.sizes
         size = sizes.area if area_bytes is None else area_bytes
@@ -60,24 +60,24 @@ class Way(Generic[Out, In]):
 
 
 def told_of(ways: Sequence[Way[Out, In]]) -> bytes:
-    """What others have to know of all areas; empty where there are none."""
+    """The descriptors of all areas, to be sent to other workers; empty if there are none."""
     told = {way.name: way.departures.area.told for way in ways if way.departures is not None}
     return msgspec.msgpack.encode(told) if told else b""
 
 
 def connect(ways: Sequence[Way[Out, In]], told: bytes, other: str) -> tuple[Way[Out, In], Peer]:
-    """The first way on which the other worker's area can be read, and a warning where that is not the best.
+    """Connects to the other worker's area on the first path that works; logs a warning if it is not the best one.
 
-    Raises TransferFailed, with each way's reason, where there is none, and ConfigError as a transport does.
+    Raises TransferFailed, with the reason of each path, if none works, and a transport's ConfigError.
     """
     try:
         areas = msgspec.msgpack.decode(told, type=dict[str, bytes])
     except msgspec.MsgspecError as error:
-        raise TransferFailed(f"what {other} tells of its areas cannot be read ({error})") from error
+        raise TransferFailed(f"the area descriptors of worker {other} cannot be decoded ({error})") from error
     failed: list[str] = []
     for way in ways:
         if way.name not in areas:
-            failed.append(f"`{way.name}`: it has none")
+            failed.append(f"`{way.name}`: not offered by the other worker")
             continue
         try:
             peer = way.transport.connect(areas[way.name])
@@ -85,20 +85,20 @@ def connect(ways: Sequence[Way[Out, In]], told: bytes, other: str) -> tuple[Way[
             failed.append(f"`{way.name}`: {error}")
             continue
         if failed:
-            _log.warning("parcels of %s travel over `%s`: %s", other, way.name, "; ".join(failed))
+            _log.warning("KV chunks of worker %s are read over `%s`: %s", other, way.name, "; ".join(failed))
         else:
-            _log.info("parcels of %s travel over `%s`", other, way.name)
+            _log.info("KV chunks of worker %s are read over `%s`", other, way.name)
         return way, peer
-    raise TransferFailed("; ".join(failed) or "it has no area")
+    raise TransferFailed("; ".join(failed) or "the other worker has no area")
 
 
 def carriers(name: TransportName, folder: Path | None, device: torch.device, ranks: int = 1) -> list[Carrier]:
-    """What a worker's configuration asks for. folder: of `shared`'s areas. device: that has its pages. ranks: that
-    share the model.
+    """The carriers for a worker's configuration, best first. folder: the folder of `shared`'s areas. device: the device
+    of its KV pages. ranks: tensor parallel size.
 
-    `peer` and `auto` are `peer` on a GPU, and behind it `shared`. What comes to several ranks lies in memory that all
-    of them read: of rank 0's GPU over `peer`, of the host over all others. `nixl` is the GPU's memory over NIXL where
-    one rank has the pages, and behind it the host's. Raises ConfigError where no way can be had.
+    `peer` and `auto` mean `peer` on a GPU, with `shared` as the fallback. With several ranks, chunks are received into
+    memory that all of them read: rank 0's GPU memory over `peer`, host memory over all others. `nixl` means GPU memory
+    over NIXL with one rank, with host memory over NIXL as the fallback. Raises ConfigError if no carrier can be opened.
     """
     if name == "nixl" and device.type == "cuda" and ranks == 1:
         return _over_nixl(device)
@@ -116,14 +116,15 @@ def carriers(name: TransportName, folder: Path | None, device: torch.device, ran
             chip = PeerGpu(device)
             found.insert(0, Carrier("peer", PeerTransport(chip), GpuParcels(device), PEER_SHARE, chip))
         except (RuntimeError, OSError) as error:
-            _log.warning("handoff.transport: this GPU has no way `peer` (%s): `shared` stands in", error)
+            _log.warning("handoff.transport: `peer` is unavailable on this GPU (%s): falling back to `shared`", error)
     elif name == "peer":
-        _log.warning("handoff.transport is `peer`, and the pages are in a CPU's memory: `shared` stands in")
+        _log.warning("handoff.transport is `peer`, but the KV pages are in CPU memory: falling back to `shared`")
     return found
 
 
 def _over_nixl(device: torch.device) -> list[Carrier]:
-    """From GPU to GPU, and behind it from host to host: to workers that have no other, and where NIXL lacks CUDA."""
+    """From GPU to GPU, with host to host as the fallback: for workers without GPU memory over NIXL, or NIXL without
+    CUDA."""
     from redline.kernels.hopper.peers import PeerGpu
     from redline.transport.nixl import NixlTransport
 
@@ -132,18 +133,19 @@ def _over_nixl(device: torch.device) -> list[Carrier]:
         chip = PeerGpu(device)
         memory = ExportedParcels(device, chip)
     except (RuntimeError, OSError) as error:
-        _log.warning("handoff.transport: `nixl` has no way from GPU to GPU (%s): the host's memory stands in", error)
+        _log.warning("handoff.transport: `nixl` cannot use GPU memory (%s): falling back to host memory", error)
         return found
     transport = NixlTransport(make=memory.make, settle=memory.settle)
     return [Carrier("nixl-gpu", transport, memory, PEER_SHARE, chip), *found]
 
 
 def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
-    """Bytes of each rank's GPU that handoffs take, beside what its engine does. name: None: it hands nothing over."""
+    """Bytes of each rank's GPU that KV transfers need, in addition to the engine's memory. name: the transport; None:
+    KV transfers are disabled."""
     if name is None or device.type != "cuda":
         return 0
     own = name in ("peer", "auto") or (name == "nixl" and ranks == 1)
-    # What a follower copies from rank 0, and what goes through pinned memory: to be added up, and again to be placed.
+    # Staging for copies from rank 0's GPU, or for pinned memory, which is copied to sum the checksum and to scatter.
     staged = max(STAGED_BYTES, 2 * PinnedParcels.sizes.landing) if ranks > 1 or name == "nixl" else 0
     return (GpuParcels.sizes.area + GpuParcels.sizes.landing if own else 0) + staged
 
@@ -151,9 +153,9 @@ def aside(name: TransportName | None, device: torch.device, ranks: int) -> int:
 def open_ways(
     found: Sequence[Carrier], kv: KvPool, share: float, clock: Callable[[], float], area_bytes: int | None
 ) -> list[Way[Out, In]]:
-    """A worker's ways. One whose memory cannot be had is left out, with a warning, where another is there.
+    """Opens a worker's paths. A path without its memory is left out, with a warning, if another path is available.
 
-    Raises ConfigError where none is left.
+    Raises ConfigError if none is left.
     """
     ways: list[Way[Out, In]] = []
     for number, carrier in enumerate(found):
@@ -162,5 +164,5 @@ def open_ways(
         except (ConfigError, RuntimeError) as error:
             if not ways and number == len(found) - 1:
                 raise
-            _log.warning("handoff.transport: `%s` cannot be had here (%s)", carrier.name, error)
+            _log.warning("handoff.transport: `%s` is unavailable (%s)", carrier.name, error)
     return ways

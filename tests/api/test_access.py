@@ -168,5 +168,5 @@ async def test_a_client_that_left_is_told_in_the_line(caplog: pytest.LogCaptureF
         with socket.create_connection(("127.0.0.1", port_of(address))) as client:
             client.sendall(asked())
             await eventually(lambda: world.engine.jobs)
-        await eventually(lambda: "the client left" in caplog.text)
+        await eventually(lambda: "the client disconnected" in caplog.text)
     assert " -, " in caplog.text

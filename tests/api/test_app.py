@@ -256,7 +256,7 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         now += links.SILENT_S
         assert await health() == (200, None)
         now += 0.5
-        assert await health() == (503, "the worker has not been heard of for 6 s")
+        assert await health() == (503, "the worker has not responded for 6 s")
         response = await world.http.post(CHAT, json=HELLO)
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"

@@ -208,7 +208,10 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
     async with World(answer("a"), limits=Limits(tokens=50, queue_tokens=50)) as world:
         world.engine.gate.clear()
         for _ in range(3):  # given up
-            with await world.gateway.begin(text_ask("x" * 20, n=2)), pytest.raises(Overloaded, match="40 tokens"):
+            with (
+                await world.gateway.begin(text_ask("x" * 20, n=2)),
+                pytest.raises(Overloaded, match="40 prompt tokens"),
+            ):
                 await world.gateway.begin(text_ask("x" * 6, n=2))
         for ask in (text_ask("x" * 20, "x" * 40), text_ask("x" * 20, ""), text_ask("x" * 20, "x" * 5000)):  # refused
             with pytest.raises(RequestError):

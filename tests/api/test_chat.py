@@ -353,7 +353,7 @@ async def test_an_unknown_model_is_not_found_and_every_served_name_is() -> None:
 async def test_a_token_id_beyond_the_vocabulary_is_refused() -> None:
     async with World(answer("a")) as world:
         for fields in ({"logit_bias": {str(TOKENIZER.vocab_size): 1}}, {"extra_body": {"stop_token_ids": [10**6]}}):
-            with pytest.raises(BadRequestError, match="beyond"):
+            with pytest.raises(BadRequestError, match="range from"):
                 await ask(world, **fields)
 
 
@@ -389,7 +389,7 @@ async def test_a_lost_worker_ends_whole_answers_with_503_and_streams_with_an_err
         unopened = asyncio.create_task(ask_on(client, stream=True))
         await eventually(lambda: len(world.engine.jobs) == 3)
         world.gateway.deliver(world.link, Failed(reason="out of memory at 0x1"))
-        with pytest.raises(APIError, match="has ended") as broken:
+        with pytest.raises(APIError, match="went down") as broken:
             seen += [chunk async for chunk in stream]
         assert broken.value.code == "worker_lost"
         for task in (waiting, unopened):

@@ -198,7 +198,7 @@ async def test_what_is_not_rendered_is_refused_by_its_field() -> None:
 async def test_a_block_that_takes_too_long_ends_its_process_and_no_more() -> None:
     renderer = Renderer(render_s=0.0)
     try:
-        with pytest.raises(RequestError, match="blocks take more than 0 s"):
+        with pytest.raises(RequestError, match="rendering the blocks takes more than 0 s"):
             await renderer.answer(b'{"blocks":["a"]}')
         renderer.render_s = 600.0
         assert await renderer.answer(b'{"blocks":["a"]}') == b'{"blocks":["<p>a</p>\\n"]}'
@@ -217,7 +217,7 @@ async def test_a_process_that_ends_is_started_again(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(render, "_asked", asked)
     try:
-        with pytest.raises(RequestError, match="blocks take more memory"):
+        with pytest.raises(RequestError, match="rendering the blocks takes more memory"):
             await renderer.answer(b'{"blocks":["deadly"]}')
         assert b"<p>next</p>" in await renderer.answer(b'{"blocks":["next"]}')
         monkeypatch.setattr(render.sys, "executable", "/nowhere/python")

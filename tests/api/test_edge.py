@@ -80,13 +80,16 @@ def test_a_line_is_a_name_and_a_key_or_a_key_alone(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("", "no API key in the file"),
-        ("alice secret what", "line 1: a word behind the key of alice is no limit; expected requests_per_s=NUMBER"),
-        ("alice secret sla=quick", "line 1: alice: no .sla.NAME. of the deployment is called so; there are none"),
-        ("a secret sla=default\na other concurrency=2 sla=default", "line 2: a has other limits in .*line 1"),
+        ("alice secret what", "line 1: unknown word after the key of alice; expected requests_per_s=NUMBER"),
+        ("alice secret sla=quick", "line 1: alice: unknown class in sla=; the deployment has none"),
+        (
+            "a secret sla=default\na other concurrency=2 sla=default",
+            "line 2: a has other limits or another sla in .*line 1",
+        ),
         ("alice secret concurrency=0", "line 1: alice: Expected `int` >= 1"),
         ("alice secret tokens_per_day=many", "line 1: alice: Expected `int"),
-        ("alice secret\nbob secret", "line 2: this key has another name already: alice"),
-        ("a secret concurrency=1\na other concurrency=2", "line 2: a has other limits in .*line 1"),
+        ("alice secret\nbob secret", "line 2: this key already has another name: alice"),
+        ("a secret concurrency=1\na other concurrency=2", "line 2: a has other limits or another sla in .*line 1"),
         (f"{'a' * 65} secret", "line 1: the name is not printable text of at most 64"),
         ("alice k1\n\0\0\0\0", "line 2: a character that is not printable"),
         ("\x0bsecret", "line 1: a character that is not printable"),
@@ -120,7 +123,7 @@ async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
         assert (await chat(world, "k2")).status_code == 200
         assert edge.keyring.accounts["alice"].tokens > used
         path.write_text("alice k3 concurrency=none\n")
-        assert "the keys that held before hold on" in await edge.reload()
+        assert "the previous keys stay in effect" in await edge.reload()
         assert (await chat(world, "k2")).status_code == 200
         following.cancel()
 
@@ -163,13 +166,13 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
             path.write_text("alice k2")
             said = [await edge.reload() for _ in range(3)]
             assert all("keys.txt: not read within" in each for each in said)
-            assert (await chat(world, "k1")).status_code == 200, "the keys that held before hold on"
+            assert (await chat(world, "k1")).status_code == 200, "the previous keys stay in effect"
             edge.reload_soon()
             assert reads == ["file"], "one reading at a time, in a thread of its own"
-            assert caplog.text.count("the keys that held before hold on until it is") == 1
+            assert caplog.text.count("the previous keys stay in effect until then") == 1
         finally:
             answers.set()
-        await eventually(lambda: "keys.txt: 1 keys hold now" in caplog.text)
+        await eventually(lambda: "keys.txt: 1 keys are in effect now" in caplog.text)
         assert (await chat(world, "k2")).status_code == 200
         assert (await chat(world, "k1")).status_code == 401
         following.cancel()
@@ -180,7 +183,7 @@ async def test_a_pipe_in_the_place_of_the_file_is_refused_and_the_keys_hold_on(t
     edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
     path.unlink()
     os.mkfifo(path)
-    assert "is not a regular file; the keys that held before hold on" in await edge.reload()
+    assert "is not a regular file; the previous keys stay in effect" in await edge.reload()
     assert edge.keyring is not None
     assert edge.keyring.account([(b"authorization", b"Bearer k1")]).name == "alice"
     for other in (path, tmp_path, Path("/dev/zero")):
@@ -198,7 +201,7 @@ def test_requests_in_a_second_come_free_with_time() -> None:
         with account.request():
             pass
     with (
-        pytest.raises(LimitReached, match="the key alice has reached its limit: requests_per_s is 2") as told,
+        pytest.raises(LimitReached, match="the key alice has reached its rate limit: requests_per_s is 2") as told,
         account.request(),
     ):
         pass
@@ -251,7 +254,7 @@ async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_
         assert refused.headers["retry-after"] == "1"
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
-        assert "alice has reached its limit: concurrency is 1" in error["message"]
+        assert "alice has reached its rate limit: concurrency is 1" in error["message"]
         world.engine.gate.set()
         assert (await first).status_code == 200
         assert (await chat(world, "k1")).status_code == 200
@@ -330,7 +333,7 @@ async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str, clo
         clock.advance(0.2)
         ended = await asked
         assert ended.status_code == (200 if stream else 504)
-        assert "the deadline has passed: the answer was not complete 7.5 s after the request came" in ended.text
+        assert "the deadline has passed: the answer was not complete 7.5 s after the request arrived" in ended.text
         assert "deadline_exceeded" in ended.text
         assert "[DONE]" not in ended.text
         assert {job.id for job in world.engine.jobs} == world.engine.aborted
@@ -420,7 +423,7 @@ async def test_the_admin_routes_ask_for_keys_of_their_own(tmp_path: Path) -> Non
         assert alice["tokens"] > 1
         assert 0 < alice["left"]["tokens_per_minute"] < 500
         path.write_text("bob k2")
-        assert "1 keys hold now" in (await admin.post("/admin/reload", headers=ours)).json()["message"]
+        assert "1 keys are in effect now" in (await admin.post("/admin/reload", headers=ours)).json()["message"]
         assert (await chat(world, "k1")).status_code == 401
         assert not drained
         assert (await admin.post("/admin/drain", headers=ours)).json()["status"] == "draining"
@@ -444,7 +447,7 @@ async def test_a_worker_is_replaced_or_the_answer_says_why_not(tmp_path: Path) -
     assert [answer.status_code for answer in answers.values()] == [200, 200, 409, 404]
     assert [answers[name].json()["status"] for name in "ab"] == ["draining", "starting"]
     assert answers["c"].json()["error"]["message"] == "c is being started already"
-    assert answers["d"].json()["error"]["message"] == "no worker is called d; there are worker"
+    assert answers["d"].json()["error"]["message"] == "there is no worker d; the workers are worker"
 
 
 async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -356,7 +356,7 @@ async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
     async with World(resuming, resume_s=600.0) as world:
         link = world.gateway.join("other", FakeEngine(resuming), "both")
         world.gateway.deliver(link, Missed(messages=1))
-        assert link.lost == "1 messages were lost between it and others"
+        assert link.lost == "1 messages of the worker's connections were lost"
 
 
 async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() -> None:
@@ -404,7 +404,7 @@ async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> 
         for _ in range(30):
             now += LOOK_S
             world.gateway.look()
-        with pytest.raises(Overloaded, match="not been heard of"):
+        with pytest.raises(Overloaded, match="has not responded"):
             await world.gateway.begin(text_ask())
 
 
@@ -490,7 +490,7 @@ async def test_a_prompt_that_lost_its_pages_where_it_was_computed_is_told_of_tha
         gateway.deliver(answers.link, Delta(job=computed.job.id, tokens=(65,), noted=(lost, again)))
         (paused,) = computed.story.told()["paused"]
         assert (paused["worker"], paused["wait_expected_s"], paused["paused_s"]) == ("p", 0.0, 0.2)
-        assert f"job {computed.id} is pre-empted on p after 0 tokens" in caplog.text
+        assert f"job {computed.id} was preempted on p after 0 tokens" in caplog.text
         assert not computed.waits
         for generation in begun:
             generation.close()

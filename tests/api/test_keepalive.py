@@ -191,7 +191,7 @@ async def test_a_silent_answer_that_fails_still_has_its_error(served: Served, pa
     served.world.gateway.lose(served.world.link, "gone")
     whole = streamed(await stream.client.rest())
     assert stream.came == 1
-    assert "the worker that ran this request has ended" in whole.rstrip().rpartition("\n\n")[2]
+    assert "the worker that ran this request went down" in whole.rstrip().rpartition("\n\n")[2]
 
 
 async def test_a_client_that_takes_nothing_is_sent_one_keepalive(clock: FakeClock) -> None:

@@ -215,7 +215,7 @@ def test_parameters_may_be_nested_as_deep_as_the_bound_says(depth: int) -> None:
     if depth == 64:
         assert conversation(tools=[tool]).tools[0].parameters == deep
     else:
-        with pytest.raises(RequestError, match="64 deep"):
+        with pytest.raises(RequestError, match="64 levels deep"):
             chat(tools=[tool])
 
 

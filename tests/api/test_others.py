@@ -33,7 +33,7 @@ async def test_what_waits_at_other_replicas_counts_where_a_queue_is_bounded() ->
         with await gateway.begin(text_ask()):
             pass
         gateway.hear(Use(replica="b.1", roster=1, waiting=1, waiting_tokens=1000))
-        with pytest.raises(Overloaded, match="1000 tokens wait already"):
+        with pytest.raises(Overloaded, match="1000 prompt tokens wait already"):
             await gateway.begin(text_ask())
         gateway.hear(Use(replica="b.1", roster=1, waiting=10))
         with pytest.raises(Overloaded, match="10 jobs wait already"):

@@ -278,7 +278,7 @@ async def test_a_response_is_its_keys_alone(tmp_path: Path) -> None:
 async def test_without_a_store_nothing_is_kept() -> None:
     async with World(answer("a")) as world:
         assert (await ask(world, store=True)).store is False
-        with pytest.raises(BadRequestError, match="keeps no responses"):
+        with pytest.raises(BadRequestError, match="stores no responses"):
             await ask(world, previous_response_id="resp_1")
         with pytest.raises(NotFoundError):
             await world.client.responses.retrieve("resp_1")
@@ -309,7 +309,7 @@ def test_what_is_kept_is_bounded_in_number_bytes_and_age(tmp_path: Path, caplog:
     store.put("7", "", b"x" * 480, ())
     store.put("8", "", b"x" * 501, ())
     assert held(store, 9) == [6, 7]
-    assert "not kept" in caplog.text
+    assert "not stored" in caplog.text
     now = 11.0
     assert held(store, 9) == []
     store.close()
@@ -353,7 +353,7 @@ async def test_an_answer_that_cannot_be_kept_says_so(
         assert (told["status"], told["store"]) == ("completed", False)
         with pytest.raises(NotFoundError):
             await world.client.responses.retrieve(told["id"])
-    assert "a response is not kept: database or disk is full" in caplog.text
+    assert "a response was not stored: database or disk is full" in caplog.text
 
 
 async def test_a_disk_that_takes_no_writes_holds_up_no_answer(
@@ -378,7 +378,7 @@ async def test_a_disk_that_takes_no_writes_holds_up_no_answer(
     with pytest.raises(Refusal):
         await store.body("2", "")
     store.close()
-    assert "took no write for 10 s" in caplog.text
+    assert "took more than 10 s" in caplog.text
 
 
 @pytest.fixture
@@ -708,7 +708,7 @@ async def test_what_only_openai_runs_is_left_out_and_a_header_says_so() -> None:
     assert world.engine.jobs[0].tokens == world.engine.jobs[1].tokens
     for one in (given[0], streamed, counted):
         assert one.headers["x-redline-warning"] == (
-            "left out, as this server runs functions only: web_search, tool_search, custom, "
+            "ignored, since only function tools are supported: web_search, tool_search, custom, "
             f"a??set-cookie???{'x' * 48}, "
             "web_search_call, custom_tool_call, custom_tool_call_output, tool_search_call, computer_call_output, "
             "mcp_call, of_tomorrow, program_output, shell_call_output, tool_search_output"
@@ -766,11 +766,11 @@ async def test_references_to_items_that_are_kept_are_read_as_the_items(tmp_path:
         unknown = {"type": "item_reference", "id": "rs_1"}
         await ask(world, input=[said, unknown])
         assert b"rs_1" not in TOKENIZER.decode_bytes(world.engine.jobs[-1].tokens)
-        with pytest.raises(BadRequestError, match="no item 'msg_1' is kept here") as refused:
+        with pytest.raises(BadRequestError, match="no item 'msg_1' is stored for this key") as refused:
             await ask(world, input=[said, {**unknown, "id": "msg_1"}])
         assert refused.value.param == "input[1].id"
         await world.client.responses.delete(first.id)
-        with pytest.raises(BadRequestError, match="is kept here"):
+        with pytest.raises(BadRequestError, match="is stored for this key"):
             await ask(world, input=[said, *references])
     assert len({job.tokens for job in jobs}) == 1
     assert counted.input_tokens == len(jobs[0].tokens)
@@ -782,7 +782,7 @@ async def test_items_are_referred_to_as_long_as_they_are_no_more_than_a_body_hol
     async with World(answer("a" * 500), limits, responses_file=str(tmp_path / "kept")) as world:
         reference = {"type": "item_reference", "id": (await ask(world)).output[-1].id}
         await ask(world, input=[reference] * 3)
-        with pytest.raises(BadRequestError, match="more than 20000 bytes together") as refused:
+        with pytest.raises(BadRequestError, match="more than 20000 bytes in total") as refused:
             await ask(world, input=[reference] * 100)
     assert refused.value.param == "input"
 

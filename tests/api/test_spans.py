@@ -94,7 +94,7 @@ async def test_a_span_that_cannot_be_made_costs_no_answer(caplog: pytest.LogCapt
             for _ in range(2):
                 assert (await client.post("/tokenize", json={"prompt": "a"})).status_code == 200
     assert [record.message for record in caplog.records if "spans" in record.message] == [
-        "a request's spans could not be made; no more is said of others"
+        "a request's spans could not be created; further failures are not logged"
     ]
 
 
@@ -119,5 +119,5 @@ def test_nothing_is_imported_where_nobody_asks_and_a_missing_extra_is_said():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT_S, check=True)
     assert done.stdout == (
-        "ConfigError OTEL_EXPORTER_OTLP_ENDPOINT is set, and spans need their library: pip install 'redline[otel]'\n"
+        "ConfigError OTEL_EXPORTER_OTLP_ENDPOINT is set, but its library is missing: pip install 'redline[otel]'\n"
     )

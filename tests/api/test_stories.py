@@ -80,9 +80,9 @@ def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_kno
 
     one.comes(Delta(job=JobId("-"), tokens=(1,)), 2.0)
     assert preempted(1).count("it has not") == 1
-    assert preempted(5).count("it went on elsewhere") == 1, "its worker ended, and another took it from there"
+    assert preempted(5).count("it resumed on another worker") == 1, "its worker ended, and another took it from there"
     one.ends("length", 9, 3.0)
-    assert said().count("it went on elsewhere") == 2
+    assert said().count("it resumed on another worker") == 2
 
 
 def test_a_story_says_what_was_expected_and_what_came() -> None:
@@ -127,10 +127,10 @@ def test_redline_explain_prints_them() -> None:
     show({"jobs": [story().told()]}, console)
     said = console.export_text()
     assert "read 64 tokens from the host's memory in 0.100 s, expected 0.200" in said
-    assert "pre-empted 4 times before the newest 16" in said
-    assert "pre-empted on a after 1 tokens, for a page of job b: all 40 were held, and it began last of 4; " in said
-    expected = "expected to go on in 0.750 s (0.500 until there are pages, 30 tokens to compute again)"
+    assert "pre-empted 4 times before the latest 16" in said
+    assert "pre-empted on a after 1 tokens, for a page of job b: all 40 were in use, and it began last of 4; " in said
+    expected = "expected to resume in 0.750 s (0.500 until pages are free, 30 tokens to recompute)"
     assert f"{expected}; it was pre-empted again before" in said
-    assert f"{expected}; it did in 0.600 (0.400 until there were, 26 tokens computed again)" in said
+    assert f"{expected}; it did in 0.600 (0.400 until pages were free, 26 tokens recomputed)" in said
     assert "it has not" not in said
     assert "4 of these took 10.00 ms each, expected 9.00, and without drafts 5.00: for 2.00 tokens each" in said

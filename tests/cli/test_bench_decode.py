@@ -37,7 +37,14 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
         assert done.exit_code == 0, done.output
         assert len(json.loads(result.read_bytes())) == 2 * times, "cases are added"
-    for said in ("4 layers run on 3 in memory", "floor/time", "mla_decode", "sum of ops", "experts read", "routing model"):
+    for said in (
+        "4 layers run on 3 in memory",
+        "floor/time",
+        "mla_decode",
+        "sum of ops",
+        "experts read",
+        "routing model",
+    ):
         assert said in done.output
     assert "vLLM" not in done.output
     records = json.loads(result.read_bytes())
@@ -157,7 +164,10 @@ def test_a_stated_length_is_of_one_k(tmp_path: Path):
         ("--draft-shape eagle9", "draft-shape is 'eagle9'; expected eagle3-mla"),
         ("--draft-shape eagle3-mla --accept 2.88", "accept is 2.88, which needs one --k, but 4 were given"),
         ("--draft-shape eagle3-mla --k 6", "golden, which covers --k 1 to 5"),
-        ("--draft-shape eagle3-mla --k 2 --accept 3.5", "accept is 3.5; expected the mean tokens of a round, 1 to 3"),
+        (
+            "--draft-shape eagle3-mla --k 2 --accept 3.5",
+            "accept is 3.5; expected a mean number of tokens per round, 1 to 3",
+        ),
         ("--draft-shape eagle3-mla --k 2 --accept some", "accept is 'some'; expected a length"),
         ("--draft-shape eagle3-mla --k 8 --accept 2", "at most 64 rows and 7 draft tokens"),
         ("--draft-shape eagle3-mla --batch 65", "at most 64 rows"),

@@ -266,7 +266,7 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_does_not_leave():
     with chat() as (one, asked, _):
         one.until_prompt(1)
         one.type("half a quest\x03")
-        one.until(lambda: "(Ctrl-D leaves)" in one.shown)
+        one.until(lambda: "(Ctrl-D quits)" in one.shown)
         one.until_prompt(2)
         one.type("whole\r")
         one.until(lambda: asked)
@@ -280,7 +280,7 @@ def test_the_greeting_names_model_and_address_in_one_piece_so_that_a_narrow_term
     with server() as (url, _), session("chat", "--url", f"{url}/{'behind-a-proxy/' * 4}", size=(40, 30)) as one:
         one.until(lambda: "\n>" in one.shown or one.process.poll() is not None)
         address = f"{url}/{'behind-a-proxy/' * 4}".rstrip("/")
-        assert f"fake at {address}   (Ctrl-C stops an answer, Ctrl-D leaves, /help)" in one.shown
+        assert f"fake at {address}   (Ctrl-C stops an answer, Ctrl-D quits, /help)" in one.shown
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_
     assert "outputs over the calibration texts" in said
     said = typed("audit", tiny, out, "--most-kl", "9", "--least-agreement", "0", *texts)
     assert "everything is within its bounds" in said
-    assert "is whole already" in typed("quantize", tiny, out, "--level", "calibrated", "--tokens", "500", *texts)
+    assert "is complete already" in typed("quantize", tiny, out, "--level", "calibrated", "--tokens", "500", *texts)
 
 
 # ---------------------------------------------------------------------------------------------------------- doctor
@@ -168,7 +168,7 @@ def test_doctor_answers_from_config_json_alone_and_says_so(tiny: Path, tmp_path:
     (folder / "config.json").write_text(json.dumps(config))
     said = typed("doctor", folder)
     assert "k2 [bold]\n" in said
-    assert "config.json alone: what follows is arithmetic, and no weights are here yet" in said
+    assert "config.json alone, no weights yet: the figures below are computed from it" in said
     assert "60 layers x 384 experts x 44,040,192 = 1,014.7 B" in said
     assert "does not fit" in said
     assert "whole" not in said
@@ -226,7 +226,7 @@ def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny:
     read = Checkpoint.open(tiny).config.bytes_per_token
     said = typed("doctor", tiny)
     assert measured == [doctor.WORKING_SET_BYTES, read]
-    assert "at 1000.0 GB/s (measured over so much)" in said
+    assert "at 1000.0 GB/s (measured over that size)" in said
     assert f"at most {1e12 / read:,.0f} tokens/s" in said
 
 
@@ -288,7 +288,7 @@ def test_bench_speculate_at_a_stated_acceptance_accepts_so_much(tiny: Path, tmp_
     assert by_variant["k2"]["length"] == pytest.approx(2, abs=0.15), "the last round has less room"
     wrong = [*words, "--k", "3", "--k", "1", "--synthetic-acceptance", "2.5"]
     done = CliRunner().invoke(app, list(map(str, wrong)))
-    assert "synthetic-acceptance, with --k 1, is 2.5; expected the mean tokens of a round, 1 to 2" in str(
+    assert "synthetic-acceptance, with --k 1, is 2.5; expected a mean number of tokens per round, 1 to 2" in str(
         done.exception
     )
 

@@ -60,7 +60,7 @@ def test_any_key_can_be_set_and_flags_of_the_engine_are_its_keys():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name a checkpoint's folder or a deployment.toml, or say --nano"),
+        ([], "name a checkpoint's folder or a deployment.toml, or use --nano"),
         (["--nano", "models"], "leave one of them out"),
         (["--nano", "--set", "port"], "expected KEY=VALUE"),
         (["--nano", "--set", "engine.max_runing=3"], "did you mean engine.max_running?"),

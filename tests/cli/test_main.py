@@ -41,7 +41,7 @@ def test_an_error_that_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     said = main_raises(monkeypatch, capfd, ZeroDivisionError("by [/red]\nnought"))
-    assert re.fullmatch(r"error: ZeroDivisionError: by \[/red\] nought; this is a mistake of ours; .*\n", said)
+    assert re.fullmatch(r"error: ZeroDivisionError: by \[/red\] nought; this is a bug in Redline; .*\n", said)
     (kept,) = tmp_path.iterdir()
     assert said.rstrip("\n").endswith(f"the traceback is in {kept}")
     assert "in fails" in kept.read_text()
@@ -95,8 +95,8 @@ def test_an_error_that_somebody_can_mend_keeps_no_traceback(
             ModuleNotFoundError("no", name="_sqlite3"),
             ".* was built without a part of Python: .*",
         ),
-        (ModuleNotFoundError("no", name="redline.x"), "ModuleNotFoundError: no; this is a mistake of ours; .*"),
-        (MemoryError(), "no memory is left: ulimit -v, .*"),
+        (ModuleNotFoundError("no", name="redline.x"), "ModuleNotFoundError: no; this is a bug in Redline; .*"),
+        (MemoryError(), "no memory is left: check ulimit -v .*"),
     ],
 )
 def test_what_cannot_be_imported_is_named_with_what_installs_it(

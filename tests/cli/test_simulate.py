@@ -42,7 +42,7 @@ def test_the_page_stands_alone(tmp_path: Path):
     page = tmp_path / "page.html"
     said("chat:20@2", "--gpus", "16", "--roles", "both", "--html", str(page))
     text = page.read_text()
-    assert "Workers that compute prompts alone" in text
+    assert "Prefill workers" in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     assert 'src="' not in text
 
@@ -56,7 +56,7 @@ def test_the_page_is_written_though_nobody_reads_the_figures(tmp_path: Path, mon
     monkeypatch.setattr("redline.cli.simulate_run._show", closed)
     words = ["simulate", "chat:20@2", "--gpus", "16", "--roles", "both", "--html", str(page)]
     CliRunner().invoke(app, words, env={"COLUMNS": "160"})
-    assert "Workers that compute prompts alone" in page.read_text()
+    assert "Prefill workers" in page.read_text()
 
 
 def test_a_made_trace_that_is_kept_is_played_again_alike(tmp_path: Path):
@@ -82,11 +82,11 @@ def test_half_the_time_is_twice_the_load():
     [
         (["chat:x@4"], "expected KIND:SECONDS@RATE such as chat:600@20; kinds: chat, documents, agents"),
         (["chat:10@4,talk:10@1"], "'talk:10@1'"),
-        (["chat:0.1@4"], "give a second or more"),
+        (["chat:0.1@4"], "give at least one second"),
         (["nowhere.jsonl"], "cannot be read"),
         (["chat:10@1", "--gpus", "12"], "a worker of kimi-8xh200 has 8; give a multiple"),
-        (["chat:10@1", "--roles", "3:6"], "P:D of 8 workers in all"),
-        (["chat:10@1", "--roles", "8:0"], "one at least to answer"),
+        (["chat:10@1", "--roles", "3:6"], "P:D with 8 workers in total"),
+        (["chat:10@1", "--roles", "8:0"], "at least one for decode"),
         (["chat:10@1", "--goodput", "tpot:20"], r"expected \[CLASS.\]NAME:MS"),
         (["chat:10@1", "--goodput", "ttft:0"], r"expected \[CLASS.\]NAME:MS"),
         (["chat:10@1", "--worker", "tpu"], "kimi-8xh200"),

@@ -50,10 +50,10 @@ def test_the_verdict_comes_first_then_file_tensor_and_fix(tmp_path: Path):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ([], "one of them"),
-        (["folder", "--server", "x"], "one of them"),
+        ([], "either a checkpoint's FOLDER or --server URL"),
+        (["folder", "--server", "x"], "either a checkpoint's FOLDER or --server URL"),
         (["--server", "x"], "--server needs --requests FILE"),
-        (["folder", "--requests", "x"], "--requests are for --server"),
+        (["folder", "--requests", "x"], "--requests is for --server only"),
         (["/nowhere/at/all"], "/nowhere/at/all: no such folder"),
         ([__file__], "a file; expected a model's folder"),
     ],

@@ -221,9 +221,9 @@ async def test_a_machine_that_is_silent_counts_as_gone_and_so_do_its_workers(
         await eventually(lambda: machines._joined["gpu-1"].unheard >= QUIET)
         assert not killed.ended.done()
         killed.kill()
-        assert "gpu-1 is not heard of" in await asyncio.wait_for(killed.ended, LIMIT_S)
+        assert "gpu-1 sends no reports" in await asyncio.wait_for(killed.ended, LIMIT_S)
         assert not wanted.ended.done(), "its stream may go on yet"
-        assert "gpu-1 has not been heard of for 30 s" in await asyncio.wait_for(wanted.ended, LIMIT_S)
+        assert "no report from the agent of gpu-1 for 30 s" in await asyncio.wait_for(wanted.ended, LIMIT_S)
         assert wanted.gone
         assert killed.gone
 
@@ -275,11 +275,13 @@ async def test_agents_that_are_not_taken_in_are_told_why(
         process = machines.start("gpu-1", order())
         await eventually(lambda: workers.running == 1)
         async with living(an_agent(machines)):
-            await eventually(lambda: "not taken in: another agent was heard as gpu-1 lately" in caplog.text)
-            assert caplog.text.count("the agent of gpu-1 is not taken in") == 1, "however often it asks"
+            await eventually(lambda: "the server refused this agent: another agent has joined as gpu-1" in caplog.text)
+            assert caplog.text.count("the agent of gpu-1 is refused") == 1, "however often it asks"
         monkeypatch.setattr(agents, "__version__", "9.9")
         async with living(an_agent(machines, "gpu-2")):
-            await eventually(lambda: "not taken in: it runs Redline 9.9, and the server " in caplog.text)
+            await eventually(
+                lambda: "the server refused this agent: it runs Redline 9.9, and the server " in caplog.text
+            )
         assert list(machines._joined) == ["gpu-1"]
         assert not process.ended.done()
 
@@ -323,8 +325,8 @@ async def test_what_is_not_understood_is_said_and_does_no_harm(
             with SocketOutbox(address, KEY.encode()) as friend:
                 for head in heads:
                     friend._socket.send(head)
-        await eventually(lambda: "an agent says what is not understood" in caplog.text)
-        await eventually(lambda: f"{machines.address} says what is not understood" in caplog.text)
+        await eventually(lambda: "an agent sent a message that cannot be decoded" in caplog.text)
+        await eventually(lambda: f"{machines.address} sent a message that cannot be decoded" in caplog.text)
         second = machines.start("gpu-1", order("two"))
         await eventually(lambda: workers.running == 2)
         second.kill()
@@ -362,7 +364,7 @@ def test_its_own_address_is_the_one_towards_the_server(tmp_path: Path) -> None:
     [
         ({"join": "127.0.0.1:7600"}, "--join is '127.0.0.1:7600'; expected tcp://HOST:PORT"),
         ({"join": "tcp://127.0.0.1:70000"}, "--join is .*; expected tcp://HOST:PORT"),
-        ({"listen": "0.0.0.0"}, "--listen is at 0.0.0.0, every network of this machine; name the one address"),
+        ({"listen": "0.0.0.0"}, "--listen is at 0.0.0.0, all addresses of this machine; give the one"),
         ({"listen": "*"}, r"--listen is at '\*'; expected the IPv4 address"),
         ({"listen": "eth0"}, "--listen is at 'eth0'; expected the IPv4 address"),
         ({"key_file": Path("/nowhere/key")}, "--key-file: /nowhere/key cannot be read: No such file"),
@@ -384,7 +386,7 @@ def test_a_key_that_every_user_can_use_is_refused(tmp_path: Path, bit: int) -> N
 def test_a_key_that_could_be_guessed_is_refused(tmp_path: Path) -> None:
     told = config(tmp_path)
     told.key_file.write_text("x" * (LEAST_KEY - 1) + "\n")
-    with pytest.raises(ConfigError, match="has 31 characters; expected 32 at least"):
+    with pytest.raises(ConfigError, match="has 31 characters; expected at least 32"):
         agent_of(told)
 
 

@@ -53,7 +53,7 @@ def test_it_drains_when_it_is_told_to_and_reads_its_keys_again(start: Start, tin
     assert asked(completions, "k1", body)[0] == 200
     (tmp_path / "keys.txt").write_text("alice k2\n")
     os.kill(server.process.pid, signal.SIGHUP)  # there is no terminal: it reads its keys again
-    wait_for(lambda: "1 keys hold now" in server.said, server)
+    wait_for(lambda: "1 keys are in effect now" in server.said, server)
     assert asked(completions, "k1", body)[0] == 401
     assert asked(completions, "k2", body)[0] == 200
     admin = re.search(r"admin routes are at (http://\S+)/status", server.said)

@@ -48,7 +48,7 @@ def test_where_nobody_reads_lines_are_dropped_and_counted_and_nobody_waits():
     os.close(writer)
     thread.join()
     assert MOST_WAITING <= read[0].count(long) < told
-    assert "lines were dropped here: nobody read them)" in read[0]
+    assert "lines were dropped here: stderr was blocked)" in read[0]
 
 
 def test_a_reader_that_is_gone_is_no_error():

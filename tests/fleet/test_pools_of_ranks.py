@@ -136,7 +136,7 @@ def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], ser
     assert streamed(server, how, 20, lambda: os.kill(rank, signal.SIGKILL)) == undisturbed
     wait_for(lambda: all_ready(server) and workers(server)["decode"]["pid"] != worker, server)
     assert [pid != rank for pid in followers(server)] == [True]
-    for line in ("rank 1 is lost", "it is started again"):
+    for line in ("rank 1 failed", "it is restarted"):
         wait_for(lambda line=line: line in server.said, server)
 
 

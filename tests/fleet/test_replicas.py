@@ -389,7 +389,7 @@ def test_keys_are_read_again_by_all(two: Server) -> None:
     keys = Path(two.process.args[-1]).parent / "keys.txt"  # type: ignore[index]
     keys.write_text("alice alice\nbob bob concurrency=1\ncarol carol\n")
     os.kill(two.process.pid, signal.SIGHUP)  # there is no terminal
-    wait_for(lambda: two.said.count("3 keys hold now") >= 2, two)
+    wait_for(lambda: two.said.count("3 keys are in effect now") >= 2, two)
     with connected(two) as at:
         assert [client.status({"prompt": "a", "max_tokens": 1}, "carol") for (client,) in at] == [200, 200]
 

@@ -152,7 +152,7 @@ def test_a_long_answer_goes_on_with_another_worker(three: Server) -> None:
         wait_for(lambda: writing(three), three)
         name = writing(three)[0]
         taken(three, name, "prefill")
-        moves = re.compile(rf"job \S+ moves after (\d+) tokens: {name} is prefill from now on")
+        moves = re.compile(rf"job \S+ is requeued after (\d+) tokens: the role of {name} is now prefill")
         while (found := moves.search(three.said)) is None:
             more = first_tokens(stream, 10)  # a client that reads nothing would have its job paused
             assert more, "the answer ended before its worker changed its role"
@@ -191,7 +191,10 @@ def test_a_worker_that_is_killed_while_it_changes_its_role_is_started_again_in_t
 
 def test_what_cannot_be_is_refused_in_one_line(three: Server) -> None:
     status, said = turn(three, "cook", {"role": "decode"})
-    assert (status, said["error"]["message"]) == (404, "no worker is called cook; there are prefill, decode, other")
+    assert (status, said["error"]["message"]) == (
+        404,
+        "there is no worker cook; the workers are prefill, decode, other",
+    )
     status, said = turn(three, "decode", {"role": "cook"})
     assert status == 400
     assert "Invalid enum value 'cook' - at `$.role`" in said["error"]["message"]

@@ -120,7 +120,7 @@ def test_redline_explain_prints_it(two: Server) -> None:
     assert "length, after 40 tokens" in done.stdout
     unknown = explained(two, "nobody/s")
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert unknown.stderr.startswith("error: nothing is known of request nobody")
+    assert unknown.stderr.startswith("error: no trace of request nobody")
 
 
 def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_long(two: Server) -> None:
@@ -139,7 +139,7 @@ def test_where_pages_are_short_the_operator_is_told_who_waited_for_whom_and_how_
         assert pause["again_expected_s"] > 0
     assert all(job["tokens"] == 700 for job in jobs)
     job = next(job for job in jobs if job["paused"])
-    wait_for(lambda: f"is pre-empted on {job['paused'][0]['worker']} after " in two.said, two)
+    wait_for(lambda: f"was preempted on {job['paused'][0]['worker']} after " in two.said, two)
     assert "pre-empted on worker-" in explained(two, "many").stdout
 
 

@@ -61,7 +61,7 @@ def test_a_folder_and_flags_are_shown_with_who_said_what(tmp_path: Path):
     assert remarks["weights"] == "argument"
     assert {remarks[key] for key in ("port", "kv_memory", "type", "tokens")} == {"flag"}
     assert {remarks[key] for key in ("host", "kv_dtype", "adaptive")} == {"default"}
-    assert remarks["max_model_len"] == "default: what fits"
+    assert remarks["max_model_len"] == "default: the longest that fits"
     assert (read(write(tmp_path, text), {})).engine == read(tmp_path, flags).engine
 
 

@@ -91,22 +91,24 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
         until(one_more, lambda: str(steer(server)))
         (start,) = changes(server, "starts")
         assert (start["worker"], start["role"]) == ("worker-1", "both")
-        assert start["why"].startswith("to keep what is promised ")
+        assert " workers are needed to meet the SLO targets" in start["why"]
         wait_for(lambda: "worker-1 is started" in server.said, server)
         wait_for(lambda: workers(server).get("worker-1", {}).get("ready"), server)
         # Long answers begin where nothing waits, and most often go on elsewhere when that worker ends.
         answers += [clients.submit(answer, server, LONG) for _ in range(2)]
         wait_for(lambda: changes(server, "ends"), server)
         assert changes(server, "ends")[0]["worker"] == "worker-1"
-        assert changes(server, "ends")[0]["why"].startswith("2 workers run, and no more than 1 were wanted for")
+        assert changes(server, "ends")[0]["why"].startswith(
+            "2 workers are running, and at most 1 were needed in the last"
+        )
         wait_for(lambda: steer(server)["workers"]["states"] == {"ready": 1, "idle": 1}, server)
         lengths = [each.result(LIMIT_S) for each in answers]
     assert sorted(set(lengths)) == [SHORT, LONG]
     told = workers(server)["worker-1"]
-    assert (told["ready"], told["lost"]) == (False, "it is not wanted for now")
+    assert (told["ready"], told["lost"]) == (False, "it is scaled down")
     for line in (
         "worker-1 takes requests",
-        "worker-1 is to run no more",
+        "worker-1 is scaled down",
         "worker-1 has ended, and is idle until it is",
     ):
         wait_for(lambda line=line: line in server.said, server)

@@ -139,21 +139,21 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     fleet.comes(prompt=1000, output=100, per_s=4)
     first = await fleet.steering.look()
     assert first.worker is None
-    assert first.why.endswith("once more, and a role changes")
+    assert first.why.endswith("a role switches if the next evaluation confirms it")
     assert first.now is not None
     assert first.expected is not None
     assert first.expected.attainment > first.now.attainment
     assert first.expected.roles == Roles(prefill=3, decode=1)
     second = await fleet.steering.look()
     assert (second.worker, second.role) == ("a", "prefill")
-    assert (await fleet.steering.look()).why == "a is still changing its role"
+    assert (await fleet.steering.look()).why == "a is still switching its role"
     fleet.passes(5)
     third = await fleet.steering.look()
     assert (third.worker, third.role) == ("b", "prefill"), "half of the way may be worse than none"
     fleet.passes(5)
     assert (await fleet.steering.look()).worker == "c"
     fleet.passes(5)
-    assert "the next can be in 25 s" in (await fleet.steering.look()).why
+    assert "the next switch is possible in 25 s" in (await fleet.steering.look()).why
     assert fleet.turned == [("a", "prefill"), ("b", "prefill"), ("c", "prefill")]
     told = fleet.steering.told()
     assert told["roles"] == {"prefill": 3, "decode": 1, "both": 0}
@@ -188,7 +188,7 @@ async def test_where_little_is_to_be_gained_by_prediction_roles_are_not_even_tri
     fleet.measure()
     fleet.comes(prompt=1000, output=10, per_s=1.5)
     looks = [await fleet.steering.look() for _ in range(CONFIRM + 1)]
-    assert all(look.why.endswith(", which is too little for a change") for look in looks)
+    assert all(look.why.endswith(", too small a gain for a change") for look in looks)
     assert fleet.turned == []
 
 
@@ -198,21 +198,21 @@ async def test_where_none_is_better_roles_are_tried_again_after_a_rest_and_where
     fleet = Fleet("both", "both", "both", "both", sla={"default": Sla(ttft_ms=20_000, itl_ms=40)})
     fleet.measure()
     fleet.comes(prompt=1000, output=10, per_s=2.4)
-    assert (await fleet.steering.look()).why.startswith("tried, 9")
+    assert (await fleet.steering.look()).why.startswith("simulated good requests: 9")
     fleet.passes(5)
-    assert (await fleet.steering.look()).why == "roles were tried lately; they are again in 25 s"
+    assert (await fleet.steering.look()).why == "roles were simulated recently; the next simulation is in 25 s"
 
     async def fails(*_: object) -> Mapping[Roles, float]:
-        raise RedlineError("the process that tries roles ended with code -9")
+        raise RedlineError("the simulation of roles ended with code -9")
 
     monkeypatch.setattr("redline.fleet.steer.tried", fails)
     fleet.passes(26)
     fleet.comes(prompt=1000, output=10, per_s=4)
     decision = await fleet.steering.look()
-    assert (decision.worker, decision.why) == (None, "the process that tries roles ended with code -9")
+    assert (decision.worker, decision.why) == (None, "the simulation of roles ended with code -9")
     assert decision.expected is not None
     assert decision.expected.roles == Roles(both=4)
-    assert caplog.messages == ["the process that tries roles ended with code -9; the roles stay as they are"]
+    assert caplog.messages == ["the simulation of roles ended with code -9; the roles stay as they are"]
 
 
 async def test_what_is_under_way_is_played_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ async def test_a_worker_that_is_lost_on_the_way_has_all_weighed_anew() -> None:
         await fleet.steering.look()
     fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "d"), "it has ended")
     fleet.passes(5)
-    assert "the next can be in 25 s" in (await fleet.steering.look()).why
+    assert "the next switch is possible in 25 s" in (await fleet.steering.look()).why
     assert fleet.turned == [("a", "prefill")]
 
 
@@ -285,13 +285,13 @@ async def test_a_look_that_says_otherwise_begins_the_count_anew() -> None:
 async def test_without_enough_traffic_or_measured_steps_nothing_is_concluded() -> None:
     fleet = Fleet("both", "both")
     fleet.comes(prompt=3000, output=40, per_s=(LEAST_REQUESTS - 1) / 60)
-    assert "requests came in 60 s" in (await fleet.steering.look()).why
+    assert "requests arrived in 60 s" in (await fleet.steering.look()).why
     fleet.comes(prompt=3000, output=40, per_s=2)
     assert "have been measured yet" in (await fleet.steering.look()).why
     fleet.steering.measured.hear("a", load(1, step(1, 512, 0)))
     assert "have been measured yet" in (await fleet.steering.look()).why
     fleet = Fleet("both")
-    assert "nothing to choose" in (await fleet.steering.look()).why
+    assert "roles need at least 2" in (await fleet.steering.look()).why
 
 
 async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_at_once() -> None:
@@ -300,7 +300,7 @@ async def test_where_nobody_is_left_that_answers_one_that_computes_prompts_does_
     fleet.gateway.lose(link, "it has ended")
     decision = await fleet.steering.look()
     assert (decision.worker, decision.role) == ("a", "decode")
-    assert decision.why == "no other worker is left that answers"
+    assert decision.why == "no other worker can answer"
 
 
 async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
@@ -338,7 +338,7 @@ async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_star
     assert first.wanted > 4
     second = await fleet.steering.look()
     assert (second.worker, second.does) == ("w", "starts")
-    assert second.why == f"to keep what is promised {first.wanted} workers are wanted, and 2 run"
+    assert second.why == f"{first.wanted} workers are needed to meet the SLO targets, 2 are running"
     assert second.now is not None
     assert second.expected is not None
     assert second.expected.roles == Roles(both=3), "prompts are not parted from answers before that has been tried"
@@ -370,7 +370,7 @@ async def test_who_is_not_wanted_any_more_ends_after_long_and_one_at_a_time() ->
     for link in fleet.gateway.links:
         link.jobs = {"a": 0, "w": 2, "x": 1}[link.name]
     assert await look(fleet, 13) == [""] * 12 + ["x ends"], "it has less to end, and the one without any runs always"
-    assert (await fleet.steering.look()).why.endswith("but x ends already")
+    assert (await fleet.steering.look()).why.endswith("but x is still draining")
     fleet.states["x"] = Seat("x", "idle", spare=True)
     fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "x"), "not wanted", asked=True)
     assert await look(fleet, 1) == ["w ends"]
@@ -430,7 +430,7 @@ async def test_who_is_the_last_that_answers_does_not_end() -> None:
     fleet.serves("w", "decode")
     assert await look(fleet, 3) == [""] * 3
     assert fleet.steering.last is not None
-    assert fleet.steering.last.why.endswith("but of those that need not run none can be spared yet")
+    assert fleet.steering.last.why.endswith("but no worker that runs on demand can be stopped yet")
 
 
 async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ async def test_a_worker_that_is_killed_during_its_first_load_is_started_again_wh
         assert link.lost is None, "whoever serves goes on"
         (await two.started("worker-1", 2)).kill()
         await two.ready("worker-1", 3)
-        assert caplog.text.count("while it was loading the model; it is started again") == 2
+        assert caplog.text.count("while it was loading the model; it is restarted") == 2
         assert all(worker.given_up is None for worker in two.supervisor.workers)
 
 
@@ -144,7 +144,7 @@ async def test_a_worker_that_is_killed_during_its_first_load_waits_for_another_t
         (await two.started("worker-0", 1)).kill()
         await eventually(lambda: "worker-0: the worker has ended with code -9 while it was loading" in caplog.text)
         assert not starting.done()
-        assert "started again once another worker is ready" in caplog.text
+        assert "restarted once another worker is ready" in caplog.text
         await two.ready("worker-1")
         assert await starting is not None
         await two.ready("worker-0", 2)
@@ -276,7 +276,7 @@ async def test_a_worker_that_need_not_run_is_started_when_it_is_wanted_and_left_
         assert start.epochs == []
         assert [seat.state for seat in all_.seats] == ["starting", "idle"]
         assert all_.spare("worker-1") == "worker-1 is idle"
-        assert all_.spare("worker-0") == "worker-0 runs in any case"
+        assert all_.spare("worker-0") == "worker-0 always runs"
         for epoch in (1, 2):
             assert all_.want("worker-1", "decode") is None
             assert all_.want("worker-1", "decode") == "worker-1 is starting"
@@ -297,11 +297,11 @@ def test_a_process_that_is_given_too_little_says_what_and_how_to_give_more(monke
     process.check_process()
     for files in (16, 128):
         bounds[process.resource.RLIMIT_NOFILE] = files
-        with pytest.raises(ConfigError, match=rf"may open {files} files; expected 256 at least: ulimit -n 256"):
+        with pytest.raises(ConfigError, match=rf"may open {files} files; expected at least 256: ulimit -n 256"):
             process.check_process()
     bounds[process.resource.RLIMIT_NOFILE] = 4096
     bounds[process.resource.RLIMIT_AS] = 600_000 << 10
-    with pytest.raises(ConfigError, match=r"may have 0\.6 GiB of addresses; .* ulimit -v unlimited"):
+    with pytest.raises(ConfigError, match=r"limited to 0\.6 GiB of address space; .* ulimit -v unlimited"):
         process.check_process()
 
 

@@ -178,9 +178,9 @@ def test_a_rank_that_is_killed_while_parcels_come_ends_its_worker_and_no_other(
     both = placing(engines, "2")
     others(both.answers.engine)._processes[0].kill()
     said = lost(both)
-    assert said.startswith("rank 1 is lost in step "), said
-    assert said.endswith("it has ended with code -9")
-    with pytest.raises(RankLost, match="rank 1 is lost in step"):
+    assert said.startswith("rank 1 failed in step "), said
+    assert said.endswith("it exited with code -9")
+    with pytest.raises(RankLost, match="rank 1 failed in step"):
         until(both.turn)  # a thread finds that a parcel is not read any more
     given_back(both)
 
@@ -196,5 +196,7 @@ def test_a_rank_that_is_stopped_with_a_parcel_and_no_step_is_named(
     both.send([job("long", prompt(seed=20, length=900), max_tokens=900, stop_ids=())])
     while others(both.answers.engine).memory.told < number:
         both.turn()
-    assert lost(both) == (f"rank 1 has kept rank 0 waiting for 2 s with parcel {number:,}: its process does not run")
+    assert lost(both) == (
+        f"rank 1 has kept rank 0 waiting for 2 s with KV chunk {number:,}: its process sends no heartbeats"
+    )
     given_back(both)

@@ -95,7 +95,7 @@ def test_an_answer_that_is_complete_already_is_refused() -> None:
     asked = job("asked", prompt(seed=1, length=20), max_tokens=5)
     answer = run_alone(tiny_model(), msgspec.structs.replace(asked, answer=(1, 2, 3, 4, 5)))
     assert answer.finish == "error"
-    assert "5 tokens of the answer are there already" in str(answer.error)
+    assert "5 tokens of the answer were already generated" in str(answer.error)
 
 
 # ---------------------------------------------------------------------------------------- prefill here, decode there

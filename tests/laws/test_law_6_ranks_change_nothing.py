@@ -299,7 +299,7 @@ def long_job() -> Job:
 @pytest.mark.parametrize(
     ("number", "step_s", "said"),
     [
-        (signal.SIGKILL, 3600.0, r"rank 1 is lost in step \d+: it has ended with code -9"),
+        (signal.SIGKILL, 3600.0, r"rank 1 failed in step \d+: it exited with code -9"),
         (signal.SIGSTOP, 1.0, r"rank 1 has kept rank 0 waiting for 1 s in sum"),
     ],
 )
@@ -369,7 +369,7 @@ def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         start(self, worker_ranks.msgspec.structs.replace(told, weights=str(tmp_path / "gone")))
 
     monkeypatch.setattr(worker_ranks.Ranks, "_start", away)
-    lost = pytest.raises(WorkerLost, match=r"rank 1 is lost while it was loading: .*gone")
+    lost = pytest.raises(WorkerLost, match=r"rank 1 failed while it was loading: .*gone")
     with forked.all_processes(), lost:
         EngineCore.load(folder, config(ranks=2, max_model_len=128))
     assert [process.returncode is not None for ranks in started for process in ranks._processes] == [True]

@@ -201,7 +201,7 @@ def test_an_error_in_a_row_ends_that_job_and_no_other():
     ("job", "words"),
     [
         (make_job("a", ()), "prompt is empty"),
-        (make_job("a", prompt(400)), "prompt is 400 tokens; this model reads and writes 400"),
+        (make_job("a", prompt(400)), "prompt has 400 tokens; prompt and answer may have 400"),
         (make_job("a", prompt(100), max_tokens=200), "need 5 pages of KV memory; there are 4"),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_log_probabilities_of_the_largest_step_travel():
     """Each token of its own is 20 alternatives, every number as long as it can be."""
     worst = TokenLogprobs(token=1 << 31, logprob=-math.pi, rank=1 << 31, top=((1 << 31, -math.pi),) * 20)
     assert len(encode(Delta(job=JobId("a" * 64), prompt_logprobs=(worst,) * MOST_STEP_TOKENS))) < MAX_MESSAGE_BYTES
-    with pytest.raises(ConfigError, match="step_tokens is 65,537; a step computes 65,536 at most"):
+    with pytest.raises(ConfigError, match="step_tokens is 65,537; the maximum is 65,536"):
         PlanConfig(step_tokens=MOST_STEP_TOKENS + 1)
     assert PlanConfig(step_tokens=MOST_STEP_TOKENS).step_tokens == MOST_STEP_TOKENS
 

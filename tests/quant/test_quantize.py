@@ -405,7 +405,7 @@ def test_a_folder_of_another_job_is_refused_and_stays(tmp_path: Path):
     other = source(tmp_path / "other", n_routed_experts=4)
     with pytest.raises(ConfigError, match="begun with fingerprint"):
         converted(other, out)
-    with pytest.raises(ConfigError, match="holds a checkpoint"):
+    with pytest.raises(ConfigError, match="contains a checkpoint"):
         converted(at, other)
     assert files_of(out) == expected
 
@@ -434,7 +434,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
         (int4, {"format": "int4"}, "stored as int4 already"),
         (nvfp4, {}, "stored as nvfp4-modelopt already"),
         (nvfp4, {"format": "nvfp4-ct", "also": ("shared",)}, "keeps what the source has quantised"),
-        (int4, {"format": "bf16", "also": ("shared",)}, "only routed experts"),
+        (int4, {"format": "bf16", "also": ("shared",)}, "only its routed experts"),
         (int4, {"also": ("attention",)}, "expected shared or dense"),
         (int4, {"workers": 0}, "workers is 0"),
     ):
@@ -457,7 +457,7 @@ def test_a_weight_beyond_its_bound_is_named_and_the_exit_code_is_one(tmp_path: P
 
 
 def test_kimi_nano_in_nvfp4_is_near_its_teacher_in_both_layouts(tmp_path: Path):
-    """The reduced set: eight texts. `docs/quant.md` has the whole one."""
+    """The reduced set: eight texts. `docs/benchmarks.md` has the whole one."""
     nano, found = Path(__file__).parents[2] / "models" / "kimi-nano", list[Audit]()
     prompts = [
         json.loads(line)["messages"][0]["content"] for line in (nano / "eval" / "hand.jsonl").read_text().splitlines()

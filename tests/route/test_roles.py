@@ -87,18 +87,18 @@ def test_each_refusal_says_why_and_what_to_do() -> None:
     fleet = Fleet("decode", "decode", "prefill")
     a, b, c = fleet.of
     fleet.links.turn(a, "prefill")
-    assert (refusal(fleet.links, a, "decode") or "").startswith("a is changing its role already, to prefill")
+    assert (refusal(fleet.links, a, "decode") or "").startswith("a is already switching its role, to prefill")
     c.draining = True
-    assert (refusal(fleet.links, c, "decode") or "").startswith("c is about to be started again")
+    assert (refusal(fleet.links, c, "decode") or "").startswith("c is about to be restarted")
     fleet.links.lose(b, "it met a fault")
-    assert refusal(fleet.links, b, "prefill") == "b is not ready: it met a fault; ask again once it is"
+    assert refusal(fleet.links, b, "prefill") == "b is not ready: it met a fault; retry once it is"
 
 
 def test_parcels_of_another_format_could_not_be_read() -> None:
     fleet = Fleet("decode", "decode")
     a, b = fleet.of
     b.ready = Ready(max_model_len=64, pages=9, fingerprint="tiny", summary="", area=b"here", format="columns")
-    assert refusal(fleet.links, a, "prefill") == "b reads parcels of another format than a would hand over"
+    assert refusal(fleet.links, a, "prefill") == "b reads another format of parcels (KV chunks) than a would send"
 
 
 def test_a_role_is_taken_once_the_worker_knows_and_what_it_answered_has_ended() -> None:

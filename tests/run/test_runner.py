@@ -61,7 +61,7 @@ def test_a_prompt_with_an_id_that_is_no_token_ends_its_own_job_only(wrong: int):
     finally:
         engine.runner.close()
     assert answers["bad"].finish == "error"
-    assert answers["bad"].error == f"token ids go from 0 to {VOCABULARY - 1}; the prompt has {wrong}"
+    assert answers["bad"].error == f"token ids must be between 0 and {VOCABULARY - 1}; the prompt contains {wrong}"
     assert again["later"].tokens == answers["before"].tokens
     assert [answers[each.id] for each in good] == [run_alone(model, each) for each in good]
 
@@ -150,7 +150,7 @@ def test_a_penalty_that_overflows_every_logit_is_its_own_jobs_error_and_no_token
     finally:
         engine.runner.close()
     assert answers["bad"].finish == "error"
-    assert "leaves no finite logit" in answers["bad"].error
+    assert "leave no finite logit" in answers["bad"].error
     written = {*engine.runner.slots.tokens.flatten().tolist(), *answers["bad"].tokens}
     assert 0 <= min(written) < max(written) < VOCABULARY
     assert answers["good"] == run_alone(tiny_model(), jobs[1])

@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_opened_is_skipped_and_counts_until_it_is_removed(
         write(disk, 100)
         assert not broken.exists()
         assert on_disk(tmp_path) == disk.bytes <= 10 * A_FILE
-    assert f"{broken}: skipped: it cannot be read: Input/output error" in caplog.text
+    assert f"{broken}: cannot be read, skipped: Input/output error" in caplog.text
 
 
 def test_a_full_file_system_removes_the_least_recently_used_file(
@@ -284,7 +284,7 @@ def test_the_removal_of_a_folder_that_cannot_be_made_again_is_logged_once(
             write(disk, number)
     disk.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{folder}: the folder was removed or replaced while in use: its pages are forgotten"
+        f"{folder}: the folder was removed or replaced while in use: its pages are dropped"
     ]
 
 

@@ -59,5 +59,5 @@ def test_where_the_system_gives_no_more_what_there_is_is_all(
 
     monkeypatch.setattr(torch, "empty", refused)
     made.add(made.slab())
-    assert "the host gives no more memory for pages" in caplog.text
+    assert "the host has no more memory for pages" in caplog.text
     assert (made.total, made.free, made.short(busy=False)) == (2, 2, False)

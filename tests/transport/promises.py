@@ -129,7 +129,7 @@ class Promises:
 
     def test_bytes_outside_are_refused(self, peer: Peer, landing: bytearray):
         for offset, count in ((0, self.LARGE + 1), (self.LARGE, 1), (-1, 1), (0, -1), (0, 0)):
-            with pytest.raises(ValueError, match="are not in an area"):
+            with pytest.raises(ValueError, match="are outside an area"):
                 peer.read(offset, landing, count, 1.0)
         with pytest.raises(ValueError, match="a read of 100 bytes"):
             peer.read(0, bytearray(99), 100, 1.0)

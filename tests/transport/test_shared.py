@@ -102,7 +102,7 @@ def test_an_area_that_has_no_room_is_a_line_for_the_operator(folder: Path):
     with pytest.raises(ConfigError, match="has no room for an area"):
         SharedTransport(folder).area(1 << 50)
     assert not list(folder.iterdir())
-    with pytest.raises(ConfigError, match="say its size"):
+    with pytest.raises(ConfigError, match="pass its size"):
         SharedTransport(folder).area(Memory(4096, 10))
 
 

@@ -30,7 +30,7 @@ def test_more_run_once_two_looks_in_a_row_want_more() -> None:
     assert choose_count(looks(3, 1), 1, LIMITS, 0.0).workers == 1
     assert choose_count(looks(3), 1, LIMITS, 0.0).workers == 1
     found = choose_count(looks(1, 3, 2), 1, LIMITS, 0.0)
-    assert found == (2, "to keep what is promised 2 workers are wanted, and 1 run")
+    assert found == (2, "2 workers are needed to meet the SLO targets, 1 are running")
 
 
 def test_more_than_there_may_be_are_not_run() -> None:
@@ -71,7 +71,7 @@ def test_who_takes_long_to_start_is_kept_for_longer() -> None:
 def test_so_many_run_in_any_case() -> None:
     two = LIMITS._replace(least=2)
     assert choose_count(looks(*[0] * 11), 3, two, 0.0).workers == 2
-    assert choose_count([], 1, two, 0.0) == (2, "2 workers are to run in any case, and 1 run")
+    assert choose_count([], 1, two, 0.0) == (2, "the minimum is 2 workers, 1 are running")
 
 
 @pytest.mark.parametrize(("count", "old"), [(0, 0), (5, 0), (11, 0), (12, 0), (13, 1), (31, 19)])

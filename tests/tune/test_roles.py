@@ -30,7 +30,7 @@ def test_a_change_has_to_pay_over_the_horizon():
     assert choose_roles(LONG_PROMPTS, Fleet(16, MODEL, old, horizon_s=600), TARGETS).roles == new
     kept = choose_roles(LONG_PROMPTS, Fleet(16, MODEL, old, horizon_s=1, flip_s=60), TARGETS)
     assert kept.roles == old
-    assert "does not pay" in kept.why
+    assert "does not pay off" in kept.why
 
 
 def test_what_is_within_the_error_of_the_estimate_is_no_reason_to_change():
@@ -158,14 +158,14 @@ def test_what_was_tried_decides(now: Roles, shares: dict[Roles, float], best: Ro
     assert choice.expected.attainment == shares[best]
     assert choice.now is not None
     assert (choice.now.roles, choice.now.attainment) == (now, shares[now])
-    assert choice.why.startswith(f"tried, {shares[now]:.0%} of requests were good as it is")
+    assert choice.why.startswith(f"simulated good requests: {shares[now]:.0%} with the current roles")
 
 
 def test_what_was_tried_has_to_pay_over_the_horizon():
     fleet = Fleet(8, MODEL, BOTH, flip_s=60, horizon_s=10)
     choice = settled(choose_roles(LONG_PROMPTS, fleet, TARGETS), LONG_PROMPTS, fleet, TARGETS, {BOTH: 0.5, APART: 0.9})
     assert choice.roles == BOTH
-    assert choice.why.endswith("does not pay")
+    assert choice.why.endswith("does not pay off")
 
 
 def test_nothing_is_tried_where_all_do_both_and_keep_what_is_promised():

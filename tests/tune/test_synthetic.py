@@ -28,7 +28,7 @@ def test_rates_are_taken_as_they_are_and_of_more_the_first_count():
 @pytest.mark.parametrize(
     ("acceptance", "says"),
     [
-        (0.9, "a is 0.9; expected the mean tokens of a round, 1 to 4"),
+        (0.9, "a is 0.9; expected a mean number of tokens per round, 1 to 4"),
         (4.01, "a is 4.01; .* 1 to 4"),
         (float("nan"), "a is nan"),
         ((0.9, 0.5), "a has 2 rates; expected 3"),

@@ -292,7 +292,7 @@ def test_a_folder_that_others_can_enter_read_or_write_is_refused(tmp_path: Path,
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o700 | bit)
-    with pytest.raises(ConfigError, match="others can enter"):
+    with pytest.raises(ConfigError, match="other users can enter"):
         ipc_address(folder, "worker")
     folder.chmod(0o700)
     assert ipc_address(folder, "worker") == f"ipc://{folder}/worker"
@@ -301,7 +301,7 @@ def test_a_folder_that_others_can_enter_read_or_write_is_refused(tmp_path: Path,
 def test_a_folder_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ipc_address(tmp_path / "mine", "worker")
     monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
-    with pytest.raises(ConfigError, match="others can enter"):
+    with pytest.raises(ConfigError, match="other users can enter"):
         ipc_address(tmp_path / "mine", "worker")
 
 
@@ -317,7 +317,7 @@ def test_a_folder_is_made_for_its_owner_alone_whatever_the_umask_is(tmp_path: Pa
 def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path):
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=f"{folder}: sockets cannot be put here: "):
+        with pytest.raises(ConfigError, match=f"{folder}: cannot create sockets in this folder: "):
             ipc_address(folder, "worker")
 
 
@@ -358,7 +358,7 @@ def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one
     with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
         outbox.put(delta(1))
         with pytest.raises(
-            MessageTooLarge, match=r"the delta of this request has 67,\d{3},\d{3} bytes.* 67,108,864 at"
+            MessageTooLarge, match=r"the delta message of this request has 67,\d{3},\d{3} bytes.* 67,108,864: request"
         ):
             outbox.put(Delta(job=JobId("a"), tokens=(2,), error="x" * MAX_MESSAGE_BYTES))
         outbox.put(delta(3))

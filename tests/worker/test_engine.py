@@ -162,8 +162,8 @@ def test_the_same_id_may_be_used_again_after_its_end(engine: Engine):
     ("length", "max_tokens", "reason"),
     [
         (0, 1, "the prompt is empty"),
-        (512, 1, "the prompt is 512 tokens; this model reads and writes 512 in all"),
-        (2000, 1, "the prompt is 2000 tokens; this model reads and writes 512 in all"),
+        (512, 1, "the prompt has 512 tokens; prompt and answer may have 512 together"),
+        (2000, 1, "the prompt has 2000 tokens; prompt and answer may have 512 together"),
     ],
 )
 def test_a_job_that_can_never_run_ends_with_the_reason(engine: Engine, length: int, max_tokens: int, reason: str):
@@ -197,7 +197,7 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: Engine, monkeypat
     deltas = engine.generate([bad, good])
     assert deltas[bad.id][-1].finish == "error"
     assert deltas[bad.id][-1].error is not None
-    assert "not finite" in deltas[bad.id][-1].error
+    assert "non-finite" in deltas[bad.id][-1].error
     assert answer(deltas[good.id]) == expected
 
 
@@ -319,7 +319,7 @@ def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: Engine, folde
     [
         ({"kv_dtype": "fp4"}, "kv-dtype is 'fp4'; expected one of bf16, fp8, float32"),
         ({"kv_memory": 1000}, "--kv-memory"),
-        ({"max_model_len": 65537}, "this model reads 65,536 tokens at most"),
+        ({"max_model_len": 65537}, "this model supports 1 to 65,536 tokens"),
         ({"max_running": 65}, "a step needs a token for each running job"),
     ],
 )
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step_tokens": 65537}, "step_tokens is 65,537; a step computes 65,536 at most"),
+        ({"step_tokens": 65537}, "step_tokens is 65,537; the maximum is 65,536"),
         ({"step_tokens": 0}, "max_running is 8 and step_tokens 0: a step needs a token for each running job"),
         ({"max_running": 65}, "max_running is 65 and step_tokens 64: a step needs a token for each running job"),
         ({"max_running": 513, "step_tokens": None}, "max_running is 513 and step_tokens 512: a step needs a token"),

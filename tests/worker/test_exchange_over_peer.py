@@ -163,7 +163,7 @@ def test_where_the_gpus_do_not_reach_each_other_it_travels_over_the_next_way(
     finally:
         both.close()
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith("parcels of prefill travel over `memory`: `peer`: this GPU cannot map")
+    assert line.startswith("KV chunks of worker prefill are read over `memory`: `peer`: this GPU cannot map")
     assert "217" in line
     assert told(answers["asked"]) == alone(asked())
 

@@ -360,7 +360,7 @@ def ends(jobs: int, failing: Container[int], error: Exception) -> tuple[str, lis
 
 def test_three_failed_steps_in_a_row_end_the_worker_which_tells_every_job():
     why, deltas = ends(6, range(3, 100), RuntimeError("out of luck\nat line 3"))
-    assert why == "3 steps in a row failed, the last one so: RuntimeError: out of luck"
+    assert why == "3 steps in a row failed, the last one with RuntimeError: out of luck"
     assert {delta.job: delta.fault for delta in deltas} == {
         **dict.fromkeys("01"), **dict.fromkeys("23", "failed"), **dict.fromkeys("45", "lost")
     }  # fmt: skip
@@ -398,7 +398,7 @@ def caused() -> RuntimeError:
 )
 def test_one_device_error_ends_the_worker(error: Exception):
     why, deltas = ends(3, [2], error)
-    assert why.startswith("the device gave an error: ")
+    assert why.startswith("device error: ")
     assert "\n" not in why
     assert [(delta.job, delta.fault) for delta in deltas] == [("0", None), ("1", "lost"), ("2", "lost")]
 

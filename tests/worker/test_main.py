@@ -62,25 +62,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             DEVICE,
             "",
-            "the device gave an error: AcceleratorError: CUDA error: unspecified launch failure",
+            "device error: AcceleratorError: CUDA error: unspecified launch failure",
             ["lost"] * 2,
         ),
         (
             'raise ValueError("out of luck")',
             "",
-            "3 steps in a row failed, the last one so: ValueError: out of luck",
+            "3 steps in a row failed, the last one with ValueError: out of luck",
             ["failed", "failed", "lost", "lost"],
         ),
         (
             "signal.pause()",
             'pulse.BEAT_S, pulse.TURN_S, pulse.TURN_S_PER_TOKEN = 0.02, 0.5, {"cpu": 0, "cuda": 0}',
-            "a step has not ended in 1 s: a kernel, or the device, hangs",
+            "a step has not ended in 1 s: a kernel or the device hangs",
             [],
         ),
         (
             "",
             'def fails(self): raise RuntimeError("no such luck")\nengine.EngineCore.ready = property(fails)',
-            "the worker met an error that nobody foresaw: RuntimeError: no such luck; REDLINE_LOG=INFO shows where",
+            "unexpected error in worker: RuntimeError: no such luck; set REDLINE_LOG=INFO for the traceback",
             [],
         ),
         (
@@ -152,4 +152,4 @@ def test_a_worker_says_why_it_ends_before_it_closes_anything(folder: Path, tmp_p
         finally:
             process.kill()
             process.communicate()
-    assert reasons == ["the device gave an error: AcceleratorError: CUDA error: unspecified launch failure"]
+    assert reasons == ["device error: AcceleratorError: CUDA error: unspecified launch failure"]

@@ -105,7 +105,7 @@ def test_a_stopped_process_is_named_where_sums_would_wait_for_minutes(
     monkeypatch.setattr(process, "wait", waits)
     at_step(monkeypatch, 1, lambda: process.send_signal(signal.SIGSTOP))
     try:
-        loses(core, r"rank 1 has kept rank 0 waiting for 1 s in step 1: its process does not run")
+        loses(core, r"rank 1 has kept rank 0 waiting for 1 s in step 1: its process sends no heartbeats")
     finally:
         core.runner.close()
     assert max(waited) <= ranks.LOST_END_S < ranks.END_S
@@ -123,7 +123,7 @@ def test_a_rank_that_dies_ends_all_though_sums_would_wait_for_minutes(
     processes = core.runner._ranks._processes  # type: ignore[attr-defined]
     at_step(monkeypatch, 5, processes[1].kill)
     try:
-        loses(core, r"rank 2 is lost in step \d+: it has ended with code -9")
+        loses(core, r"rank 2 failed in step \d+: it exited with code -9")
     finally:
         core.runner.close()
     assert all(process.returncode is not None for process in processes)
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch:
     )
     core = EngineCore.load(folder, config())
     try:
-        loses(core, r"rank 1 is lost in step \d+: rank 1 has failed in step \d+: ValueError: odd")
+        loses(core, r"rank 1 failed in step \d+: rank 1 has failed in step \d+: ValueError: odd")
     finally:
         core.runner.close()
 
@@ -203,7 +203,7 @@ def test_a_rank_that_ends_before_there_is_a_group_is_told_to_the_group(monkeypat
     monkeypatch.setattr(ranks, "open_group", opened_late)
     others = Ranks("", config(), CPU, kernel_config())
     try:
-        with pytest.raises(RankLost, match="rank 1 is lost while it was loading: there is no room"):
+        with pytest.raises(RankLost, match="rank 1 failed while it was loading: there is no room"):
             others.group.add(torch.ones(1, 4))
     finally:
         others.close()
@@ -217,7 +217,7 @@ def test_a_group_that_cannot_be_opened_as_a_rank_has_ended_says_why_it_has(monke
         raise RuntimeError("wait timeout after 120000ms")
 
     monkeypatch.setattr(ranks, "open_group", never)
-    with pytest.raises(RankLost, match="rank 1 is lost while it was loading: there is no room"):
+    with pytest.raises(RankLost, match="rank 1 failed while it was loading: there is no room"):
         Ranks("", config(), CPU, kernel_config())
 
 
@@ -228,7 +228,7 @@ def test_of_several_ranks_that_end_the_first_is_told(monkeypatch: pytest.MonkeyP
     until_it_is_said()
     others.close()
     (reason,) = told
-    assert reason.endswith("is lost while it was loading: there is no room")
+    assert reason.endswith("failed while it was loading: there is no room")
 
 
 def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(
     try:
         others = core.runner._ranks  # type: ignore[attr-defined]
         before_a_step(core.runner, monkeypatch, lambda: until(lambda: others.reason))
-        loses(core, r"rank 1 is lost in step \d+: .*rank 0 has kept rank 1 waiting for 0\.5 s")
+        loses(core, r"rank 1 failed in step \d+: .*rank 0 has kept rank 1 waiting for 0\.5 s")
     finally:
         core.runner.close()
 
@@ -340,7 +340,7 @@ def test_a_rank_that_draws_another_token_ends_all_with_its_step(folder: Path, mo
     )
     core = EngineCore.load(folder, config())
     try:
-        loses(core, r"rank 1 is lost in step \d+: rank 1 has drawn other tokens in step 5$")
+        loses(core, r"rank 1 failed in step \d+: rank 1 has sampled other tokens in step 5$")
     finally:
         core.runner.close()
 
@@ -369,7 +369,7 @@ def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
 
     compare(STEPS)
     for other in (step_of(16, (6, 12), (), (4,)), step_of(16, (6,), (12,), (3,)), step_of(16, (6, 12), (3,), ())):
-        with pytest.raises(RankLost, match="rank 1 has drawn other tokens in step 16"):
+        with pytest.raises(RankLost, match="rank 1 has sampled other tokens in step 16"):
             compare([*STEPS[:6], other, STEPS[7]])
 
 
@@ -405,7 +405,7 @@ def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> 
     for step in STEPS[1:4]:
         zero.note(step)
         comparison.note(step)
-    with pytest.raises(RankLost, match="rank 3 has drawn other tokens in step 13"):
+    with pytest.raises(RankLost, match="rank 3 has sampled other tokens in step 13"):
         comparison.hear(zero.drawn)
 
 

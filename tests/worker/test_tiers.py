@@ -160,12 +160,12 @@ def test_pages_of_another_model_are_removed(tmp_path: Path, caplog: pytest.LogCa
         assert tiers_of(engine).store.settle(60)
         assert not list(tmp_path.glob("*7.pages"))
         assert one(engine, "one", 1).tokens == alone(1).tokens
-    assert "1 files hold pages of another model" in caplog.text
+    assert "removed 1 files with pages of another model" in caplog.text
 
 
 def test_a_folder_that_another_worker_has_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redline.run.tiers.disk.LOCK_S", 0.1)
-    with opened(tmp_path), pytest.raises(ConfigError, match="another running worker has it"):
+    with opened(tmp_path), pytest.raises(ConfigError, match="in use by another running worker"):
         open_tiers(tmp_path)
 
 
@@ -181,7 +181,7 @@ def test_a_disk_that_is_full_is_said_and_answers_go_on(
         answers = [one(engine, f"{number}", seed).tokens for number, seed in enumerate((1, 2, 1))]
         tiers_of(engine).store.flush(WAIT_S)
     assert answers == [alone(seed).tokens for seed in (1, 2, 1)]
-    assert "the disk takes no more pages: No space left on device" in caplog.text
+    assert "KV offload: cannot write pages to disk: No space left on device" in caplog.text
 
 
 def test_memory_that_takes_long_to_be_pinned_is_made_before_it_is_needed() -> None:

@@ -51,7 +51,7 @@ def test_a_trace_goes_on_where_the_last_one_ended_and_only_its_owner_reads_it(tm
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"nowhere/trace.jsonl: traces cannot be written here: No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere/trace.jsonl: cannot write a trace: No such file"):
         Trace(tmp_path / "nowhere" / "trace.jsonl")
 
 

@@ -47,15 +47,15 @@ def test_on_a_cpu_memory_that_processes_share_is_the_only_way_within_a_host(
     name: Any, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [carrier.name for carrier in carriers(name, tmp_path / "areas", CPU)] == ["shared"]
-    assert ("`shared` stands in" in caplog.text) == warns
+    assert ("falling back to `shared`" in caplog.text) == warns
 
 
 def test_a_way_whose_memory_cannot_be_had_is_left_out_and_the_last_is_not(caplog: pytest.LogCaptureFixture) -> None:
     peer = Carrier("peer", PeerTransport(Book().gpu()), Huge())
     assert [way.name for way in ways_of(peer, Carrier("memory", MemoryTransport(), Small()))] == ["memory"]
-    assert "`peer` cannot be had here" in caplog.text
+    assert "`peer` is unavailable" in caplog.text
     assert "out of memory" in caplog.text
-    with pytest.raises(ConfigError, match="no area of"):
+    with pytest.raises(ConfigError, match="cannot allocate"):
         ways_of(peer)
 
 
@@ -69,9 +69,9 @@ def test_the_best_way_that_leads_there_is_taken_and_each_reason_is_told() -> Non
     only = ways_of(both[0])
     with pytest.raises(TransferFailed, match=r"`peer`: .*217"):
         connect(only, told_of(theirs), "other")
-    with pytest.raises(TransferFailed, match="`peer`: it has none"):
+    with pytest.raises(TransferFailed, match="`peer`: not offered by the other worker"):
         connect(only, msgspec.msgpack.encode({"nixl": b""}), "other")
-    with pytest.raises(TransferFailed, match="cannot be read"):
+    with pytest.raises(TransferFailed, match="cannot be decoded"):
         connect(only, b"garbage", "other")
 
 
@@ -131,7 +131,7 @@ class Registers(MemoryTransport):
 
     def landing(self, memory: Memory) -> Any:
         if self.make is not None and self.refuses:
-            raise ConfigError("transport: NIXL cannot use 262,144 bytes of GPU 0 (NIXL_ERR_BACKEND)")
+            raise ConfigError("transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_ERR_BACKEND)")
         return super().landing(memory)
 
 
@@ -177,10 +177,10 @@ def test_where_nixl_does_not_take_a_gpus_memory_the_hosts_stands_in_and_the_reas
     monkeypatch.setattr(Registers, "refuses", True)
     lacking = ways_of(*carriers("nixl", None, GPU))
     assert [way.name for way in lacking] == ["nixl"]
-    assert "`nixl-gpu` cannot be had here (transport: NIXL cannot use 262,144 bytes of GPU 0 (NIXL_ERR_B" in caplog.text
+    assert "`nixl-gpu` is unavailable (transport: NIXL cannot register 262,144 bytes of GPU 0 (NIXL_E" in caplog.text
     caplog.clear()
     assert connect(whole, told_of(lacking), "lacking")[0].name == "nixl"
-    assert "parcels of lacking travel over `nixl`: `nixl-gpu`: it has none" in caplog.text
+    assert "KV chunks of worker lacking are read over `nixl`: `nixl-gpu`: not offered" in caplog.text
     assert connect(lacking, told_of(whole), "whole")[0].name == "nixl"
 
 
@@ -192,7 +192,7 @@ def test_a_gpu_whose_driver_exports_nothing_has_the_hosts_memory_over_nixl(
 
     monkeypatch.setattr(peers, "PeerGpu", refuse)
     assert [one.name for one in carriers("nixl", None, GPU)] == ["nixl"]
-    assert "`nixl` has no way from GPU to GPU (libcuda.so.1" in caplog.text
+    assert "`nixl` cannot use GPU memory (libcuda.so.1" in caplog.text
 
 
 def test_what_a_driver_exports_is_given_back_with_the_last_that_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
-// Lines over the last minutes, drawn as SVG.
+// Line charts of the last minutes, drawn as SVG.
 
 const [WIDTH, HEIGHT] = [600, 120];
-const LEAST_S = 60; // of an axis
-const GAP_S = 6; // without a point: the line is broken there
+const LEAST_S = 60; // of the time axis, at least
+const GAP_S = 6; // without a point: the line is interrupted
 
 export const number = (value, digits = 0) =>
   value === null || value === undefined || Number.isNaN(value)
@@ -21,13 +21,13 @@ function element(name, className, text = "") {
   return made;
 }
 
-/** The next of 1, 2, 5, 10, 20 ... */
+/** The next value of the series 1, 2, 5, 10, 20 ... */
 function round(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 5, 10].map((step) => step * power).find((step) => step >= value * 0.9999);
 }
 
-/** One chart. seconds: that it shows at most. lines: their names. unit: of all. least: the least that the axis reaches. most: that it always has. */
+/** One chart. seconds: longest time shown. lines: their names. unit: of all lines. least: minimum of the axis's upper end. most: fixed upper end. */
 export class Chart {
   constructor({ title, unit = "", lines, digits = 0, least = 1, most = null }, seconds) {
     Object.assign(this, { title, unit, digits, least, most, longest: seconds, seconds: LEAST_S, points: [], hover: null });
@@ -65,7 +65,7 @@ export class Chart {
     });
   }
 
-  /** points: [seconds, value of each line or null], in order; the axis ends at the last. most: the axis's own. */
+  /** points: [seconds, value of each line or null], in order; the axis ends at the last one. most: upper end of the axis. */
   draw(points, most = this.most) {
     this.points = points;
     const values = points.flatMap(([, ...all]) => all).filter((value) => value !== null);
@@ -89,7 +89,7 @@ export class Chart {
     this.read();
   }
 
-  /** Says the values of now, or of where the pointer is. */
+  /** Updates the displayed values: the current ones, or those at the pointer. */
   read() {
     const now = this.points.at(-1)?.[0] ?? 0;
     const ago = this.hover ?? 0;

@@ -1,10 +1,10 @@
-// Text coloured by who proposed its tokens, as highlights: they lie over the text, and move nothing.
+// Colours text by the proposer of its tokens, with CSS highlights, which lie over the text and do not change its layout.
 
-/** Who proposes: the model itself, its drafter, a match of the text's own past, or a grammar. */
+/** Proposers: the model itself, its drafter, a match in earlier text, or a grammar. */
 export const PROPOSERS = { target: "model", learned: "drafter", suffix: "earlier text", grammar: "grammar" };
 
 const able = typeof Highlight === "function" && CSS.highlights;
-const marks = new Map(); // the model's own tokens have no colour
+const marks = new Map(); // the model's own tokens are not coloured
 if (able) {
   for (const by of Object.keys(PROPOSERS).filter((one) => one !== "target")) {
     marks.set(by, new Highlight());
@@ -12,13 +12,13 @@ if (able) {
   }
 }
 
-/** Where the tokens of each proposer stand in a text that is made of these pieces: [start, end, by]. */
+/** Ranges of each proposer's tokens in the text of these pieces: [start, end, by]. */
 export function spans(pieces) {
   let at = 0;
   return pieces.map(({ by, text }) => [at, (at += text.length), by]);
 }
 
-/** Colours what the blocks within a node show of a text. spans: of that text. */
+/** Colours the displayed blocks of a text in a node. where: spans of that text. */
 export function colour(node, text, where) {
   if (!able) return;
   const children = node.children.length ? [...node.children] : [node];
@@ -35,7 +35,7 @@ function add(made) {
   return made;
 }
 
-// Of a plain text that grows, only what is new is coloured; the last mark may grow with it.
+// For a growing plain text only the new part is coloured; the last highlight may grow with it.
 function grown(child, where) {
   const [node, made] = [child.firstChild, (child.marks ??= [])];
   if (!node) return;
@@ -51,7 +51,7 @@ function grown(child, where) {
   }
 }
 
-/** Takes all colours away. */
+/** Removes all colours. */
 export function clear(node) {
   for (const one of [node, ...node.querySelectorAll("*")]) if (one.marks) bare(one);
 }
@@ -65,7 +65,7 @@ function remove(made) {
   for (const [by, range] of made) marks.get(by).delete(range);
 }
 
-// Words are found in the source one behind another: what Markdown's marks and links' addresses add is stepped over.
+// Displayed words are searched in the source in order; Markdown marks and link targets in between are skipped.
 function found(child, text, start, end, where) {
   const made = [];
   const walker = document.createTreeWalker(child, NodeFilter.SHOW_TEXT);

@@ -1,31 +1,31 @@
-// The engine's view: a stream of events, a second apart, as numbers, charts and tables.
+// The engine view: a stream of events, one per second, as numbers, charts and tables.
 
 import { Chart, number } from "./charts.js";
 import { events } from "./server.js";
 
 const $ = (id) => document.getElementById(id);
-const SHOWN_S = 300; // of the charts
-const WINDOW_S = 3; // over which a rate is taken
+const SHOWN_S = 300; // time range of the charts
+const WINDOW_S = 3; // time over which a rate is computed
 const AGAIN_MS = 2000;
-const KINDS = { decode: "answers alone", prompts: "with prompts" };
+const KINDS = { decode: "decode only", prompts: "with prefill" };
 const PAIRED = ["steps", "seconds", "floor_s"];
 
 const samples = []; // {at, now, sums}
-const timed = new Map(); // worker and kind of step -> the sums of the last event, and the newest steps that were shown
+const timed = new Map(); // worker and kind of step -> sums of the last event, and the step times shown last
 let watching = null;
 
 const CHARTS = [
-  [{ title: "Tokens", unit: "per second", lines: ["prompts", "answers"], least: 10 },
+  [{ title: "Tokens", unit: "per second", lines: ["prefill", "decode"], least: 10 },
     (one) => [rate(one, "computed"), rate(one, "generated")]],
-  [{ title: "Steps of answers alone", unit: "ms", lines: ["step", "floor"], digits: 1 }, (one) => stepTimes(one, "decode")],
-  [{ title: "Steps with prompts", unit: "ms", lines: ["step", "floor"], digits: 1 }, (one) => stepTimes(one, "prompts")],
-  [{ title: "Drafts accepted", unit: "%", lines: ["accepted"], most: 100 }, (one) => [accepted(one)]],
-  [{ title: "KV pages", lines: ["answers", "prefix cache"] }, ({ sums }) => [sums.used, sums.cached]],
+  [{ title: "Decode-only steps", unit: "ms", lines: ["step", "floor"], digits: 1 }, (one) => stepTimes(one, "decode")],
+  [{ title: "Steps with prefill", unit: "ms", lines: ["step", "floor"], digits: 1 }, (one) => stepTimes(one, "prompts")],
+  [{ title: "Draft tokens accepted", unit: "%", lines: ["accepted"], most: 100 }, (one) => [accepted(one)]],
+  [{ title: "KV pages", lines: ["running requests", "prefix cache"] }, ({ sums }) => [sums.used, sums.cached]],
   [{ title: "Queue", unit: "requests", lines: ["waiting", "running"], least: 5 }, ({ now }) => [now.queue.jobs, now.running]],
 ].map(([what, values]) => ({ chart: new Chart(what, SHOWN_S), values, title: what.title }));
 $("charts").append(...CHARTS.map(({ chart }) => chart.figure));
 
-/** Follows the engine while the page is seen, from now on; anew where it is followed already. */
+/** Follows the engine while the page is visible; restarts if it is already being followed. */
 export async function watch() {
   watching?.abort();
   if (document.hidden) return;
@@ -33,7 +33,7 @@ export async function watch() {
   while (!control.signal.aborted) {
     try {
       for await (const now of events("engine", { signal: control.signal })) take(now);
-      $("engine-status").textContent = "The server has ended the stream; asking again.";
+      $("engine-status").textContent = "The server has ended the stream; reconnecting.";
     } catch (error) {
       if (control.signal.aborted) return;
       $("engine-status").textContent = error.message;
@@ -43,7 +43,7 @@ export async function watch() {
 }
 document.addEventListener("visibilitychange", watch);
 
-/** The most tokens per second that the engine gave in any second of the last `seconds`; null where few were seen. */
+/** The highest token rate of the engine in any second of the last `seconds`; null if there are too few samples. */
 export function ownRate(seconds) {
   const seen = samples.filter(({ at }) => at >= samples.at(-1).at - seconds);
   const rates = seen.slice(1).map(({ at, sums }, place) => (sums.generated - seen[place].sums.generated) / (at - seen[place].at));
@@ -69,7 +69,7 @@ function take(now) {
   if (!$("engine").hidden) show(now, loads, steps);
 }
 
-/** Shows what has come so far; it is drawn with each event too. */
+/** Shows the latest data; called for each event too. */
 export function showEngine() {
   const now = samples.at(-1)?.now;
   if (now) show(now, now.workers.map((one) => one.load).filter(Boolean), now.workers.flatMap(stepRows));
@@ -116,11 +116,11 @@ function show(now, loads, steps) {
   $("engine-status").textContent = now.trouble ?? (now.ready ? "Ready." : "Not ready.");
   const numbers = {
     "Tokens/s": number(rate(last, "generated") ?? 0),
-    "Answers that run": number(now.running),
-    "Jobs that wait": number(now.queue.jobs),
-    "Prompt tokens that wait": number(now.queue.tokens),
-    "Prompts found cached": share(sum("prompt_tokens_cached"), sum("prompt_tokens")),
-    "Drafts accepted": share(sum("accepted_tokens"), sum("draft_tokens")),
+    "Running requests": number(now.running),
+    "Waiting requests": number(now.queue.jobs),
+    "Waiting prompt tokens": number(now.queue.tokens),
+    "Prefix cache hits": share(sum("prompt_tokens_cached"), sum("prompt_tokens")),
+    "Draft tokens accepted": share(sum("accepted_tokens"), sum("draft_tokens")),
     "KV pages in use": `${number(last.sums.used)} of ${number(last.sums.pages)}`,
   };
   $("engine-numbers").replaceChildren(
@@ -147,7 +147,7 @@ function kept(sample, title, values) {
   return found;
 }
 
-// Rows of a table: what it is called, a part of a whole, and what is said of it: the counts, where nothing is given.
+// Rows of a table: name, part, whole, and a text, by default the counts.
 function meters(id, rows) {
   $(id).hidden = !rows.length;
   $(id).querySelector("tbody").replaceChildren(
@@ -186,12 +186,12 @@ function proposers(loads) {
 function holders({ name, load }) {
   if (!load?.pages_total) return [];
   const free = load.pages_total - load.pages_used - load.pages_cached;
-  const parts = [["answers that run", load.pages_used], ["the prefix cache alone", load.pages_cached], ["nobody", free]];
+  const parts = [["running requests", load.pages_used], ["prefix cache only", load.pages_cached], ["free", free]];
   return parts.map(([who, pages]) => [`${name}: ${who}`, pages, load.pages_total]);
 }
 
-// A worker tells sums since its start: the newest steps are what has come since the last event. Where none has, those
-// that came last stay.
+// A worker reports sums since its start: the newest steps are the difference to the last event. If there are none, the
+// previous values stay.
 function newest(key, sums) {
   const known = timed.get(key);
   if (known?.sums === sums) return known.shown;

@@ -1,29 +1,29 @@
-// Markdown in blocks. Finished ones come from the server as sanitised HTML; the last one is plain text while it grows.
+// Markdown in blocks. Finished blocks come from the server as sanitised HTML; the last one is plain text while it grows.
 
 const BATCH = { blocks: 64, chars: 60_000 };
 const KEPT = 4_000; // rendered blocks
 const AGAIN_MS = 4_000;
 const FENCE = /^\s*(`{3,}|~{3,})(.*)$/;
 const ITEM = /^\s*([-*+]|\d{1,9}[.)])(\s|$)/;
-const BEGUN = /^\s*([-*+]|\d{1,9}[.)]?|#{1,6}|[`~]+|\$|\\)?$/; // a line of which it cannot be said yet what it will be
+const BEGUN = /^\s*([-*+]|\d{1,9}[.)]?|#{1,6}|[`~]+|\$|\\)?$/; // a line whose kind is not clear yet
 const CLOSES = { $$: "$$", "\\[": "\\]" };
 
-/** The blocks of a text, each {source, start, finished}: it is cut where whatever comes next cannot change what was. */
+/** The blocks of a text, each {source, start, finished}, split where later text cannot change earlier blocks. */
 export function blocks(text, done) {
   const found = [];
   const lines = text.split("\n");
-  let from = 0; // where the block begins
-  let at = 0; // where the line begins
+  let from = 0; // start of the block
+  let at = 0; // start of the line
   let blank = false;
   let list = false;
-  let until = null; // the end of a fence or a formula
+  let until = null; // tests for the end of a fence or a formula
   const cut = () => {
     if (text.slice(from, at).trim()) found.push({ source: text.slice(from, at).trimEnd(), start: from, finished: true });
     [from, blank, list] = [at, false, false];
   };
   for (const [number, line] of lines.entries()) {
     if (!done && !until && number === lines.length - 1 && BEGUN.test(line)) break;
-    const alone = !/^\s/.test(line); // not part of a list's item
+    const alone = !/^\s/.test(line); // not part of a list item
     if (until) {
       const ends = until(line);
       at += line.length + 1;
@@ -50,14 +50,14 @@ export function blocks(text, done) {
     if (heading) cut();
   }
   if (text.slice(from).trim()) found.push({ source: text.slice(from), start: from, finished: done });
-  else if (from > text.length) found.at(-1).finished = done; // its last line may go on
+  else if (from > text.length) found.at(-1).finished = done; // its last line may continue
   return found;
 }
 
-/** Brings a node to show a text that grows: blocks that have not changed stay as they are. */
+/** Makes a node show a growing text; blocks that have not changed are left as they are. */
 export function show(node, text, done) {
   const now = blocks(text, done);
-  const named = done ? (text.match(/^ {0,3}\[[^\]\n]+\]:\s*\S.*$/gm) ?? []).join("\n") : ""; // what links refer to
+  const named = done ? (text.match(/^ {0,3}\[[^\]\n]+\]:\s*\S.*$/gm) ?? []).join("\n") : ""; // link reference definitions
   now.forEach((block, place) => {
     const child = node.children[place] ?? node.appendChild(document.createElement("div"));
     child.start = block.start;
@@ -72,7 +72,7 @@ export function show(node, text, done) {
   while (node.children.length > now.length) node.lastElementChild.remove();
 }
 
-/** A block's own text as it is, without the marks of a fence. */
+/** Shows the block's source as plain text, without fence marks. */
 function plain(child) {
   const fence = FENCE.exec(child.source.split("\n", 1)[0]);
   const first = fence ? child.source.indexOf("\n") + 1 || child.source.length : 0;
@@ -81,7 +81,7 @@ function plain(child) {
   grow(child, text, child.start + first);
 }
 
-/** Brings a node to show a plain text that mostly grows. from: where it stands in the text that it is a part of. */
+/** Makes a node show a plain text that mostly grows. from: its offset in the whole text. */
 export function grow(node, text, from = 0) {
   const known = node.firstChild;
   if (node.childNodes.length === 1 && known.nodeType === Node.TEXT_NODE && text.startsWith(known.data)) {
@@ -91,10 +91,10 @@ export function grow(node, text, from = 0) {
 }
 
 function fill(child, html) {
-  // What the server has sanitised is parsed apart from this document, where nothing loads and no script runs.
+  // The sanitised HTML is parsed in a separate document, which loads no resources and runs no scripts.
   const made = new DOMParser().parseFromString(html, "text/html").body;
   for (const pre of made.querySelectorAll("pre")) {
-    pre.tabIndex = 0; // wide code is scrolled by keys
+    pre.tabIndex = 0; // wide code can be scrolled by keys
     const box = around(pre, "code");
     const bar = document.createElement("div");
     const copy = document.createElement("button");
@@ -122,21 +122,21 @@ function around(node, name) {
   return box;
 }
 
-/** What a click on a block's button copies. */
+/** Copies the code of a block whose button was clicked. */
 export async function copied(button) {
   await navigator.clipboard.writeText(button.closest(".code").querySelector("pre").textContent);
   button.textContent = "Copied";
   setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
-// ------------------------------------------------------------------------------------------------- by the server
+// ------------------------------------------------------------------------------------------ rendered by the server
 
-const rendered = new Map(); // text -> its HTML; null: the server does not render it
-const waiting = new Map(); // text -> the blocks that show it
+const rendered = new Map(); // text -> its HTML; null: the server rejected it
+const waiting = new Map(); // text -> the blocks that wait for it
 let headers = () => ({});
 let asking = false;
 
-/** how: gives the headers of a request. */
+/** how: returns the headers of a request. */
 export function renderWith(how) {
   headers = how;
 }
@@ -169,7 +169,7 @@ async function work() {
   if (asking) setTimeout(work, pause);
 }
 
-/** Renders texts and shows them. False: the server cannot now, and may later. */
+/** Renders texts and shows them. Returns false if the server cannot render now; a retry may succeed. */
 async function render(texts) {
   if (!texts.length) return true;
   let answer;

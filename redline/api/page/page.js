@@ -1,4 +1,4 @@
-// The page that the server gives at /: chats, the engine, settings. Everything that it keeps stays in this browser.
+// The page served at /: chats, the engine, settings. Everything that it stores stays in this browser.
 
 import { number } from "./charts.js";
 import { PROPOSERS, clear, colour, spans } from "./colours.js";
@@ -8,22 +8,22 @@ import { Refused, events, headers, refusal, setKey, theKey, told } from "./serve
 import { SAMPLING, exported, fresh, imported, keep as keepChats, keptChats, sampling, settings } from "./store.js";
 
 const $ = (id) => document.getElementById(id);
-const SHOWN_EVERY_MS = { plain: 50, coloured: 100 }; // an answer is drawn at most so often, whatever comes
-const LEAST_S = 1; // over which a rate is told
+const SHOWN_EVERY_MS = { plain: 50, coloured: 100 }; // minimum interval between two redraws of an answer
+const LEAST_S = 1; // minimum duration for which a rate is shown
 
 let chats = keptChats();
 let chat = chats[0] ?? fresh();
-let answering = null; // an AbortController while an answer comes
-let editing = null; // the index of the question that is edited
+let answering = null; // an AbortController while an answer is streaming
+let editing = null; // index of the question that is being edited
 
-// ------------------------------------------------------------------------------------------------- what is said
+// ------------------------------------------------------------------------------------------------- status and notices
 
 function tell(text, wrong = false) {
   $("status").textContent = text;
   $("status").classList.toggle("wrong", wrong);
 }
 
-/** A line over the page; undo: what its button does. */
+/** Shows a notice over the page; undo: action of its Undo button. */
 function notice(text, undo = null) {
   $("notice").firstElementChild.textContent = text;
   $("undo").hidden = !undo;
@@ -40,7 +40,7 @@ function keep() {
   try {
     chats = keepChats(chats);
   } catch {
-    tell("This browser has no room for more chats: delete some, or this one is lost with the tab.", true);
+    tell("The browser's storage is full: delete some chats, or this one is lost when the tab is closed.", true);
   }
 }
 
@@ -58,7 +58,7 @@ async function learnModels() {
     $("model").textContent = settings.model;
     tell("");
   } catch (error) {
-    tell(`${error.message} ${theKey() ? "" : "Where this server wants a key, enter it under Settings."}`, true);
+    tell(`${error.message} ${theKey() ? "" : "If this server needs a key, enter it under Settings."}`, true);
   }
 }
 
@@ -149,7 +149,7 @@ function drawList() {
   );
 }
 
-// The end stays in sight where it was, while text comes and while blocks are rendered.
+// The view stays at the end if it was there, while text arrives and while blocks are rendered.
 let atEnd = true;
 const toEnd = () => ($("messages").scrollTop = $("messages").scrollHeight);
 $("messages").addEventListener("scroll", ({ target }) => {
@@ -165,7 +165,7 @@ $("messages").addEventListener("click", ({ target }) => {
   if (target.matches(".bar button")) copied(target);
 });
 
-// Another tab has kept its chats. They are this one's too, or its next ones would take their place; what is open here stays.
+// Another tab has stored chats: take them over, or storing here would overwrite them; the chat open here is kept.
 addEventListener("storage", ({ key }) => {
   if (key !== "redline.chats") return;
   chats = keptChats().map((one) => (one.id === chat.id ? chat : one));
@@ -200,7 +200,7 @@ function forget(one) {
   });
 }
 
-// -- a question that is edited stays where it is, and so does what follows, until it is sent
+// -- a question that is being edited, and the messages after it, stay until it is sent
 
 function edit(index) {
   editing = index;
@@ -260,7 +260,7 @@ function addPieces(pieces, by, thought, content) {
   }
 }
 
-/** Counts tokens over the time between the first and the last, by the server's clock, which no connection disturbs. */
+/** Tokens per second between the first and the last one, by the server's clock, so without network delays. */
 class Pace {
   constructor() {
     this.began = performance.now();
@@ -288,7 +288,7 @@ class Pace {
 }
 
 async function answer() {
-  const here = chat; // the user may open another meanwhile
+  const here = chat; // the user may open another chat in the meantime
   const control = (answering = new AbortController());
   const message = { role: "assistant", content: "", reasoning: "", pieces: [], proposed: {}, open: true };
   const sent = here.messages.map(({ role, content }) => ({ role, content }));
@@ -341,7 +341,7 @@ async function answer() {
         known.name += call.function?.name ?? "";
         known.arguments += call.function?.arguments ?? "";
       }
-      if (choice?.finish_reason === "length") message.ended = `Cut off at ${number(tokens)} tokens, the most that it might have.`;
+      if (choice?.finish_reason === "length") message.ended = `Cut off at ${number(tokens)} tokens, the limit of this answer.`;
       if (!due) {
         due = true;
         setTimeout(() => requestAnimationFrame(paint), SHOWN_EVERY_MS[settings.colours ? "coloured" : "plain"]);
@@ -353,7 +353,7 @@ async function answer() {
     else {
       tell(error.message, true);
       if (error instanceof Refused) complain(error.field?.split(/[.[]/)[0], error.message);
-      message.ended = `Broken off: ${error.message}`;
+      message.ended = `Interrupted: ${error.message}`;
     }
     if (!begun && !control.signal.aborted) here.messages.splice(here.messages.indexOf(message), 1);
   } finally {
@@ -443,7 +443,7 @@ $("import-file").addEventListener("change", async ({ target }) => {
     keep();
     draw();
     const kept = added.filter((one) => chats.some((other) => other.id === one.id)).length;
-    const left = [found.length - added.length && `${found.length - added.length} were here already`, added.length - kept && `${added.length - kept} did not fit`];
+    const left = [found.length - added.length && `${found.length - added.length} already existed`, added.length - kept && `${added.length - kept} exceeded the limit`];
     notice([`${kept} of ${found.length} chats imported`, ...left.filter(Boolean)].join("; ") + ".");
   } catch (error) {
     notice(`Nothing was imported. ${error.message}.`);
@@ -459,7 +459,7 @@ for (const name of KEPT) form.elements[name].value = settings[name];
 form.elements.thinking.checked = settings.thinking;
 form.elements.key.value = theKey();
 
-/** Says below a field what is wrong with it; without a field, nothing is wrong with any. */
+/** Shows an error below a field; without a field, removes all errors. */
 function complain(name = "", text = "") {
   for (const one of form.querySelectorAll(".wrong")) one.remove();
   for (const one of form.elements) one.removeAttribute("aria-invalid");
@@ -479,7 +479,7 @@ form.addEventListener("change", ({ target }) => {
   }
   complain();
   if (!target.checkValidity()) {
-    complain(target.name, `${labelOf(target)}: ${target.validationMessage} It is still ${settings[target.name] || "left to the server"}.`);
+    complain(target.name, `${labelOf(target)}: ${target.validationMessage} The setting remains ${settings[target.name] || "the server's default"}.`);
     return;
   }
   settings[target.name] = target.type === "checkbox" ? target.checked : target.value;

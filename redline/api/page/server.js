@@ -10,7 +10,7 @@ export function setKey(value) {
   sessionStorage.setItem("redline.key", key);
 }
 
-/** An error that the server has told. field: of the request, that is wrong. */
+/** An error reported by the server. field: the invalid field of the request. */
 export class Refused extends Error {
   constructor(message, field = null) {
     super(message);
@@ -18,7 +18,7 @@ export class Refused extends Error {
   }
 }
 
-/** What a server says of why it does not answer. */
+/** The error of a response that is not OK. */
 export async function refusal(answer) {
   const text = await answer.text();
   try {
@@ -28,7 +28,7 @@ export async function refusal(answer) {
   }
 }
 
-/** An error of the API: its message names the field. */
+/** An error of the API; its message contains the field. */
 export function told({ message, param }) {
   return new Refused(param && !message.includes(param) ? `${param}: ${message}` : message, param);
 }

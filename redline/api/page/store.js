@@ -1,11 +1,11 @@
-// What stays in this browser: chats and settings; and chats as files.
+// Chats and settings that are stored in this browser, and export and import of chats.
 
 const KEPT_CHATS = 50;
 export const SAMPLING = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "max_tokens", "stop"];
 const empty = Object.fromEntries(SAMPLING.map((name) => [name, ""]));
 
 export const settings = { model: "", system: "", thinking: true, colours: false, ...empty, ...stored("redline.settings", {}) };
-settings.max_tokens ||= settings.tokens ?? ""; // as it was called before
+settings.max_tokens ||= settings.tokens ?? ""; // its former name
 delete settings.tokens;
 
 function stored(name, otherwise) {
@@ -18,7 +18,7 @@ function stored(name, otherwise) {
 
 const unkept = (name, value) => (name === "pieces" ? undefined : value);
 
-/** Chats of before, without answers of which nothing had come when the page was closed. */
+/** The stored chats, without answers that were empty when the page was closed. */
 export function keptChats() {
   const chats = stored("redline.chats", []);
   for (const { messages } of chats) {
@@ -28,7 +28,7 @@ export function keptChats() {
   return chats.filter(({ messages }) => messages.length);
 }
 
-/** The chats that are kept, the newest first; throws where the browser has no room. */
+/** The chats to store, newest first; throws if the browser's storage is full. */
 export function keep(chats) {
   const kept = chats.filter((one) => one.messages.length).slice(0, KEPT_CHATS);
   localStorage.setItem("redline.chats", JSON.stringify(kept, unkept));
@@ -38,7 +38,7 @@ export function keep(chats) {
 
 export const fresh = () => ({ id: crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`, messages: [] });
 
-/** Chats as a file, that `imported` reads. */
+/** Chats as a file, to be read by `imported`. */
 export function exported(chats) {
   return new Blob([JSON.stringify({ format: "redline.chats", version: 1, chats }, unkept, 1)], { type: "application/json" });
 }
@@ -46,7 +46,7 @@ export function exported(chats) {
 const isText = (value) => typeof value === "string";
 const MESSAGE = { content: isText, reasoning: isText, rate: isText, ended: isText, calls: Array.isArray, proposed: (value) => value?.constructor === Object };
 
-/** The chats of an exported file's text. Throws an Error that names the field that is wrong. */
+/** The chats in an exported file's text. Throws an Error that names the invalid field. */
 export function imported(text) {
   let file;
   try {
@@ -69,7 +69,7 @@ export function imported(text) {
       const made = { role: message.role };
       for (const [name, good] of Object.entries(MESSAGE)) {
         if (message[name] === undefined) continue;
-        check(good(message[name]), `${where}.${name}`, "what an export has there");
+        check(good(message[name]), `${where}.${name}`, "a value of an export");
         made[name] = message[name];
       }
       for (const [index, call] of (made.calls ?? []).entries()) {
@@ -81,7 +81,7 @@ export function imported(text) {
   });
 }
 
-/** The sampling of a request, without the fields that are left to the server. */
+/** The sampling parameters of a request, without empty fields, for which the server's defaults apply. */
 export function sampling() {
   const given = SAMPLING.filter((name) => String(settings[name]).trim() !== "");
   return Object.fromEntries(

@@ -3,7 +3,7 @@
 Each candidate runs in its own subprocess: `python -I`, an empty temporary folder, an empty environment, a timeout of
 five seconds, and resource limits that allow only computation. It cannot open descriptors (files, sockets, pipes) or
 start processes or threads; an audit hook refuses actions that need neither (signals, deletions). Common modules are
-imported before that. This is the only place in Redline that executes text from a model (docs/evaluation.md).
+imported before that. This is the only place in Redline that executes text from a model (docs/bench.md).
 """
 
 import json

@@ -26,7 +26,7 @@ SHAPE = Shape()
 @grouped
 def bench_agentic(
     *,
-    trace: Annotated[Path | None, typer.Argument(help="A trace, JSONL; see docs/bench_agentic.md.")] = None,
+    trace: Annotated[Path | None, typer.Argument(help="A trace, JSONL; see docs/bench.md.")] = None,
     base_url: BaseUrl = None,
     server: ServerFlags,
     history: Annotated[

@@ -1,11 +1,12 @@
-"""After a row is settled: the drafter reads what is certain, and proposes what the slot's next row will verify.
+"""Drafting: after the rows are settled, the drafter reads the accepted tokens, and proposes drafts for each slot's next
+row.
 
-A learned drafter (EAGLE-3) has one row for each token but the first: the token, and the target's features of the token
-before it. It reads every row of a job once those features are there. What it has read of its own drafts is written over
-by the true rows of the next step. It has one layer, so only the row that drafts from has to be computed to its end; of
-the others the latent is all that is ever needed.
+A learned drafter (EAGLE-3) has one row for each token but the first: the token, and the target model's features of the
+token before it. It reads every row of a job once those features are available. Rows of its own drafts are overwritten
+by the true rows of the next step. The drafter has one layer, so only the row that it drafts from is computed in full;
+of the other rows only the latent is needed.
 
-A suffix match costs nothing, and stands in for the drafter where the text repeats itself for long enough.
+A suffix match costs nothing, and replaces the learned drafter if the text repeats itself for SURE tokens or more.
 
 T drafter rows, R slots that draft, D hidden, V vocabulary.
 """
@@ -26,38 +27,39 @@ from redline.run.sampling.on_host import is_greedy
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import PAGE_TOKENS
 
-SURE = 8  # a suffix match of so many tokens is followed rather than the learned drafter
+SURE = 8  # tokens of a suffix match from which it is preferred to the learned drafter
 
 
 class Drafting:
-    """The drafters of one runner: the learned one, where there is one, and suffix matches."""
+    """The drafters of one runner: the learned one, if there is one, and suffix matches."""
 
     def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool, *, certain: bool = False) -> None:
-        """certain: every draft is the drafter's likeliest token, as in recorded rounds; else rows that are verified
-        block by block have theirs drawn."""
+        """certain: every draft is the drafter's argmax, as in captured steps; if false, rows for block verification
+        sample their drafts."""
         self._certain = certain
         self._drafter = drafter
         self._slots = slots
         self._kv = kv
-        self.drafted: tuple[int, ...] = ()  # by the newest `follow`, for each row that the learned drafter drafted for
+        self.drafted: tuple[int, ...] = ()  # tokens drafted in the last `follow`, for each row with learned drafts
         self._places = drafter.served.pages(slots.tokens, slots.tables) if drafter is not None else None
 
     def follow(
         self, spans: Sequence[Span], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
     ) -> None:
-        """The drafter reads what has become certain, and leaves a proposal in each slot whose row asks for one.
+        """The drafter reads the accepted tokens, and leaves a proposal in each slot for which a row requests one.
 
         firsts       the first token of each span, counted from the step's first
-        counts       how many positions of each span hold
-        features_TF  [tokens of the step, layers * D]: the target's states; None where no row is for the learned drafter
+        counts       number of accepted positions of each span
+        features_TF  [tokens of the step, layers * D]: the target's hidden states; None if no row uses the learned
+                     drafter
         """
         wanted = [self._wanted(span) for span in spans]
         self.drafted = tuple(filter(None, wanted))
         reading = [i for i, span in enumerate(spans) if span.row.drafting]
         if not reading:
             return
-        assert self._drafter is not None, "a row is for a drafter that is not there"
-        assert features_TF is not None, "a drafter reads what the model has not kept"
+        assert self._drafter is not None, "a row needs the learned drafter, but there is none"
+        assert features_TF is not None, "the drafter needs the model's hidden states"
         self._read(
             self._drafter,
             [spans[i] for i in reading],
@@ -68,17 +70,17 @@ class Drafting:
         )
 
     def read(self, spans: Sequence[Span], firsts: Sequence[int], features_TF: Tensor) -> None:
-        """The drafter reads the tokens of prompts that the host knows, and drafts nothing. As in `follow`.
+        """The drafter reads the prompt tokens that the host knows, and drafts nothing. Arguments as in `follow`.
 
         The row of a token that is still to be chosen is left out.
         """
-        assert self._drafter is not None, "a row is for a drafter that is not there"
+        assert self._drafter is not None, "a row needs the learned drafter, but there is none"
         counts = [span.count for span in spans]
         self._read(self._drafter, spans, firsts, counts, [0] * len(spans), features_TF)
 
     def _wanted(self, span: Span) -> int:
-        """How many tokens the learned drafter is to propose: none where a grammar forces some, which cannot fail. A
-        suffix match is left in the slot at once."""
+        """How many tokens the learned drafter should propose: none if a grammar forces some, which are always
+        accepted. A suffix match is left in the slot here."""
         slot = self._slots.at[span.slot]
         if slot.proposal.tokens:
             return 0
@@ -102,14 +104,14 @@ class Drafting:
         wanted: Sequence[int],
         features_TF: Tensor,
     ) -> None:
-        """Writes the drafter's rows of these spans, and drafts what is wanted behind them.
+        """Writes the drafter's rows of these spans, and drafts the wanted tokens after them.
 
-        A row whose place is the first of a page that the slot does not have yet is late: it comes with the slot's next
-        row, by way of `tails`, as after a cached page. So is one whose token is not known, behind a prompt that is only
-        read: it may come with another job, which begins from the cached pages.
+        A row is late if its place is the first of a page that the slot does not have yet: it is computed with the
+        slot's next row, from `tails`, as after a cached page. So is a row with an unknown token, at the end of a prompt
+        that is only prefilled: it may be computed for another job that begins from the cached pages.
         """
         slots: list[int] = []
-        positions: list[int] = []  # of the features; the row's token is the next one
+        positions: list[int] = []  # positions of the features; the row's token is the next one
         sources: list[int] = []
         queries: list[int] = []
         drafting: list[tuple[int, int]] = []
@@ -117,7 +119,7 @@ class Drafting:
         behind = [span for span in spans if self._slots.at[span.slot].behind]
         for span, first, count, drafts in zip(spans, firsts, counts, wanted, strict=True):
             slot = self._slots.at[span.slot]
-            place = span.start + count  # of the last row
+            place = span.start + count  # place of the last row
             slot.behind = place == slot.pages * PAGE_TOKENS
             if slot.behind or place == slot.length:
                 late.append(len(slots) + count - 1)
@@ -159,7 +161,7 @@ class Drafting:
             self._propose(drafter, drafting, normed, fed)
 
     def _propose(self, drafter: Eagle3, rows: Sequence[tuple[int, int]], normed: Tensor, fed: Tensor) -> None:
-        """Drafts one token for all, then one more for those that want one, and so on."""
+        """Drafts one token for all rows, then one more for those that want one, and so on."""
         at = self._slots.at
         drafted: dict[int, tuple[list[int], list[Tensor]]] = {slot: ([], []) for slot, _ in rows}
         done = 0
@@ -206,9 +208,9 @@ class Drafting:
     ) -> tuple[Tensor, Tensor]:
         """(normed states, features to feed back) of the rows `queries`; all rows are written to the drafter's plane.
 
-        positions: of the features. ids: the rows' tokens, which are the next ones; None: those of the slots.
+        positions: of the features. ids: the rows' tokens, which are the next ones; None: the slots' tokens.
         """
-        assert self._places is not None, "there is a drafter"
+        assert self._places is not None, "only a learned drafter has rows"
         rows = DraftRows(slots, positions, queries, ids)
         return drafter.served.read(feature, self._places, rows, self._kv.draft)
 

@@ -1,10 +1,10 @@
-"""A drafter that costs nothing: what followed the last time that the answer's latest tokens stood together.
+"""Suffix matching, a drafter at no cost: proposes the tokens that followed an earlier occurrence of the latest tokens.
 
-This is the host's; recorded rounds have the device look (`kernels/hopper/step/suffix_match.py`).
+This one runs on the host; captured steps match on the device (`kernels/hopper/step/suffix_match.py`).
 
-The last WINDOW tokens of prompt and answer stand in a ring. Their trigrams hash into a table of heads, and each
-position points at the one before it with the same hash, as in LZ77: appending is O(1), and a collision is harmless,
-since a match is compared token by token before it counts. About 0.4 MB a job.
+The last WINDOW tokens of prompt and output are in a ring buffer. Their trigrams hash into a table of heads, and each
+position points to the one before it with the same hash, as in LZ77: appending is O(1), and a collision is harmless,
+since a match is compared token by token before it counts. About 0.4 MB per job.
 """
 
 from array import array
@@ -12,23 +12,23 @@ from collections.abc import Sequence
 
 from redline.kernels.hopper.step.suffix_match import DEPTH, SHORTEST, WINDOW
 
-CANDIDATES = 16  # earlier places that are compared, latest first
+CANDIDATES = 16  # earlier positions to compare, latest first
 
 
 class Suffix:
-    """The latest tokens of one job, and where they stood before."""
+    """The latest tokens of one job, with an index of their earlier occurrences."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        """window: how many tokens are remembered, a power of two."""
-        assert window & (window - 1) == 0, f"a window of {window} is no power of two"
+        """window: number of tokens kept, a power of two."""
+        assert window & (window - 1) == 0, f"a window of {window} is not a power of two"
         self._mask = window - 1
         self._tokens = array("i", bytes(4 * window))
-        self._before = array("i", bytes(4 * window))  # the place before with the same hash, plus 1; 0: none
-        self._heads = array("i", bytes(4 * window))  # the latest place of each hash, plus 1; 0: none
+        self._before = array("i", bytes(4 * window))  # the previous position with the same hash, plus 1; 0: none
+        self._heads = array("i", bytes(4 * window))  # the latest position of each hash, plus 1; 0: none
         self._count = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends the job's new tokens, prompt or answer; ids must be below 2^31."""
+        """Appends the job's new tokens, of prompt or output; ids must be below 2^31."""
         skipped = max(0, len(tokens) - self._mask - 1)
         self._count += skipped
         ring, before, heads, mask = self._tokens, self._before, self._heads, self._mask
@@ -47,15 +47,15 @@ class Suffix:
     def propose(self, count: int) -> tuple[list[int], int]:
         """(up to `count` tokens that followed the longest match, the match's length in tokens).
 
-        Of several matches as long, the latest counts. ([], 0) where fewer than SHORTEST tokens match. A match that
-        reaches into its own continuation is a repetition, and goes on as one.
+        Of several matches of equal length, the latest counts. ([], 0) if fewer than SHORTEST tokens match. A match that
+        reaches into its own continuation is a repetition, and is continued as one.
         """
         ring, before, mask, end = self._tokens, self._before, self._mask, self._count
         if end <= SHORTEST or count <= 0:
             return [], 0
         oldest = max(0, end - mask - 1)
         best, longest = 0, SHORTEST - 1
-        place = before[(end - 1) & mask]  # tokens before `place` match, and it is what followed
+        place = before[(end - 1) & mask]  # the tokens before `place` match; the token at `place` followed them
         for _ in range(CANDIDATES):
             if place <= oldest:
                 break

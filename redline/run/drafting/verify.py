@@ -1,12 +1,12 @@
-"""Which of a row's drafts hold, and the token after them: exact, whatever the drafter proposes.
+"""Verification of draft tokens: which of a row's drafts are accepted, and the token after them. Exact for any drafter.
 
-Two ways. A row's own draws: each token is drawn as without a drafter, and a draft is accepted while it equals the
-draw; so the answer is the same whatever was drafted, which greedy and seeded requests ask for, and where the drafts are
-certain (one-hot) no other way accepts more. Else block verification (Sun et al., arXiv 2403.10444, algorithm 2): drafts
-drawn from a distribution are accepted together, on average at least as many as one by one.
+There are two methods. With own draws, each token is drawn as without a drafter, and a draft is accepted if it equals
+the draw. The output is then the same whatever was drafted, as greedy and seeded requests require; and if the drafts are
+certain (one-hot), no other method accepts more. Otherwise, block verification (Sun et al., arXiv 2403.10444, algorithm
+2): drafts sampled from a distribution are accepted as a block, and on average no fewer of them than one by one.
 
-d drafts, N rows of logits (row i follows the first i drafts), V vocabulary. Logits float32. N is d + 1; or d, where
-nothing can be drawn behind the last draft.
+d drafts, N rows of logits (row i follows the first i drafts), V vocabulary. Logits float32. N is d + 1; or d, if no
+token can be drawn after the last draft.
 """
 
 import math
@@ -31,18 +31,19 @@ from redline.run.sampling.on_host import (
 from redline.wire.job import Sampling
 
 # Streams of random numbers; the index of a draft counts up in steps of _STREAMS. Numbers are keyed by the position at
-# which the row begins: a draft's fate decides what later rows draft at its place, so that row needs fresh ones.
+# which the row begins: whether a draft is accepted decides what later rows draft at its position, so those rows need
+# fresh numbers.
 _DRAFT, _ACCEPT, _LAST = range(3)
 _STREAMS = 3
 
-_HUGE = 1e30  # a logit that any temperature leaves finite
+_HUGE = 1e30  # a logit that stays finite at any temperature
 
 
 class Verified(NamedTuple):
-    """`tokens`: the accepted drafts and one token more; `accepted`: how many tokens come before that one.
+    """`tokens`: the accepted drafts and one token more; `accepted`: number of tokens before that one.
 
-    The tokens end before one for which there is no row of logits, or no finite number to choose by: so there may be
-    none, and the last may be a draft that holds.
+    The tokens end before the first one without a row of logits, or without a finite number to choose by: so there may
+    be no token, and the last one may be an accepted draft.
     """
 
     tokens: list[int]
@@ -58,12 +59,13 @@ def verify(
     generated: Tensor,
     position: int,
 ) -> Verified:
-    """Which drafts hold, and the token after them.
+    """The accepted drafts, and the token after them.
 
-    - logits_NV: float32, of the row's last token and its drafts; perhaps not of the last draft.
-    - q_dV: the distributions that the drafts were drawn from, as `draft_token` gives them; None: they were certain.
+    - logits_NV: float32, of the row's last token and its drafts; may lack the row of the last draft.
+    - q_dV: the distributions that the drafts were drawn from, as returned by `draft_token`; None: the drafts are
+    certain.
     - prompt, generated: the tokens before the drafts, int64, for the penalties.
-    - position: of the first token that comes of this row; the one that `draft_token` was given.
+    - position: of the first token of this row's result, the position that `draft_token` was given.
     """
     before = generated.shape[0]
     if is_plain_greedy(sampling, before):
@@ -71,7 +73,7 @@ def verify(
     if drafts and not is_unadjusted(sampling, before):
         generated = torch.cat([generated, torch.tensor(drafts, device=generated.device)])
     rows = logits_NV.shape[0]
-    seen = [generated[: before + i] for i in range(rows)]  # where nothing is adjusted, it does not matter
+    seen = [generated[: before + i] for i in range(rows)]  # unused if nothing is adjusted
     if q_dV is None or not drafts or sampling.seeded or is_greedy(sampling):
         return _own_draws(logits_NV, drafts, sampling, prompt, seen, position)
     return _block(_probabilities(logits_NV, sampling, prompt, seen), drafts, q_dV, sampling.seed, position)
@@ -80,13 +82,13 @@ def verify(
 def is_chosen_alone(sampling: Sampling, generated: int, q_dV: Tensor | None) -> bool:
     """Whether each position's token is a function of its raw logits and its position, whatever the drafts are.
 
-    generated: tokens of the answer so far. q_dV: as in `verify`.
+    generated: number of output tokens so far. q_dV: as in `verify`.
     """
     return is_unadjusted(sampling, generated) and (q_dV is None or sampling.seeded or is_greedy(sampling))
 
 
 def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
-    """As `verify`, where `is_chosen_alone`. chosen: the token of each of the N positions."""
+    """As `verify`, if `is_chosen_alone` holds. chosen: the token of each of the N positions."""
     accepted = 0
     for token, draft in zip(chosen[:-1], drafts, strict=False):
         if token != draft:
@@ -96,19 +98,20 @@ def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
 
 
 def verify_synthetic(rates: Sequence[float], seed: int, position: int, drafts: int) -> int:
-    """How many of `drafts` hold where the verdict is drawn, as `settle_rows` draws it too.
+    """How many of `drafts` drafts are accepted with synthetic acceptance, drawn as in `settle_rows`.
 
-    rates: of rounds in which the first 1, 2 ... all hold (`tune.synthetic`). position: as in `verify`.
+    rates: shares of rounds in which the first 1, 2 ... drafts are all accepted (`tune.synthetic`). position: as in
+    `verify`.
     """
     draw = uniform_of(seed, VERDICT, position)
     return sum(draw < rate for rate in rates[:drafts])
 
 
 def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int) -> tuple[int, Tensor | None]:
-    """A drafter's proposal from its logits, and the distribution [V] that it was drawn from; None: it is the likeliest.
+    """A drafter's proposal from its logits, and the distribution [V] that it was drawn from; None: it is the argmax.
 
-    - logits_V: float32; -inf for what a reduced vocabulary has not. NaN and infinity give some token all the same:
-      drafts need not be right, but they are tokens.
+    - logits_V: float32; -inf for tokens outside of a reduced vocabulary. NaN and infinity still give some token: drafts
+    need not be right, but they must be tokens.
     - position: of the first token of the row that will verify it. index: among that row's drafts.
     """
     if sampling.seeded or is_greedy(sampling):
@@ -118,7 +121,8 @@ def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int)
     token = pick(q_V, uniform_of(sampling.seed, _DRAFT + _STREAMS * index, position))
     if token < len(q_V):
         return token, q_V
-    q_V = torch.zeros_like(q_V)  # nothing is above -infinity, or too much for the temperature: one draft is certain
+    # no logit is above -infinity, or the temperature makes too many infinite: draft token 0 with certainty
+    q_V = torch.zeros_like(q_V)
     q_V[0] = 1
     return 0, q_V
 
@@ -126,7 +130,7 @@ def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int)
 def _own_draws(
     logits_NV: Tensor, drafts: Sequence[int], sampling: Sampling, prompt: Tensor, seen: Sequence[Tensor], position: int
 ) -> Verified:
-    """seen: what the answer has before each of the N rows."""
+    """Own draws. seen: the output tokens before each of the N rows."""
     tokens: list[int] = []
     for i, generated in enumerate(seen):
         token = sample_token(logits_NV[i], sampling, prompt, generated, position + i)
@@ -139,7 +143,7 @@ def _own_draws(
 
 
 def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: Sequence[Tensor]) -> Tensor:
-    """What each row is drawn from, float64 [N, V]."""
+    """The distribution that each row is drawn from, float64 [N, V]."""
     if not is_unadjusted(sampling, len(seen[0])):
         logits_NV = torch.stack(
             [
@@ -155,12 +159,13 @@ def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: 
 
 
 def _block(p_NV: Tensor, drafts: Sequence[int], q_dV: Tensor, seed: int, position: int) -> Verified:
-    """Algorithm 2 of the paper; `reached[i]` is its p_i: how much of a prefix of i drafts may be accepted.
+    """Algorithm 2 of the paper; `reached[i]` is its p_i: the probability with which a prefix of i drafts may be
+    accepted.
 
-    It gives p exactly as long as the drafts before draft i decide whether i is verified. So where numbers end behind a
-    draft, that draft is still verified, as the last one.
+    The result has distribution p exactly if the drafts before draft i alone decide whether i is verified. So if the
+    logits end after a draft, that draft is still verified, as the last one.
     """
-    # A row of which nothing can be drawn is NaN from end to end.
+    # A row from which nothing can be drawn is NaN throughout.
     sound = [*map(math.isnan, p_NV[:, 0].tolist()), True].index(True)
     if not sound:
         return Verified([], 0)
@@ -182,14 +187,14 @@ def _block(p_NV: Tensor, drafts: Sequence[int], q_dV: Tensor, seed: int, positio
             accepted = i
     if accepted == sound:
         return Verified([*drafts[:accepted]], accepted - 1)
-    # A mass of 0 is met only where p and q are equal but for their rounding.
+    # A mass of 0 occurs only if p and q are equal up to rounding.
     whole = accepted == count or masses[accepted] <= 0
     last = pick(p_NV[accepted] if whole else rest_dV[accepted], uniform_of(seed, _LAST, position))
     return Verified([*drafts[:accepted], last], accepted)
 
 
 def residual(p_dV: Tensor, q_dV: Tensor, reached: Sequence[float]) -> Tensor:
-    """What a row that ends after i drafts still owes to each token: max(reached[i] p - q, 0), [d, V].
+    """The residual distribution of a row that ends after i drafts: max(reached[i] p - q, 0), [d, V].
 
     reached: as in algorithm 2 of the paper, its p_i; d of them.
     """

@@ -1,1 +1,1 @@
-"""Grammars: which tokens an answer may go on with."""
+"""Structured output: the tokens that a grammar allows next."""

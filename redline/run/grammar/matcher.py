@@ -1,8 +1,8 @@
-"""Which tokens may come next in a slot whose job has a grammar.
+"""Structured output: the allowed next tokens of a slot with a grammar.
 
-A matcher follows its slot's tokens, and gives a mask for each position of a row: the one behind the last token, and
-those behind the drafts before each. What the grammar forces is one token, the one that the tokenizer would write there:
-so a forced run is known before the model has seen it, and drafts made of it hold whatever the model prefers.
+A matcher advances over its slot's tokens, and gives a mask for each position of a row: the position after the last
+token, and those after each draft. If the grammar forces a text, it forces the tokens that the tokenizer would write for
+it: so a forced run is known before the model has run, and drafts made of it are accepted whatever the model prefers.
 
 W words of a mask, 32 tokens each.
 """
@@ -29,37 +29,38 @@ from redline.wire.job import Grammar
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-KEPT = 64  # compiled grammars that no job holds, the latest used ones
-KEPT_CHARS = 2 << 20  # of their texts, together: compiled, a schema takes up to 85 bytes for each
+KEPT = 64  # most recently used compiled grammars kept although no job holds them
+KEPT_CHARS = 2 << 20  # characters of their texts together; compiled, a schema takes up to 85 bytes per character
 _log = logging.getLogger(__name__)
 
-_EVERY = -1  # a word of a mask that allows every token
+_EVERY = -1  # word of a mask that allows all of its tokens
 
 
 class Matchers:
-    """Compiles grammars in a thread beside the one that runs steps, and keeps those in use and the last ones."""
+    """Compiles grammars in a thread of its own, and keeps those in use and the most recent ones."""
 
     def __init__(self, tokens: Callable[[], LLTokenizer], vocabulary: int, *, pinned: bool = False) -> None:
         """tokens: makes the vocabulary that grammars are compiled with; called once, in the thread.
 
-        vocabulary: of the model's logits. pinned: whether masks lie in memory that a GPU reads without waiting.
+        vocabulary: size of the model's logits. pinned: whether masks are in pinned memory, for asynchronous copies to a
+        GPU.
         """
         self.words = -(-vocabulary // 32)
         self.pinned = pinned
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._tokens: Future[LLTokenizer] = self._threads.submit(tokens)  # while the model's memory is made ready
+        self._tokens: Future[LLTokenizer] = self._threads.submit(tokens)  # runs while the model's memory is prepared
         self._alive: weakref.WeakValueDictionary[str, Future[LLMatcher]] = weakref.WeakValueDictionary()
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # of those, the latest used ones
-        self._chars = 0  # of their texts
-        self._lock = threading.Lock()  # around these three
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the most recently used of these
+        self._chars = 0  # characters of their texts
+        self._lock = threading.Lock()  # protects the three attributes above
 
     def begin(
         self, grammar: Grammar, generated: Sequence[int], *, least: int = 0, stop_ids: Sequence[int] = ()
     ) -> Matcher:
-        """A matcher of an answer that has these tokens so far. Nothing waits for the compilation before the matcher is
-        used, or where it has tokens to follow; of a grammar that is held and done nothing has to.
+        """A matcher for an output with the tokens `generated` so far. The compilation is waited for only when the
+        matcher is first used, or here if it has tokens to advance over.
 
-        least: tokens of the answer before which none of `stop_ids` comes, unless the grammar has begun.
+        least: output tokens before which none of `stop_ids` may come, unless the grammar has begun.
         """
         owed = least if stop_ids else 0
         if not grammar.text:
@@ -67,8 +68,8 @@ class Matchers:
         return Matcher(self, grammar, self.hold(grammar.text), generated, owed, stop_ids)
 
     def hold(self, text: str) -> Future[LLMatcher]:
-        """The compilation of a grammar, which begins unless it did before. Where it ends with an exception, the grammar
-        cannot be compiled. As long as the result is referenced, the grammar is not compiled again. Any thread may call
+        """The compilation of a grammar, started unless it was before. Its exception, if any, says why the grammar
+        cannot be compiled. While the result is referenced, the grammar is not compiled again. Any thread may call
         this."""
         with self._lock:
             compiled = self._alive.get(text)
@@ -91,11 +92,11 @@ class Matchers:
 
     @functools.cached_property
     def stop_ids(self) -> frozenset[int]:
-        """The ids with which an answer ends where its grammar is complete; none where the vocabulary cannot be had."""
+        """The ids that end an output when its grammar is complete; empty if the vocabulary could not be made."""
         return frozenset() if self._tokens.exception() is not None else frozenset(self._tokens.result().eos_tokens)
 
     def close(self) -> None:
-        """Ends the thread; what waits to be compiled is left."""
+        """Ends the thread; queued compilations are cancelled."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _compile(self, text: str) -> LLMatcher:
@@ -105,7 +106,7 @@ class Matchers:
 
 
 class Matcher:
-    """Where one answer stands in its grammar."""
+    """State of one output in its grammar."""
 
     def __init__(
         self,
@@ -116,62 +117,63 @@ class Matcher:
         owed: int = 0,
         stop_ids: Sequence[int] = (),
     ) -> None:
-        """compiled: the grammar, of which this takes a copy once it is reached; None: it has no text, and never begins.
+        """compiled: the grammar, copied when it is first needed; None: the grammar has no text, and never begins.
 
-        generated: tokens of the answer. owed, stop_ids: `least` and `stop_ids` of `Matchers.begin`.
+        generated: output tokens so far. owed, stop_ids: `least` and `stop_ids` of `Matchers.begin`.
         """
         self._matchers = matchers
         self._grammar = grammar
         self._compiled = compiled
         self._own: LLMatcher | None = None
-        self._lost = False  # it cannot be compiled here
+        self._lost = False  # the grammar cannot be compiled
         self._budget = Budget()
-        self.error: str | None = None  # why its job cannot go on, in one line for its client; None: nothing is known
+        self.error: str | None = None  # why the job cannot continue, in one line for its client; None: no error so far
         self._free = compiled is None or bool(grammar.after)  # the grammar has not begun
-        # Tokens that are left for thinking; None: it is over, or not bounded.
+        # Tokens left of the thinking budget; None: thinking is over, or not bounded.
         self._left = None if grammar.thinking is None else max(0, grammar.thinking.most)
-        self._owed = owed  # tokens to come before the answer may end, while the grammar has not begun
+        self._owed = owed  # tokens to come before the output may end, while the grammar has not begun
         self._stop_ids = stop_ids
-        self._ended = False  # the answer has: what follows is nobody's
-        self._forced: list[int] | None = None  # what comes next in any case; None: it has not been worked out
-        self._consumed: list[int] = []  # the tokens that llguidance's matcher has
-        self._wary = False  # a bound was met behind drafts: none are followed any more
+        self._ended = False  # the output has ended: later tokens are ignored
+        self._forced: list[int] | None = None  # the tokens that must come next; None: not computed yet
+        self._consumed: list[int] = []  # the tokens that llguidance's matcher has consumed
+        self._wary = False  # a limit was reached while following drafts: no drafts are followed any more
         self.follow(generated)
 
     @property
     def idle(self) -> bool:
-        """Whether any token may come next, since the grammar has not begun."""
+        """Whether any token may come next, because the grammar has not begun."""
         return self._free and not self._banned and self._left != 0
 
     @property
     def _banned(self) -> Sequence[int]:
-        """What may not come before the grammar has begun."""
+        """The tokens that may not come before the grammar has begun."""
         return (*self._grammar.banned, *self._stop_ids) if self._owed else self._grammar.banned
 
     def quiet(self, tokens: int) -> bool:
-        """Whether any token may come at each of so many next places, whatever comes before it. Any thread may ask."""
-        left = self._left  # once: another thread may have the matcher follow a result meanwhile
+        """Whether any token may come at each of the next `tokens` positions, whatever comes before it. Any thread
+        may ask."""
+        left = self._left  # read once: another thread may advance the matcher during this call
         return not self._grammar.text and not self._owed and (left is None or left >= tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
+        """Advances over accepted tokens. Tokens after the output's end are ignored."""
         began = clock.thread_time()
         self.follow(tokens)
         self._spend(began, steps=0)
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """As `advance`, for tokens that were followed before: they take nothing of what the answer may cost."""
+        """As `advance`, for tokens that were followed before: they are not charged to the time budget."""
         for token in tokens:
             if self._ended or not self._take(token):
                 return
 
     def masks(self, drafts: Sequence[int]) -> Tensor:
-        """The allowed tokens behind the last token and behind each draft, int32 [rows, W]: a bit for each token.
+        """The allowed tokens after the last token and after each draft, int32 [rows, W]: a bit for each token.
 
-        The last row is that of the first draft which is refused, or which ends the answer: there is none behind it. A
-        grammar that cannot go on, such as one that meets a bound of `parser_limits`, allows nothing; where it is only
-        drafts behind which it cannot, the answer goes on, and no draft is followed any more. One that takes too much
-        time gets an `error` and the same masks: ranks have clocks of their own, and must choose the same tokens.
+        The last row is that of the first draft which is refused, or which ends the output: no row follows it. A grammar
+        that cannot continue, such as one that reaches a limit of `parser_limits`, allows no token; if it cannot
+        continue after a draft, the output goes on, and no further drafts are followed. A grammar that exceeds its time
+        budget gets an `error` and the same masks: ranks have clocks of their own, and must choose the same tokens.
         """
         matchers = self._matchers
         masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
@@ -188,7 +190,7 @@ class Matcher:
             if draft is None or self._ended or self._ends(draft):
                 break
             if self._wary or not self._allows(draft):
-                if self._wary or self._is_broken:  # what may come behind it is not known
+                if self._wary or self._is_broken:  # the tokens after it are not known
                     masks[rows] = 0
                     rows += 1
                 break
@@ -197,11 +199,11 @@ class Matcher:
         return masks[:rows]
 
     def allowed(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar takes, one after another, before the answer's end.
+        """How many consecutive drafts the grammar accepts before the output's end.
 
-        While it is idle, those before it begins: so the row needs no mask at all. The draft behind these is verified
-        too, as the last one. A row that left it out would draw its place anew, and what is drawn is distributed as
-        without drafts only where the drafts before a draft decide whether it is verified.
+        While the grammar is idle, these are the drafts before it begins: so the row needs no mask at all. The draft
+        after these is verified too, as the last one. A row without it would draw that token anew, and draws are
+        distributed as without drafts only if the drafts before a draft decide whether it is verified.
         """
         if self.idle:
             free = _before(drafts, self._grammar.after)
@@ -225,7 +227,7 @@ class Matcher:
         return count
 
     def forced(self) -> list[int]:
-        """The tokens that come next whatever the model says."""
+        """The tokens that the grammar forces next, whatever the model prefers."""
         began = clock.thread_time()
         forced = self._ahead()
         self._spend(began, steps=0)
@@ -242,33 +244,35 @@ class Matcher:
         return self._forced
 
     def forced_behind(self, drafts: Sequence[int]) -> list[int]:
-        """The tokens that come in any case behind a row that verifies these drafts, as far as that is known before it
-        has run: as long as tokens are forced, so is how many of the drafts hold."""
+        """The tokens that the grammar forces after a row that verifies these drafts, as far as is known before the
+        row has run: while tokens are forced, the number of accepted drafts is known too."""
         forced = self.forced()
         held = next((place for place, (a, b) in enumerate(zip(forced, drafts, strict=False)) if a != b), len(drafts))
         return forced[held + 1 :]
 
     def _matcher(self) -> LLMatcher | None:
-        """This answer's own; waits for the compilation, which the planner has waited for. None where it has failed."""
+        """The matcher of this output; waits for the compilation, which the scheduler has waited for already. None if
+        it has failed."""
         if self._own is None and not self._lost and self._compiled is not None:
             try:
                 self._own = self._compiled.result().deep_copy()
-            except Exception as error:  # of this job alone: it is left no token to choose
+            except Exception as error:  # fails this job only: it may choose no token
                 self._lost = True
                 _log.warning("a grammar cannot be compiled: %s", told(f"{type(error).__name__}: {error}"))
         return self._own
 
     def _spend(self, began: float, steps: int = 1) -> float:
-        """Takes in what has been done since `began`, in seconds of this thread: now, in the same."""
+        """Charges the time since `began`, in seconds of this thread's CPU time, to the budget. Returns the current
+        time."""
         now = clock.thread_time()
         if (why := self._budget.spend(now - began, steps)) is not None:
-            self._fail(f"its grammar takes too long: {why}")
+            self._fail(f"the grammar takes too long: {why}")
         return now
 
     def _is_lost(self, matcher: LLMatcher) -> bool:
-        """Whether the matcher cannot go on, for ever: llguidance says why."""
+        """Whether the matcher has failed for good: llguidance gives the reason."""
         if matcher.is_error():
-            self._fail(f"its grammar cannot be followed: {told(matcher.get_error())}")
+            self._fail(f"the grammar cannot be followed: {told(matcher.get_error())}")
             return True
         return False
 
@@ -287,7 +291,7 @@ class Matcher:
         return matcher is not None and matcher.validate_tokens([token]) == 1
 
     def _take(self, token: int) -> bool:
-        """False where the answer has ended, or has left its grammar."""
+        """Advances by one token. False if the output has ended, or has left its grammar."""
         if self._left is not None and self._grammar.thinking is not None:
             self._left = None if token in self._grammar.thinking.ends else max(0, self._left - 1)
         self._owed = max(0, self._owed - 1)
@@ -310,7 +314,7 @@ class Matcher:
 
     @property
     def _is_broken(self) -> bool:
-        """Whether llguidance's matcher has met a bound, which it does not forget."""
+        """Whether llguidance's matcher has reached a limit, which it cannot recover from."""
         return self._own is not None and self._own.is_error()
 
     def _back(
@@ -323,7 +327,7 @@ class Matcher:
         ended: bool,
         forced: list[int] | None,
     ) -> None:
-        """Takes back drafts: the matcher has had so many tokens, and this error, before them."""
+        """Rolls back drafts, to the given number of consumed tokens, error and other state."""
         matcher, taken = self._own, len(self._consumed) - consumed
         del self._consumed[consumed:]
         if matcher is not None and self._compiled is not None and self._is_broken:
@@ -335,7 +339,7 @@ class Matcher:
         self._free, self._left, self._owed, self._ended, self._forced = free, left, owed, ended, forced
 
     def _write(self, mask_W: Tensor) -> None:
-        """One row: memory that numpy sees costs less than a torch operation."""
+        """Writes one row through numpy, which costs less than a torch operation."""
         words = mask_W.numpy()
         if self._ended or (self._free and self._left != 0):
             words.fill(_EVERY)
@@ -354,7 +358,7 @@ class Matcher:
 
 
 def _before(tokens: Sequence[int], ends: Sequence[int]) -> int:
-    """How many tokens come before the first that is one of `ends`."""
+    """Number of tokens before the first one that is in `ends`."""
     return next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
 
 
@@ -371,7 +375,7 @@ def _set(words: np.ndarray[tuple[int], np.dtype[np.int32]], token: int) -> None:
 
 
 def masked(logits_NV: Tensor, masks_NW: Tensor) -> Tensor:
-    """A copy of the logits with -inf for the tokens that a position's mask does not allow."""
+    """A copy of the logits with -inf for the tokens that the masks do not allow."""
     bits_NV = np.unpackbits(masks_NW.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits_NV.shape[1]]
     allowed_NV = torch.from_numpy(bits_NV).bool().to(logits_NV.device)
     return logits_NV.masked_fill(~allowed_NV, -torch.inf)

@@ -1,8 +1,8 @@
-"""Decode steps that the host only starts: it sends a plan, replays two pieces, and reads the tokens a step later.
+"""Decode steps as CUDA graphs: the host sends a plan, replays the graphs, and reads the tokens one step later.
 
-The device knows where each slot stands. The host's own account of a slot follows when a result is read, and `catch_up`
-brings it to the present: whoever reads or changes slots otherwise calls it first. Where such work has changed a slot,
-the next plan tells the device (`Slot.told`).
+Only the device knows the current state of each slot. The host's copy of a slot is updated when a result is read;
+`catch_up` brings all copies up to date, and must be called before slots are read or changed in any other way. If such a
+change is made to a slot, the next plan sends it to the device (`Slot.told`).
 """
 
 import functools
@@ -65,30 +65,32 @@ from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
-HOST_BUFFERS = 8  # plans or results that the host may still hold: two of a step, where a prompt ends in it
-FOR_EVER = 1 << 62  # a length that no slot has
+HOST_BUFFERS = 8  # plans or results that the host may still hold: two per step if a prompt ends in it
+FOR_EVER = 1 << 62  # larger than any slot's length
 _NO_MASKS: Mapping[int, Callable[[], Tensor]] = {}
 
 _log = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """What came of one row: tokens of its slot before the step, positions that ran, the new tokens, the next drafts."""
+    """The outcome of one row: the slot's tokens before the step, the positions that ran, the new tokens, the next
+    drafts."""
 
     before: int
     ran: int
-    by: int  # who made the drafts that ran (BY_*)
+    by: int  # drafter of the drafts that ran (BY_*)
     tokens: list[int]
-    drafts: list[int]  # what was drafted behind them
-    drafted_by: int  # and by whom
-    no_choice: bool  # what was asked for left nothing to choose from
-    forced: int = 0  # tokens that come behind the new ones in any case
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, where asked for
-    error: str | None = None  # why the slot's grammar cannot go on
+    drafts: list[int]  # drafts after the new tokens
+    drafted_by: int  # drafter of these drafts (BY_*)
+    no_choice: bool  # the sampling parameters excluded all tokens
+    forced: int = 0  # number of tokens that the grammar forces after the new ones
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, if requested
+    error: str | None = None  # why the slot's grammar cannot continue
 
     @property
     def result(self) -> RowResult:
-        """The row's result. One that ran and gave no token met a logit that is not finite, unless it left no choice."""
+        """The row's result. A row that ran without giving a token met a logit that is not finite, unless `no_choice`
+        is set."""
         if self.error is not None and not self.tokens:
             return RowResult(error=self.error, refused=True)
         if self.ran and not self.tokens:
@@ -112,17 +114,18 @@ _NUMBERS = {drafter: by for by, drafter in _DRAFTERS.items()}
 
 
 def not_finite(position: int) -> str:
-    """The error of a job whose logits at `position` are not all finite."""
-    return f"the model gave a logit that is not finite at position {position}"
+    """The error of a job if its logits at `position` are not all finite."""
+    return f"the model returned a non-finite logit at position {position}"
 
 
 def no_choice(position: int) -> str:
-    """The error of a job that leaves itself no token to choose for `position`, where the logits are finite."""
-    return f"no token can be chosen for position {position}: what was asked for leaves no finite logit"
+    """The error of a job if its sampling parameters exclude every token for `position`, although the logits are
+    finite."""
+    return f"no token can be sampled for position {position}: the sampling parameters leave no finite logit"
 
 
 class HostBuffers(NamedTuple):
-    """Where a step's plan leaves the host, and its result arrives."""
+    """Host buffers of a step's plan and of its results."""
 
     plan: Tensor
     results: Tensor
@@ -130,30 +133,30 @@ class HostBuffers(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """How the tokens of a slot's job are chosen in recorded steps."""
+    """How a slot's tokens are chosen in a captured step."""
 
-    slot: Slot  # the job's
-    refusal: str | None  # why they cannot be chosen there
+    slot: Slot  # the job's slot
+    refusal: str | None  # why a captured step cannot choose them; None: it can
     kind: SamplingKind
-    until: int  # the slot's logits are adjusted while it has fewer tokens
-    penalties: bool  # which hang on the tokens that it has
-    scores: bool  # log probabilities of its tokens are asked for
+    until: int  # the slot's logits are adjusted while it has fewer tokens than this
+    penalties: bool  # the adjustment includes penalties, which depend on the slot's tokens
+    scores: bool  # log probabilities of its tokens are requested
 
 
 class Wants(NamedTuple):
-    """What the decode rows of a step ask of settle, all together."""
+    """The requirements of a step's decode rows on `settle`, all together."""
 
-    refusal: str | None  # why the host must lead the step, in a word or two; None: it can be replayed
+    refusal: str | None  # why the step must run eagerly, in a word or two; None: it can be replayed
     kind: SamplingKind = SamplingKind.LIKELIEST
-    adjusted: bool = False  # some row's logits are
-    scores: bool = False  # log probabilities of some row's tokens are told
+    adjusted: bool = False  # some row's logits are adjusted
+    scores: bool = False  # log probabilities of some row's tokens are requested
 
 
 class Replay:
-    """A replayed step on its way. Any thread may ask for its outcomes.
+    """A replayed step that may still run. Any thread may ask for its outcomes.
 
-    The first to ask waits for the device, and has the grammars of the step's slots follow what came. Whoever uses a
-    slot's matcher otherwise, but for `quiet`, has asked for the outcomes of all its replays before.
+    The first call waits for the device, and advances the grammars of the step's slots over the new tokens. All outcomes
+    of a slot's earlier replays must be requested before its matcher is used in any other way, except for `quiet`.
     """
 
     def __init__(
@@ -167,8 +170,8 @@ class Replay:
         *,
         scored: bool,
     ) -> None:
-        """slots: those of the step's rows, as the host has them at the launch. positions: of each row. before: the
-        replay whose outcomes come first. scored: whether log probabilities come too.
+        """slots: those of the step's rows, as the host has them at launch. positions: per row. before: the replay with
+        outcomes that come first. scored: whether log probabilities are included.
         """
         self.step = step
         self.slots = slots
@@ -183,7 +186,7 @@ class Replay:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """The outcome of each row, in their order; the first call waits for the device."""
+        """The outcome of each row, in order; the first call waits for the device."""
         with self._lock:
             if not self.landed:
                 if self._before is not None:
@@ -227,7 +230,7 @@ class Replay:
 
 
 def _forced(slot: Slot, tokens: Sequence[int]) -> int:
-    """Has a slot's grammar follow what came of a row; gives how many tokens it forces behind that."""
+    """Advances a slot's grammar over a row's new tokens; returns how many tokens it forces after them."""
     if slot.matcher is None:
         return 0
     slot.matcher.advance(tokens)
@@ -235,20 +238,23 @@ def _forced(slot: Slot, tokens: Sequence[int]) -> int:
 
 
 class _Recorded(NamedTuple):
-    step: DecodeStep  # whose tensors the pieces read
+    step: DecodeStep  # owner of the tensors that the graphs read
     forward: Piece
-    settle: Mapping[tuple[SamplingKind, bool], Piece]  # by kind, and whether logits are adjusted; those that could be
-    score: Piece | None  # recorded, as this one
-    draft: tuple[Piece, ...]  # as many drafts as the shape verifies, the first one, one more; none without a drafter
+    # by kind, and whether logits are adjusted; without those that could not be captured
+    settle: Mapping[tuple[SamplingKind, bool], Piece]
+    score: Piece | None  # None: could not be captured
+    # all drafts that the shape verifies, the first draft, one more draft; empty without a drafter
+    draft: tuple[Piece, ...]
 
 
 class CapturedSteps:
-    """The recorded shapes of one runner. Only the thread that runs its steps calls this."""
+    """The CUDA graphs of one runner, by shape. Only the thread that runs its steps calls this."""
 
     def __init__(self, shared: SharedState, positions: int) -> None:
-        """positions: of a decode row, at most."""
+        """positions: per decode row, at most."""
         self._shared = shared
         self._slots = shared.slots
+        self._positions = min(positions, MOST_POSITIONS)
         self._recorder = Recorder(shared.plan.device)
         host_tensor = self._recorder.host_tensor
         self._host_buffers = [
@@ -257,22 +263,22 @@ class CapturedSteps:
         ]
         self._nothing_new = _nothing_new(shared)
         self._count = 0
-        self._replays: deque[Replay] = deque()  # those that the host's account of the slots lacks
+        self._replays: deque[Replay] = deque()  # replays that are not yet in the host's copies of the slots
         self._recorded: dict[Shape, _Recorded] = {}
         self._ways: list[_Way | None] = [None] * len(shared.slots.at)
-        self.report = Recorded()  # of these; any thread may read it
+        self.report = Recorded()  # the captured shapes; any thread may read it
         reach = shared.slots.tables.shape[1] * PAGE_TOKENS
         wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
-        # The largest first: all others find the memory between their pieces in what it has taken.
+        # The largest first: all others reuse the memory that it has allocated between its graphs.
         self._first = sorted(wanted[:FIRST_SHAPES], key=lambda shape: (-shape.rows * shape.positions, -shape.longest))
         self._left = deque(wanted[FIRST_SHAPES:])
 
     def record(self) -> None:
-        """Records the first shapes; `record_more` records the others. A shape that cannot be recorded is logged, and no
-        step replays it.
+        """Captures the first shapes; `record_more` captures the others. A shape that cannot be captured is logged, and
+        no step replays it.
 
-        Raises what the device's own failure raised, and where ranks share the model whatever kept a shape from being
-        recorded: all of them have the same shapes.
+        Raises errors of the device and, with several tensor parallel ranks, any error of a capture: all ranks must have
+        the same shapes.
         """
         began = clock.perf_counter()
         for shape in self._first:
@@ -281,18 +287,18 @@ class CapturedSteps:
                 self._recorded[shape] = made
         self.report = Recorded(shapes=tuple(self._recorded))
         _log.info(
-            "%d of %d shapes of decode steps are recorded, in %.1f s; %d more will be while nothing runs",
+            "captured CUDA graphs of %d of %d decode shapes in %.1f s; %d more will be captured while idle",
             *(len(self._recorded), len(self._first), clock.perf_counter() - began, len(self._left)),
         )
 
     def close(self) -> None:
-        """Lets go of all recorded shapes: no step may come any more."""
+        """Releases all CUDA graphs; no step may be launched any more."""
         self._recorder.close()
 
     def record_more(self) -> bool:
-        """Records one more of the shapes that `record` has left; false where there was none.
+        """Captures one more of the shapes that `record` has left; false if none was left.
 
-        One that cannot be recorded is logged and left out. Raises what the device's own failure raised.
+        A shape that cannot be captured is logged and left out. Raises errors of the device.
         """
         if not self._left:
             return False
@@ -302,23 +308,24 @@ class CapturedSteps:
         except Exception as error:
             if self._ends_all(error):
                 raise
-            _log.warning("%s cannot be recorded: %s", shape, error)
+            _log.warning("CUDA graph of %s cannot be captured: %s", shape, error)
         if made is not None:
             self._recorded[shape] = made
             self.report = Recorded(shapes=tuple(self._recorded))
             _log.info(
-                "%s is recorded, in %.1f s: %d shapes by now, and %d to come",
+                "captured a CUDA graph of %s in %.1f s: %d shapes captured, %d left",
                 *(shape, clock.perf_counter() - began, len(self._recorded), len(self._left)),
             )
         return True
 
     def _ends_all(self, error: Exception) -> bool:
-        """Whether nothing that follows would work: the device has failed, or other ranks have a shape that this one
-        lacks, and would replay it alone."""
+        """Whether the worker cannot continue: the device has failed, or other ranks may have captured a shape that
+        this rank lacks, and would replay it alone."""
         return is_device_error(error) or self._shared.model.group.ranks > 1
 
     def _record(self, shape: Shape) -> _Recorded | None:
-        """Better one kind of sampling than none. Raises what the device's own failure raised."""
+        """Captures a shape with all kinds of sampling or, if that fails, with greedy sampling only. Raises errors of
+        the device."""
         every = [(kind, adjusted) for adjusted in (False, True) for kind in SamplingKind]
         return self._record_kinds(shape, every) or self._record_kinds(shape, every[:1], scored=False)
 
@@ -335,9 +342,7 @@ class CapturedSteps:
         except Exception as error:
             if self._ends_all(error):
                 raise
-            _log.warning(
-                "decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind, _ in kinds], error
-            )
+            _log.warning("CUDA graph of %s, %s, cannot be captured: %s", shape, [kind.name for kind, _ in kinds], error)
             return None
         step.forget()
         settled, rest = rest[: len(settles)], rest[len(settles) :]
@@ -345,7 +350,7 @@ class CapturedSteps:
         return _Recorded(step, forward, settle, rest[0] if scored else None, tuple(rest[len(scores) :]))
 
     def wants(self, step: Step) -> Wants:
-        """What a step of decode rows asks for, and whether the shape that it names is recorded here and holds it."""
+        """The requirements of a step of decode rows, with a refusal unless its shape is captured here and holds it."""
         wants, shape, at = self.asked(step.rows), step.shape, self._slots.at
         if wants.refusal is not None:
             return wants
@@ -359,7 +364,7 @@ class CapturedSteps:
         return wants
 
     def asked(self, rows: Sequence[Row]) -> Wants:
-        """What rows ask for, found in one look at them: at 64 of them the host's time counts."""
+        """The requirements of the rows, found in one pass over them: at 64 rows the host's time counts."""
         at, ways = self._slots.at, self._ways
         kind, adjusted, scores = SamplingKind.LIKELIEST, False, False
         for row in rows:
@@ -371,19 +376,20 @@ class CapturedSteps:
             if way.refusal is not None:
                 return Wants(way.refusal)
             if row.drafting and slot.behind:
-                return Wants("a page's first row")  # the drafter's: it comes with the feature that the last page keeps
+                return Wants("a page's first row")  # the drafter's row needs the feature that the last page keeps
             if way.kind > kind:
                 kind = way.kind
-            # The slot may be further than its account here, never less far.
+            # The slot's length on the device may be larger than the host's copy, never smaller.
             adjusted = adjusted or slot.length < way.until or self._has_masks(slot)
             scores = scores or way.scores
         return Wants(None, kind, adjusted, scores)
 
     def masks(self, rows: Sequence[Row], positions: int) -> Mapping[int, Callable[[], Tensor]]:
-        """By place among rows of a step, what gives the masks of a row whose job has a grammar: `launch` takes them.
+        """For each row with a grammar, by its place in the step: a function that returns its masks, which `launch`
+        calls.
 
-        positions: of each row. What gives them first waits for the results of all steps before: while the device does
-        the forward of this one, the host reads what came of the last, and follows it in the grammar.
+        positions: per row. The function first waits for the results of all earlier steps: while the device runs the
+        forward pass of this step, the host reads the tokens of the last one and advances the grammar over them.
         """
         at = self._slots.at
         return {
@@ -393,19 +399,19 @@ class CapturedSteps:
         }
 
     def _has_masks(self, slot: Slot) -> bool:
-        """Whether a slot's next row needs masks, whatever comes of the steps that are on their way."""
+        """Whether a slot's next row may need masks, whatever the outcomes of the steps in flight."""
         if slot.matcher is None:
             return False
         steps = 1 + sum(any(one is slot for one in replay.slots) for replay in self._replays)
-        return not slot.matcher.quiet(steps * MOST_POSITIONS)
+        return not slot.matcher.quiet(steps * self._positions)
 
     def _given(self, number: int) -> list[int] | None:
-        """The drafts that a slot's next plan tells the device; None: the device has its own."""
+        """The drafts that a slot's next plan sends to the device; None: the device uses its own."""
         slot = self._slots.at[number]
         return slot.coming or None if slot.told else slot.proposal.tokens
 
     def _allowed(self, slot: Slot, most: int, given: list[int] | None) -> Tensor:
-        """The masks of a slot's next positions, for so many drafts at most."""
+        """The masks of a slot's next positions, with at most `most` drafts."""
         self.catch_up()
         assert slot.matcher is not None, "only a job with a grammar has masks"
         drafts = (slot.proposal.tokens if given is None else given)[:most]
@@ -413,14 +419,14 @@ class CapturedSteps:
         return slot.matcher.masks(drafts)
 
     def launch(self, step: Step, wants: Wants, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS) -> Replay:
-        """Gives the step to the device without waiting for it.
+        """Launches the step without waiting for it.
 
-        wants: the step's, without a refusal. masks: by place among the step's rows, what gives the tokens that the row
-        may choose from, as `DecodeStep.allow` takes them. It is called when the device has the forward to do.
+        wants: the step's, without a refusal. masks: by place among the step's rows, a function that returns the allowed
+        tokens as `DecodeStep.allow` takes them. It is called after the forward pass is launched.
         """
         self.note_landed()
         shape = step.shape
-        assert shape is not None, "only a step that is ours is launched"
+        assert shape is not None, "only a step with a captured shape is launched"
         recorded = self._recorded[shape]
         self.send(shape, step.rows, masks)
         recorded.forward()
@@ -433,7 +439,7 @@ class CapturedSteps:
             whole, first, further = recorded.draft
             most = max(1, min(max(wanted), MOST_DRAFTS))
             if most == max(1, shape.positions - 1):
-                whole()  # one call of the host, where several cost a small model's round a tenth of its time
+                whole()  # one launch: with a small model several would take a tenth of a round's time
             else:
                 first()
                 for _ in range(1, most):
@@ -441,16 +447,16 @@ class CapturedSteps:
         return self.fetch(step, shape, wants)
 
     def send(self, shape: Shape, rows: Sequence[Row], masks: Collection[int] = ()) -> None:
-        """Sends the plan of these rows to the device, without waiting for it. `fetch` must follow, for the same rows.
+        """Copies the plan of these rows to the device without waiting. `fetch` must follow, for the same rows.
 
-        masks: which rows have masks.
+        masks: places of the rows that have masks.
         """
         plan = self._host_buffers[self._count % HOST_BUFFERS].plan
         self._plan(shape, rows, masks, plan)
         self._shared.plan.copy_(plan, non_blocking=True)
 
     def fetch(self, step: Step, shape: Shape, wants: Wants) -> Replay:
-        """Asks the device for what came of the rows that were sent in this shape, and does not wait for it."""
+        """Starts the copy of the results of the rows that were sent in this shape, without waiting for it."""
         buffers = self._host_buffers[self._count % HOST_BUFFERS]
         self._count += 1
         buffers.results.copy_(self._shared.results, non_blocking=True)
@@ -464,27 +470,27 @@ class CapturedSteps:
         return replay
 
     def mark(self) -> Callable[[], None]:
-        """A call that waits until the device has done all that it was given before this one."""
+        """Records an event and returns a call that waits until the device has finished all work launched before it."""
         return self._recorder.mark()
 
     def catch_up(self) -> None:
-        """Waits for the device, and brings the host's account of every slot to the present."""
+        """Waits for the device, and brings the host's copies of all slots up to date."""
         while self._replays:
             self._note(self._replays.popleft())
 
     def note_landed(self) -> None:
-        """Takes in the results that have been read already, and the one whose buffers the next step needs."""
+        """Takes in the results that have been read already, and the one that uses the next step's buffers."""
         while self._replays and (self._replays[0].landed or len(self._replays) == HOST_BUFFERS):
             self._note(self._replays.popleft())
 
     def _note(self, replay: Replay) -> None:
         for row, slot, outcome in zip(replay.step.rows, replay.slots, replay.outcomes, strict=True):
-            if outcome.tokens and self._slots.at[row.slot] is slot:  # else another job has it by now
+            if outcome.tokens and self._slots.at[row.slot] is slot:  # else another job has the slot by now
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
                 slot.proposal = Proposal(outcome.drafts, by=_DRAFTERS[outcome.drafted_by])
 
     def refuses(self, number: int) -> str | None:
-        """Why the device cannot choose a slot's tokens as its job asks for, in a few words; None where it can."""
+        """Why the device cannot choose a slot's tokens as its job requires, in a few words; None if it can."""
         return self._way(number).refusal
 
     def _way(self, number: int) -> _Way:
@@ -494,15 +500,15 @@ class CapturedSteps:
         return way
 
     def _plan(self, shape: Shape, rows: Sequence[Row], masks: Collection[int], plan: Tensor) -> None:
-        """Writes the plan of a step on the host. Behind its rows stand rows that repeat the shortest one.
+        """Writes the plan of a step on the host. Padding rows after the step's rows repeat the shortest one.
 
-        Most rows only go on: of them a column at a time is written, and what is new of a slot is written by itself.
-        masks: which rows have masks.
+        Most rows only continue: their columns are written for all rows at once, and changes to a slot are written
+        separately. masks: places of the rows that have masks.
         """
         at, ways, suffix = self._slots.at, self._ways, self._shared.suffix
         filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=self._shared.nobody)
         if rows and self._shared.model.group.ranks > 1:
-            filling = rows[0].slot  # the same on all ranks, whose accounts of lengths may lag differently
+            filling = rows[0].slot  # the same on all ranks: their copies of the lengths may lag by different amounts
         lines = plan.numpy()[: shape.rows]
         lines[:] = self._nothing_new
         lines[len(rows) :, SLOT] = filling
@@ -539,7 +545,8 @@ class CapturedSteps:
                 slot.coming = []
 
     def _plan_pages(self, row: Row, slot: Slot, line: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
-        """Tells the device of a row's new pages: in the row's line of the plan, or by a copy where they are many."""
+        """Sends a row's new pages to the device: in the row's line of the plan, or by a copy if there are more than
+        MOST_PAGES."""
         count = len(row.new_pages)
         if count > MOST_PAGES:
             self._slots.add_pages(row.slot, row.new_pages)
@@ -550,7 +557,7 @@ class CapturedSteps:
         slot.pages += count
 
     def _tell_wishes(self, number: int) -> None:
-        """Tells the device what a slot asks of its logits, and counts the tokens that it has."""
+        """Sends a slot's logit adjustments to the device, with the counts of its tokens."""
         slot, wishes = self._slots.at[number], self._shared.wishes
         ids, numbers = _wishes(slot)
         wishes.tokens[number] = staged(ids, wishes.tokens.device, torch.int32)
@@ -563,11 +570,11 @@ class CapturedSteps:
             counts.scatter_add_(0, generated, counts.new_ones(()).expand(generated.shape))
 
 
-_GOES_ON = [SLOT, ASKED, PROPOSE, MATCH]  # columns of a plan that every row has its own of
+_GOES_ON = [SLOT, ASKED, PROPOSE, MATCH]  # columns of a plan that are set for every row
 
 
 def _nothing_new(shared: SharedState) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """The line of a plan that fills a shape up, but for its slot: what it writes goes to a page that is nobody's."""
+    """A padding line of a plan, without its slot: its writes go to the spare page."""
     line = np.zeros(COLUMNS, np.int64)
     line[LENGTH], line[PROPOSE] = KEEP, -1
     line[CELLS], line[PAGES] = shared.nobody * shared.slots.tables.shape[1], shared.spare_page
@@ -575,14 +582,14 @@ def _nothing_new(shared: SharedState) -> "np.ndarray[Any, np.dtype[np.int64]]":
 
 
 def _give(drafts: Proposal, line: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
-    """Has a row verify these drafts, whatever waits in its slot."""
+    """Has a row verify these drafts instead of those in its slot."""
     count = len(drafts.tokens)
     line[GIVEN], line[GIVEN_BY] = count, _NUMBERS[drafts.by]
     line[DRAFTS_GIVEN][:count] = drafts.tokens
 
 
 def _facts(slot: Slot) -> tuple[int, ...]:
-    """A slot's facts as integers, in the order of `kernels.hopper.step.step_rows`."""
+    """A slot's sampling parameters as integers, in the order of `kernels.hopper.step.step_rows`."""
     sampling = slot.sampling
     temperature = 0.0 if is_greedy(sampling) else sampling.temperature
     bits = struct.unpack("3q", struct.pack("3d", temperature, sampling.top_p, sampling.min_p))
@@ -590,7 +597,7 @@ def _facts(slot: Slot) -> tuple[int, ...]:
 
 
 def _wishes(slot: Slot) -> tuple[list[int], list[float]]:
-    """What a slot asks of its logits, in the columns of `kernels.hopper.step.adjust`."""
+    """A slot's logit adjustments, in the columns of `kernels.hopper.step.adjust`."""
     sampling = slot.sampling
     biased, biases = [token for token, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
     missing, stops = MOST_BIASES - len(biased), list(sampling.stop_ids if sampling.min_tokens else ())
@@ -615,16 +622,16 @@ def _way(slot: Slot, vocabulary: int) -> _Way:
 
 
 def _refusal(sampling: Sampling, vocabulary: int) -> str | None:
-    """Why the device cannot choose as it is asked to, in a few words."""
+    """Why the device cannot sample with these parameters, in a few words."""
     biased = [token for token, _ in sampling.logit_bias]
     banned = sampling.stop_ids if sampling.min_tokens else ()
     if not all(0 <= token < vocabulary for token in (*biased, *banned)):
-        return "sampling: a token beyond the vocabulary"
+        return "sampling: a token id outside the vocabulary"
     if len(biased) > MOST_BIASES or len(set(biased)) < len(biased):
-        return "sampling: more biases than a slot holds, or two of one token"
+        return "sampling: too many logit biases, or two of one token"
     if len(banned) > MOST_STOPS:
-        return "sampling: more stop ids than a slot holds"
-    return "sampling: more log probabilities than are kept" if (sampling.logprobs or 0) > MOST_TOP else None
+        return "sampling: too many stop ids"
+    return "sampling: too many log probabilities" if (sampling.logprobs or 0) > MOST_TOP else None
 
 
 def _kind(sampling: Sampling) -> SamplingKind:

@@ -1,10 +1,11 @@
-"""A round as a device runs it alone: forward, settle, draft, from a small plan of integers and its own slots.
+"""A decode step that runs entirely on the device: forward, settle, draft, from a small integer plan and the device's
+slots.
 
-Where a row stands only the device knows: each slot's tokens, length and drafts are there. Forward runs the last token
-and the drafts, settle keeps what holds, and the drafter's passes leave what the next round verifies. So that round can
-be given to the device before this one has ended, and nothing on the host waits in between. Only what can be recorded
-(`graph.py`). What a plan and a result hold: `kernels.hopper.step.step_rows`. What a row asks of its logits, and the
-masks that the host may write between forward and settle: `kernels.hopper.step.adjust`.
+Only the device knows the current state of a slot: its tokens, length and drafts. Forward runs the last token and the
+drafts, settle keeps the accepted tokens, and the drafter's passes write the drafts that the next step verifies. So the
+next step can be launched before this one has ended, without any wait on the host. Everything here can be captured in a
+CUDA graph (`graph.py`). Contents of a plan and a result: `kernels.hopper.step.step_rows`. Logit adjustments of a row,
+and the masks that the host may write between forward and settle: `kernels.hopper.step.adjust`.
 
 B rows of a shape, K positions of each, T = B K, D hidden, V vocabulary.
 """
@@ -27,8 +28,8 @@ from redline.kernels.hopper.step.step_rows import (
     FACTS,
     MIN_P,
     MOST_DRAFTS,
-    MOST_POSITIONS,
     MOST_ROWS,
+    MOST_STEP,
     RESULT_COLUMNS,
     SEED,
     SLOT,
@@ -47,11 +48,12 @@ from redline.run.sampling.on_device import TOP_LOGPROBS, Odds, sample_rows, scor
 from redline.run.slots import Slots
 from redline.wire.step import Shape
 
-NO_CHOICE = -2  # in a token's place, where what its row asks for leaves nothing of logits that were finite
+NO_CHOICE = -2  # token id of a row that may choose no token: its sampling parameters exclude all finite logits
 
 
 class SamplingKind(IntEnum):
-    """What a step's rows need at most: all likeliest tokens, draws from the whole vocabulary, or from a part of it."""
+    """The sampling that a step's rows need at most: argmax (greedy) for all, sampling from the full vocabulary, or
+    after top-k, top-p or min-p filtering."""
 
     LIKELIEST = 0
     WHOLE = 1
@@ -59,17 +61,17 @@ class SamplingKind(IntEnum):
 
 
 class SharedState:
-    """What recorded steps of all shapes share, on the device. Step after step, each reads it and leaves it changed.
+    """Device state shared by the CUDA graphs of all shapes. Each step reads and updates it.
 
     plan      int64 [MOST_ROWS, COLUMNS], filled before a step
     results   int64 [MOST_ROWS, RESULT_COLUMNS], read after it
-    standing  where each slot stands
-    wishes    what each slot asks of its logits
+    standing  state of each slot
+    wishes    logit adjustments of each slot
     masks     int32 [positions of a step, at most, ceil(V / 32)]: allowed tokens, for rows that are MASKED
-    scores    float64 [positions of a step, at most, TOP_LOGPROBS.stop]: where log probabilities are asked for
-    shares    int64 [MOST_DRAFTS]: of synthetic acceptance, as `settle_rows` reads them
+    scores    float64 [positions of a step, at most, TOP_LOGPROBS.stop]: log probabilities, if requested
+    shares    int64 [MOST_DRAFTS]: synthetic acceptance rates, as `settle_rows` reads them
 
-    The last slot and the last page are nobody's: what is not to be kept goes there.
+    The last slot and the last page are spare: writes to be discarded go there.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class SharedState:
         suffix: bool = False,
         rates: Sequence[float] = (),
     ) -> None:
-        """drafter: prepared for the model. suffix: whether drafts may come of the text's own past too.
+        """drafter: prepared for the model. suffix: whether drafts may also come from suffix matches.
 
-        rates: of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens.
+        rates: synthetic acceptance rates (`tune.synthetic.rates_of`); empty: drafts are compared with the target's
+        tokens.
         """
         self.model = model
         self.slots = slots
@@ -98,7 +101,7 @@ class SharedState:
 
         self.plan = zeros(MOST_ROWS, COLUMNS)
         self.results = zeros(MOST_ROWS, RESULT_COLUMNS)
-        count, vocabulary, positions = slots.tokens.shape[0], model.config.vocab_size, MOST_ROWS * MOST_POSITIONS
+        count, vocabulary, positions = slots.tokens.shape[0], model.config.vocab_size, MOST_STEP
         self.wishes = SlotWishes.empty(count, vocabulary, model.device)
         self.masks = torch.full((positions, -(-vocabulary // 32)), -1, dtype=torch.int32, device=model.device)
         self.scores = torch.zeros(positions, TOP_LOGPROBS.stop, dtype=torch.float64, device=model.device)
@@ -128,15 +131,15 @@ class SharedState:
 
 
 class DecodeStep:
-    """The step of one shape.
+    """The decode step of one shape.
 
-    A position of the shape that no row needs repeats what a row of the step computes, and its latent goes to the page
-    that is nobody's. Such a position reads no expert that the step does not read anyway.
+    A position of the shape that no row needs repeats a position of one of the step's rows, and writes its latent to the
+    spare page. So it reads no experts in addition to those of the step.
     """
 
     def __init__(self, shared: SharedState, shape: Shape) -> None:
         self.shape = shape
-        self._features: Tensor | None = None  # of the last step, [T, layers * D]
+        self._features: Tensor | None = None  # hidden states of the last step for the drafter, [T, layers * D]
         self._shared = shared
         self._plan_BC = shared.plan[: shape.rows]
         positions = shape.rows * shape.positions
@@ -165,23 +168,23 @@ class DecodeStep:
         self._logits_TV = shared.model.logits(hidden)
 
     def allow(self, row: int, masks_KW: Tensor) -> None:
-        """Lets a row whose plan says MASKED choose among some tokens alone. Between `forward` and `settle`.
+        """Restricts a row that is MASKED in the plan to its allowed tokens. Called between `forward` and `settle`.
 
         masks_KW: int32 [positions of the row, or fewer, ceil(V / 32)]: a bit for each token, the lowest first; position
-        i follows the row's first i drafts. Positions behind them may have any token.
+        i follows the row's first i drafts. Positions after the last mask may have any token.
         """
         of_row_KW = self._shared.masks[row * self.shape.positions : (row + 1) * self.shape.positions]
         of_row_KW[masks_KW.shape[0] :] = -1
         of_row_KW[: masks_KW.shape[0]].copy_(masks_KW, non_blocking=True)
 
     def settle(self, kind: SamplingKind, *, adjusted: bool = False) -> None:
-        """Chooses tokens from the logits, and writes those that are certain into the slots and the results; behind
-        them, drafts from the text's own past where it repeats itself.
+        """Chooses tokens from the logits, and writes the accepted ones to the slots and the results; then, with suffix
+        matching, writes drafts from earlier text if it repeats.
 
-        adjusted: whether the plan says of any row that its logits are altered. It must follow `forward`.
+        adjusted: whether any row of the plan has adjusted logits. Must follow `forward`.
         """
         shared, logits_TV = self._shared, self._logits_TV
-        assert logits_TV is not None, "a step is settled behind its forward"
+        assert logits_TV is not None, "settle must follow forward"
         assert self._ids_T is not None
         token_T, given_T = best(logits_TV)
         finite_T = given_T
@@ -191,7 +194,7 @@ class DecodeStep:
             finite_T = finite_T & logits_TV.gather(1, token_T[:, None])[:, 0].isfinite()
         if kind != SamplingKind.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
-            finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
+            finite_T = finite_T & (token_T >= 0)  # -1: nothing can be drawn
         if adjusted:
             altered_T = self._plan_BC[:, ALTERED].repeat_interleave(self.shape.positions) > 0
             token_T = token_T.masked_fill(given_T & altered_T & ~finite_T, NO_CHOICE)
@@ -213,23 +216,23 @@ class DecodeStep:
         return torch.where(cold_T, likeliest_T, sample_rows(logits_TV, odds, narrowed=narrowed))
 
     def score(self) -> None:
-        """Log probabilities of the tokens that `settle` has chosen, in the model's own distribution."""
+        """Log probabilities of the tokens that `settle` has chosen, in the model's unadjusted distribution."""
         shared, rows, positions = self._shared, self.shape.rows, self.shape.positions
-        assert self._logits_TV is not None, "what is scored has been computed"
+        assert self._logits_TV is not None, "score must follow forward"
         token_T = shared.results[:rows, TOKENS : TOKENS + positions].flatten()
         score_rows(self._logits_TV, token_T, shared.scores[: rows * positions])
 
     def draft_all(self) -> None:
-        """As many drafts behind each row as a step of this shape verifies, one at least."""
+        """Drafts the number of tokens per row that a step of this shape verifies, at least one."""
         self.draft()
         for _ in range(2, self.shape.positions):
             self.draft_on()
 
     def draft(self) -> None:
-        """The drafter reads the tokens that became certain, and makes the first draft behind each row."""
+        """The drafter reads the accepted tokens, and makes the first draft after each row."""
         shared, drafter, features = self._shared, self._shared.drafter, self._features
         assert drafter is not None
-        assert features is not None, "a drafter reads what forward has kept"
+        assert features is not None, "the drafter needs the hidden states of forward"
         read = read_rows(
             *(self._plan_BC, shared.standing, shared.results),
             *(drafter.served.inv_freq, self.shape.positions, shared.spare_page),
@@ -246,10 +249,10 @@ class DecodeStep:
         self._keep(*drafter.forward(inputs, feature_TD, shared.kv.draft))
 
     def draft_on(self) -> None:
-        """One draft more behind each row that wants one, made of the draft before it."""
+        """One more draft for each row that wants one, from the draft before it."""
         shared, drafter, following = self._shared, self._shared.drafter, self._following
         assert drafter is not None
-        assert self._slots_B is not None, "the first draft comes first"
+        assert self._slots_B is not None, "draft must come before draft_on"
         inputs = Inputs(
             *(following.ids_B, following.cos_B, following.sin_B, following.rows_B, ()),
             *(self._tokens_Q[: self.shape.rows], self._slots_B, following.lengths_B),
@@ -275,5 +278,6 @@ class DecodeStep:
         )
 
     def forget(self) -> None:
-        """Lets the next recording have the memory that lies between the pieces: each step writes it anew."""
+        """Releases the tensors between the graphs, so that the next capture can reuse their memory: each step writes
+        them again."""
         self._ids_T = self._logits_TV = self._slots_B = self._features = None

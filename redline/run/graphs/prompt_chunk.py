@@ -1,11 +1,11 @@
-"""The prompts of a step: a chunk that the host launches behind the step's decode rows, and does not wait for.
+"""Prefill of a step: a prompt chunk that the host launches after the step's decode rows without waiting for it.
 
-The host knows all that a prompt's positions are made of: the slot, the places, the tokens. What it does not know is the
-token behind the last one. So that is chosen as in a recorded round, on the device: the last positions of prompts are
-rows of a decode step that has one position each, whose logits the chunk has computed. The token goes into its slot, the
-drafter leaves there what the slot's first decode row will verify, and the host reads both when it reads the step.
+The host knows everything about a prompt's positions: the slot, the places, the tokens. It does not know the token that
+follows the prompt. That token is chosen on the device, as in a captured decode step: the last positions of prompts form
+a decode step with one position per row and the logits that the chunk has computed. The token is written to its slot,
+the drafter writes the drafts for the slot's first decode row there, and the host reads both with the step's result.
 
-T tokens of the chunk, R rows that sample, D hidden, F the width of the target's states side by side.
+T tokens of the chunk, R rows that sample, D hidden, F width of the target's concatenated hidden states.
 """
 
 import itertools
@@ -26,7 +26,8 @@ from redline.wire.step import Row, RowResult, Shape, Step, StepResult
 
 
 class PromptChunks:
-    """The chunks of one runner. Only the thread that runs its steps calls this; any thread may wait for a result."""
+    """The prompt chunks of one runner. Only the thread that runs its steps calls this; any thread may wait for a
+    result."""
 
     def __init__(self, shared: SharedState, captured: CapturedSteps, drafting: Drafting) -> None:
         self._shared = shared
@@ -34,7 +35,7 @@ class PromptChunks:
         self._drafting = drafting
 
     def refused(self, rows: Sequence[Row]) -> bool:
-        """Whether the host must wait for these rows of prompts, whose jobs have begun in their slots."""
+        """Whether these prompt rows must run eagerly, with the host waiting. Their jobs have begun in their slots."""
         if not self._shared.model.recordable or sum(row.samples for row in rows) > MOST_ROWS:
             return True
         return any(map(self._refuses, rows))
@@ -45,11 +46,10 @@ class PromptChunks:
         return row.samples and self._captured.refuses(row.slot) is not None
 
     def launch(self, step: Step, marks: LayerMarks | None = None) -> Callable[[], StepResult]:
-        """Gives a step of prompts' rows to the device; what comes back waits for the result. marks: are told of each
-        layer that is launched.
+        """Launches a step of prompt rows; the returned call waits for the result. marks: records each launched layer.
 
-        The jobs have begun, and `refused` must have given False. Rows of a slot that has an error get that error and do
-        not run.
+        The jobs must have begun, and `refused` must have returned False. Rows of a slot that has an error get that
+        error and do not run.
         """
         self._captured.note_landed()
         slots = self._shared.slots
@@ -77,7 +77,7 @@ class PromptChunks:
         return result
 
     def _run(self, number: int, spans: Sequence[Span], marks: LayerMarks | None) -> Replay:
-        """Runs the positions; gives what comes of those that sample, in their order."""
+        """Launches the positions; returns the replay of the rows that sample, in their order."""
         shared = self._shared
         reading = any(span.row.drafting for span in spans)
         inputs = shared.slots.inputs(spans, shared.model)
@@ -86,7 +86,7 @@ class PromptChunks:
         hidden_TD, features_TF = shared.model.forward(inputs, shared.kv.planes, layers, launched)
         firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
         if reading:
-            assert features_TF is not None, "a drafter reads what the model has kept"
+            assert features_TF is not None, "the drafter needs the model's hidden states"
             followed = [i for i, span in enumerate(spans) if span.row.drafting]
             self._drafting.read([spans[i] for i in followed], [firsts[i] for i in followed], features_TF)
         sampling = [i for i, span in enumerate(spans) if span.row.samples]
@@ -98,7 +98,7 @@ class PromptChunks:
         return self._end(step, _rows(hidden_TD, ends), None if features_TF is None else _rows(features_TF, ends))
 
     def _ending(self, row: Row) -> Row:
-        """The row as its last position alone. A drafter's row that has no page yet comes with the slot's next row."""
+        """The row reduced to its last position. A drafter's row without a page yet comes with the slot's next row."""
         drafting = row.drafting and not self._shared.slots.at[row.slot].behind
         return msgspec.structs.replace(row, new_pages=(), drafting=drafting)
 
@@ -123,13 +123,13 @@ class PromptChunks:
 
 
 class _ChunkEnd(DecodeStep):
-    """A decode step of one position a row, each the last of its prompt: the chunk stands in for its forward."""
+    """A decode step with one position per row, the last one of its prompt. The chunk replaces its forward pass."""
 
     def __init__(self, shared: SharedState, rows: int) -> None:
         super().__init__(shared, Shape(rows, 1, shared.slots.tables.shape[1] * PAGE_TOKENS))
 
     def take(self, hidden_RD: Tensor, features_RF: Tensor | None) -> None:
-        """Takes over the plan, and what the chunk computed of the rows: its last states, and those for the drafter."""
+        """Reads the plan, and takes the chunk's last hidden states of the rows and the states for the drafter."""
         shared = self._shared
         plan = self._plan_BC, shared.standing, shared.results
         self._ids_T = step_rows(*plan, shared.frequencies, self.shape.positions, shared.spare_page).ids_T
@@ -138,5 +138,5 @@ class _ChunkEnd(DecodeStep):
 
 
 def _rows(x_TX: Tensor, places: Sequence[int]) -> Tensor:
-    """The rows at these places [R, X]: an index would have to go to the device first."""
+    """The rows at these places, [R, X]. Slices, because an index tensor would have to be copied to the device first."""
     return torch.cat([x_TX[place : place + 1] for place in places])

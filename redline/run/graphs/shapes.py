@@ -1,30 +1,34 @@
-"""Which shapes of decode steps are recorded on a GPU: a function of the configuration, so every start is the same."""
+"""The shapes of decode steps for which CUDA graphs are captured: a function of the configuration, so every start is
+the same."""
 
 import itertools
 
-from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
+from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS, MOST_STEP
 from redline.wire.step import Shape
 
-BUCKETS = 1, 2, 4, 8, 16, 32, MOST_ROWS
-CONTEXTS = 1 << 11, 1 << 14  # tokens; and as long as a job can be. Attention over longer ones has more to combine
-MOST_TOKENS = 256  # of a step: its rows times their positions
-FIRST_SHAPES = 24  # recorded before the first job: a second or two each at Kimi's depth. The others wait for idle times
+BUCKETS = 1, 2, 4, 8, 16, 32, 64, 96, 128, 192, MOST_ROWS
+# context lengths in tokens, in addition to the longest possible; attention over longer contexts has more partial
+# results to combine
+CONTEXTS = 1 << 11, 1 << 14
+# captured before the first job, in one to two seconds each at Kimi's depth; the others are captured while idle
+FIRST_SHAPES = 24
 
 
 def shapes(slots: int, positions: int, reach: int) -> list[Shape]:
-    """All shapes that are recorded, the most useful first: a function of the configuration alone.
+    """All shapes to capture, the most useful first.
 
-    positions: of a row, at most. reach: the longest context, in tokens.
+    positions: per row, at most. reach: the longest context, in tokens.
 
-    A step is replayed in the cheapest shape that holds it. So those that hold much come first: of the longest context,
-    without drafts and with all that a step of so many rows may have; then of short contexts; then with some drafts,
-    which spares positions; then of middling contexts, which spares the least. Within each, few rows before many.
+    A step is replayed in the cheapest shape that holds it. So the shapes that hold most steps come first: those of the
+    longest context, without drafts and with the maximum of drafts; then those of the shortest context; then those with
+    fewer drafts, which save positions; then those of the middle context length, which saves the least. Within each
+    group, few rows come before many.
     """
     most = next((bucket for bucket in BUCKETS if bucket >= slots), MOST_ROWS)
     contexts = reach, *(context for context in CONTEXTS if context < reach)
 
     def deepest(rows: int) -> int:
-        return min(positions, MOST_POSITIONS, MOST_TOKENS // rows)
+        return min(positions, MOST_POSITIONS, MOST_STEP // rows)
 
     def place(shape: Shape) -> tuple[bool, bool, int, int]:
         middling = shape.longest == CONTEXTS[1] != reach

@@ -1,4 +1,4 @@
-"""What `on_host.sample_each` and `logprobs_of` do, from numbers that only the device knows, so that it can be recorded.
+"""`on_host.sample_each` and `logprobs_of` with inputs that only the device has, so that they can run in a CUDA graph.
 
 T rows, V vocabulary.
 """
@@ -17,7 +17,8 @@ from redline.wire.step import TokenLogprobs
 
 
 class Odds(NamedTuple):
-    """How each row is drawn, [T] each: the fields of its Sampling, float64 and int64, and the position of its token."""
+    """Sampling parameters of each row, [T] each: the fields of its Sampling, float64 and int64, and the position of
+    its token."""
 
     temperature: Tensor
     top_p: Tensor
@@ -28,7 +29,7 @@ class Odds(NamedTuple):
 
 
 def sample_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
-    """The token of each row, int64 [T]; -1 where nothing can be drawn.
+    """The token of each row, int64 [T]; -1 if nothing can be drawn.
 
     narrowed: whether any row has top_k, top_p or min_p.
     """
@@ -37,21 +38,22 @@ def sample_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
     return sample(logits_TV, torch.stack(columns, 1), narrowed)
 
 
-MOST_TOP = 20  # likeliest tokens of a position that are told: as many as the API gives
+MOST_TOP = 20  # top log probabilities per position, at most: the API's maximum
 LOGPROB, RANK = 0, 1  # columns of `score_rows`
 TOP_TOKENS = slice(2, 2 + MOST_TOP)
 TOP_LOGPROBS = slice(TOP_TOKENS.stop, TOP_TOKENS.stop + MOST_TOP)
 
 
 def score_rows(logits_TV: Tensor, token_T: Tensor, into_TC: Tensor) -> None:
-    """Writes each token's log probability and rank, and the likeliest tokens with theirs, as `on_host.logprobs_of`.
+    """Writes each token's log probability and rank, and the most likely tokens with theirs, as `on_host.logprobs_of`.
 
     into_TC: float64 [T, TOP_LOGPROBS.stop], which holds each of these numbers exactly.
     """
     parts = (part.split(AT_ONCE) for part in (logits_TV, token_T, into_TC))
     for some_RV, token_R, into_RC in zip(*parts, strict=True):
         logs_RV = some_RV.log_softmax(-1)
-        chosen_R1 = logs_RV.gather(1, token_R.clamp(min=0)[:, None])  # -1 is no token, and nobody reads its row
+        # -1 is not a token; the results of its row are not read
+        chosen_R1 = logs_RV.gather(1, token_R.clamp(min=0)[:, None])
         best_RN = likeliest(logs_RV, min(MOST_TOP, logs_RV.shape[1]))
         count = best_RN.shape[1]
         into_RC[:, LOGPROB], into_RC[:, RANK] = chosen_R1[:, 0], 1 + (logs_RV > chosen_R1).sum(1)
@@ -60,6 +62,6 @@ def score_rows(logits_TV: Tensor, token_T: Tensor, into_TC: Tensor) -> None:
 
 
 def logprobs_of_row(row: Sequence[float], token: int, count: int) -> TokenLogprobs:
-    """What a row of `score_rows` says of its token and of the `count` best ones, MOST_TOP at most."""
+    """The log probabilities in a row of `score_rows`: of its token, and of the `count` best ones, MOST_TOP at most."""
     top = zip(map(int, row[TOP_TOKENS][:count]), row[TOP_LOGPROBS][:count], strict=True)
     return TokenLogprobs(token=token, logprob=row[LOGPROB], rank=int(row[RANK]), top=tuple(top))

@@ -1,7 +1,7 @@
-"""Logits to tokens. Each row is drawn on its own: its bits do not depend on its company.
+"""Sampling: from logits to tokens. Each row is drawn independently: its bits do not depend on the rest of the batch.
 
-Randomness is a function of (seed, position) alone, never of a generator with a state, so that a job is reproduced
-whatever ran beside it, in whatever batches, and after any pre-emption.
+Random numbers are a function of (seed, position) alone, never of a generator with a state, so that a job is
+reproducible whatever ran with it, in whatever batches, and after any preemption.
 
 R rows, V vocabulary. All float32.
 """
@@ -18,10 +18,10 @@ from redline.wire.job import Sampling
 from redline.wire.step import TokenLogprobs
 
 _MASK = (1 << 64) - 1
-SHORTLIST = 256  # `kept` looks at so many candidates first, and sorts the whole vocabulary only where they do not do
-SORTED = 1 << 18  # numbers that `kept` sorts at a time: fresh memory for more costs as much as sorting
-SCORED_ROWS = 128  # prompt positions whose logits are there at once: 84 MB at Kimi's 163,840 tokens
-COLDEST = 1e-5  # below this temperature the most likely token is all there is (and logits / temperature could overflow)
+SHORTLIST = 256  # candidates that `kept` examines first; it sorts the whole vocabulary only if they are not enough
+SORTED = 1 << 18  # values that `kept` sorts at a time: allocating memory for more takes the time of sorting it
+SCORED_ROWS = 128  # prompt positions with logits in memory at once: 84 MB at Kimi's 163,840 tokens
+COLDEST = 1e-5  # below this temperature sampling is greedy (and logits / temperature could overflow)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -43,18 +43,18 @@ def _mix(x: int) -> int:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether only the most likely token can be drawn: the one of the lowest id, where several are as likely."""
+    """Whether sampling is greedy: only the most likely token can be drawn, with the lowest id among equals."""
     return sampling.temperature < COLDEST or sampling.top_k == 1
 
 
 def is_plain_greedy(sampling: Sampling, generated: int) -> bool:
-    """Whether argmax of the raw logits is the answer. generated: tokens of the answer so far."""
+    """Whether the argmax of the raw logits is the result. generated: number of output tokens so far."""
     return is_greedy(sampling) and is_unadjusted(sampling, generated)
 
 
 def is_unadjusted(sampling: Sampling, generated: int) -> bool:
-    """Whether nothing changes the model's logits before a token is chosen, neither `adjusted` nor a grammar's mask, now
-    and later in the answer. generated: tokens of the answer so far."""
+    """Whether the model's logits are used unchanged, by `adjusted` and by any grammar mask, now and later in the
+    output. generated: number of output tokens so far."""
     return (
         sampling.grammar is None
         and sampling.presence_penalty == sampling.frequency_penalty == 0
@@ -65,12 +65,12 @@ def is_unadjusted(sampling: Sampling, generated: int) -> bool:
 
 
 def is_narrowed(sampling: Sampling) -> bool:
-    """Whether top_k, top_p or min_p may leave out a part of the vocabulary."""
+    """Whether top_k, top_p or min_p may exclude a part of the vocabulary."""
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
-    """The token for `position`; -1 where no finite number is left to choose by, as after a penalty.
+    """The token for `position`; -1 if no finite number is left to choose by, for example after a penalty.
 
     prompt, generated: the tokens so far, int64, for the penalties.
     """
@@ -94,7 +94,7 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
     if sampling.repetition_penalty != 1:
         seen = torch.cat([prompt, generated]).unique()
         value = logits_V[seen]
-        # Not a number of Python's: a GPU would multiply by its inverse.
+        # Not a Python number: a GPU would multiply by its inverse.
         factor = torch.full((), sampling.repetition_penalty, dtype=torch.float64, device=value.device).float()
         logits_V[seen] = torch.where(value > 0, value / factor, value * factor)
     if sampling.presence_penalty or sampling.frequency_penalty:
@@ -106,28 +106,29 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
 
 
 def sample_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
-    """A token for each row, none of which is greedy; -1 where nothing can be drawn.
+    """A token for each row, none of which is greedy; -1 if nothing can be drawn.
 
-    A row's token is the first at which the cumulative probability of those that its sampling keeps passes u of its
-    total. us: in [0, 1), one for each row.
+    A row's token is the first one at which the cumulative probability of the tokens kept by its sampling parameters
+    passes u times their total. us: in [0, 1), one for each row.
     """
     return sample(logits_RV, _odds(asked, us, logits_RV.device), any(map(is_narrowed, asked))).tolist()
 
 
 def _odds(asked: Sequence[Sampling], us: Sequence[float], device: torch.device) -> Tensor:
-    """The odds of each row as `ops.sample` reads them, float64 [R, 5]."""
+    """The sampling parameters of each row as `ops.sample` reads them, float64 [R, 5]."""
     odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
     return torch.tensor(odds, dtype=torch.float64, device=device)
 
 
 def kept(probability_RV: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities [R, V], 0 for tokens that top_k, top_p and min_p leave out; they are not scaled to sum to 1."""
+    """The probabilities [R, V], 0 for tokens that top_k, top_p and min_p exclude; they are not scaled to sum to 1."""
     rows, vocabulary = probability_RV.shape
     odds_R5 = _odds([sampling], [0.0], probability_RV.device).expand(rows, -1)
-    nucleus = sampling.top_p < 1 and not sampling.top_k  # of the whole row: how many tokens that are, only a sum tells
+    # over the whole row: the number of tokens kept follows from a cumulative sum
+    nucleus = sampling.top_p < 1 and not sampling.top_k
     best_RB = _most_likely(probability_RV, sampling.top_k or (SHORTLIST if nucleus else 1))
     whole_R = torch.ones_like(odds_R5[:, 0])
-    if nucleus:  # each on its own: over several rows torch's threads may add in another order
+    if nucleus:  # each row separately: over several rows torch's threads may add in another order
         whole_R = torch.stack([probability_V.sum(dtype=torch.float64) for probability_V in probability_RV])
     least_R = least_kept(best_RB, whole_R, odds_R5)
     if nucleus:
@@ -147,14 +148,15 @@ def _most_likely(probability_RV: Tensor, count: int) -> Tensor:
     if count <= vocabulary // 8 or probability_RV.is_cuda:
         return probability_RV.topk(min(count, vocabulary)).values
     ascending_RV = -probability_RV
-    np.ndarray.sort(ascending_RV.numpy())  # on a CPU several times faster than torch's
+    np.ndarray.sort(ascending_RV.numpy())  # on a CPU several times faster than torch's sort
     return ascending_RV[:, :count].neg()
 
 
 def pick(weight_V: Tensor, u: float) -> int:
-    """The first token, in the order of ids, at which the cumulative weight passes u of the total, which is above 0."""
-    # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so that
-    # u * total rounds to less than the total, and the search ends at a token that is possible.
+    """The first token, in the order of ids, at which the cumulative weight passes u times the total, which is above
+    0."""
+    # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so u *
+    # total rounds to less than the total, and the search ends at a possible token.
     mass = weight_V.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, u * mass[-1], right=True))
 
@@ -169,11 +171,11 @@ def logprobs_of(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
 
 
 def likeliest(logs: Tensor, count: int) -> Tensor:
-    """The ids of the `count` likeliest tokens of each row, int64 [..., count]: best first, of equal ones the lowest.
+    """The ids of the `count` most likely tokens of each row, int64 [..., count]: best first, of equal ones the lowest.
 
-    logs: float32 [..., V]. Only this order is the same for every count and on every chip.
+    logs: float32 [..., V]. Only this order gives the same result for every count and on every chip.
     """
-    bits = (logs + 0.0).view(torch.int32).long()  # both zeros are one
+    bits = (logs + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
     rising = bits ^ (bits >> 31 & 0x7FFFFFFF)
     ids = torch.arange(logs.shape[-1], device=logs.device)
     return (rising << 32 | 0x7FFFFFFF - ids).topk(count).indices

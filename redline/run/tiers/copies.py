@@ -1,7 +1,7 @@
-"""Copies of whole pages that are under way: on a GPU a stream for those that leave and one for those that come, what
-waits for what, and the seals of what was copied.
+"""Asynchronous copies of whole pages: on a GPU one stream for saves and one for fetches, their dependencies, and the
+checksums of the copied pages.
 
-Nothing here waits, but where it says so. On a CPU a copy is done when its call returns.
+Calls block only if their docstring states it. On a CPU a copy is done when its call returns.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from redline import clock
 from redline.run.tiers.pages import WholePages
 from redline.wire.job import PageId
 
-SUMS = 512  # seals of a piece of memory, which is pinned: most that are saved together are fewer
-MADE = 8  # as many copies, one behind another, are launched at the start: what they take of the host is there then
+SUMS = 512  # checksums per block of pinned memory: more than are ever saved together
+MADE = 8  # copies launched in a row at startup, so that their host resources are allocated by then
 
 
 class Copied(NamedTuple):
-    """Copies that are launched. ended: None: they are done. sums: the seals of the pages, int64, on the host once they
-    have ended; None: nobody has added them up."""
+    """Launched copies. ended: event at their end; None: they are done. sums: the checksums of the pages, int64 on
+    the host, valid once the copies have ended; None: not computed."""
 
     ended: torch.cuda.Event | None
     sums: Tensor | None
 
 
 class Leaving(NamedTuple):
-    """A page that is to be copied to the host: uint8 [bytes of a page] there, and the seed of its seal."""
+    """A page to copy to the host, with its target there, uint8 [bytes of a page], and the seed of its checksum."""
 
     page: PageId
     into_B: Tensor
@@ -37,20 +37,19 @@ class Leaving(NamedTuple):
 
 
 class Copies:
-    """Between one engine's pages and the host's memory. One thread at a time may save, and one may bring."""
+    """Copies between one engine's pages and host memory. One thread at a time may save, and one may bring."""
 
     def __init__(self, pages: WholePages) -> None:
         self._pages = pages
         self._gpu = pages.device.type == "cuda"
-        # Before the blocks of steps that wait.
+        # High priority: ahead of the waiting thread blocks of steps.
         self._out, self._in = (torch.cuda.Stream(pages.device, priority=-1) if self._gpu else None for _ in range(2))
-        self._gathered: dict[
-            PageId, torch.cuda.Event
-        ] = {}  # of pages that were saved: from when they may be overwritten
+        # By saved page: the event after which it may be overwritten
+        self._gathered: dict[PageId, torch.cuda.Event] = {}
 
     def save(self, leaving: Sequence[Leaving]) -> Copied:
-        """Copies pages to the host, in this order. What is launched on the stream of steps from then on may overwrite
-        them, and so may what is brought."""
+        """Copies pages to the host, in this order. Work launched on the stream of steps from then on may overwrite
+        them, and so may later calls of `bring`."""
         sums: Tensor | None = None
         gathered: torch.cuda.Event | None = None
         self._behind_parcels(self._out)
@@ -69,13 +68,13 @@ class Copies:
             return Copied(self.mark(), sums)
 
     def after(self, event: torch.cuda.Event) -> None:
-        """What is brought from now on comes behind it."""
+        """Later calls of `bring` wait for the event on the device."""
         if self._in is not None:
             self._in.wait_event(event)
 
     def bring(self, pages: Sequence[PageId], sources: Sequence[Tensor], seeds: Sequence[int]) -> Copied:
-        """Copies pages from the host to their places, once what was saved from there is gathered. As
-        `WholePages.put`."""
+        """Copies pages from the host into the pool, after earlier saves of the same pages are gathered. Arguments as
+        in `WholePages.put`."""
         gathered = [event for page in pages if (event := self._gathered.pop(page, None)) is not None]
         for event in {id(event): event for event in gathered}.values():
             self.after(event)
@@ -87,19 +86,19 @@ class Copies:
             return Copied(self.mark(), sums)
 
     def brought(self) -> None:
-        """The host waits until nothing is being brought any more."""
+        """Blocks until all copies into the pool have ended."""
         if self._in is not None:
             self._in.synchronize()
 
     def close(self) -> None:
-        """The host waits until nothing is under way any more."""
+        """Blocks until all copies have ended."""
         self.brought()
         if self._out is not None:
             self._out.synchronize()
 
     def measure(self, page_B: Tensor, clock: Callable[[], float] = clock.perf_counter) -> float:
-        """Seconds that a page takes to be brought, of as many as go together: zeros, by way of memory of the host of a
-        page's size, into nobody's. What copies need is compiled and made by then."""
+        """Measures the seconds per page to copy a full batch from the host: zeros, from host memory of a page's
+        size, into the spare page. Blocks. Also compiles and allocates what copies need."""
         count = self._pages.together
         page_B.zero_()
         nobody, seconds = [self._pages.nobody] * count, math.inf
@@ -112,7 +111,7 @@ class Copies:
         return seconds / count
 
     def mark(self) -> torch.cuda.Event | None:
-        """The end of what was launched on this stream; None where it is done."""
+        """Records an event after the work launched on the current stream; None on a CPU."""
         if not self._gpu:
             return None
         event = torch.cuda.Event()
@@ -120,22 +119,24 @@ class Copies:
         return event
 
     def _behind_parcels(self, stream: torch.cuda.Stream | None) -> None:
-        """A parcel that came from another worker may still be on its way into a page that has been given away since."""
+        """Makes the stream wait for the last KV transfer from another worker: it may still be writing to a page that
+        has been freed and reused since."""
         placed = self._pages.placed
         if stream is not None and placed is not None and not placed.query():
             stream.wait_event(placed)
 
     def _sums(self, pages: int) -> Tensor:
-        """Memory of the host for so many seals; pieces of one size, so that those that are no longer used do again."""
+        """Host memory for the checksums of `pages` pages; blocks of one size, so that the allocator can reuse
+        released ones."""
         return torch.empty(max(SUMS, pages), dtype=torch.int64, pin_memory=self._gpu)[:pages]
 
 
 def wait(event: torch.cuda.Event | None) -> None:
-    """The host waits until a GPU has come to it."""
+    """Blocks until the GPU has reached the event."""
     if event is not None:
         event.synchronize()
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Inside, a GPU's work goes to this stream."""
+    """Context manager: work on a GPU goes to this stream."""
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)

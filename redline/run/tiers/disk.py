@@ -1,17 +1,18 @@
-"""Pages in files, by their hash, within a bound. What is there survives a restart, and a kill at any byte.
+"""KV offload to disk: pages in files, by hash, within a size limit. The files survive a restart, and a kill at any
+byte.
 
-A file is a head, which says whose pages it holds, and records that are only ever appended: a head of its own, with the
-page's name, what is known of it and the checksum of its bytes, and the bytes. A record counts once all of it is there,
-so a kill or a full disk costs the newest one. The index is in memory, and read again from the records' heads at the
-start. The file whose pages were least lately used is removed when another is begun and there would be too many bytes,
-or when the file system is full. A file is open only while it is read or written, so the process needs two descriptors,
-that of the folder and that of its lock, however many files there are.
+A file has a header that identifies the model, and append-only records: a record header with the page's hash, its flags
+and the checksum of its bytes, then the bytes. A record counts only if it is complete, so a kill or a full disk costs
+the newest one. The index is in memory, and is rebuilt from the record headers at startup. The file with the least
+recently used pages is removed when a new file would exceed the limit, or when the file system is full. A file is open
+only while it is read or written, so the process needs two descriptors, for the folder and for its lock, however many
+files there are.
 
-Files are opened and removed in the folder that was locked, by its descriptor, whatever has its path by now: where that
-was removed, moved or replaced, or its lock file was removed, another process may have the path, and its files are left
-alone. The pages are forgotten then, and the path is locked again before the next one is written.
+Files are opened and removed relative to the descriptor of the locked folder, whatever the path refers to by now: if the
+folder was removed, moved or replaced, or its lock file was removed, another process may own the path, and its files are
+not touched. The pages are then dropped from the index, and the path is locked again before the next page is written.
 
-Nothing is synced: what a power cut takes away does not have its checksum. One thread at a time may use it.
+Nothing is synced: pages damaged by a power cut fail their checksum. Only one thread at a time may use this.
 """
 
 import contextlib
@@ -27,18 +28,18 @@ from typing import NamedTuple, Protocol
 
 from redline.wire.job import PageHash
 
-FILE_BYTES = 64 << 20  # of a file, where that is four pages or more
-LEAST_FILES = 8  # that the bound is shared out among: one of them is removed at a time
-LOCK = ".lock"  # the file in the folder whose lock keeps the folder to one process
-LOCK_S = 5.0  # that opening the folder waits for a process that ends to let go of it
-MOST_PAGES = 1 << 20  # in the index, of some 300 bytes each
+FILE_BYTES = 64 << 20  # size of a file, if that is four pages or more
+LEAST_FILES = 8  # files that the limit is divided into: one of them is removed at a time
+LOCK = ".lock"  # lock file in the folder, which keeps the folder to one process
+LOCK_S = 5.0  # seconds to wait, when opening the folder, for another process to release the lock
+MOST_PAGES = 1 << 20  # entries of the index, of some 300 bytes each
 MAGIC = b"redpages"
 VERSION = 1
 
-_FILE = struct.Struct("<8sII")  # magic, version, bytes of the name behind
+_FILE = struct.Struct("<8sII")  # magic, version, bytes of the name that follows
 _RECORD = struct.Struct("<16sQQI")  # hash, bytes, checksum, flags
-_DIGEST = 8  # bytes, of everything in a head before it
-_GONE = 1 << 31  # a flag: its bytes were found to be wrong
+_DIGEST = 8  # bytes of the digest over the rest of the header
+_GONE = 1 << 31  # flag of a page with wrong bytes
 _FULL = errno.ENOSPC, errno.EDQUOT
 _NAME = re.compile(r"(\d{10})\.pages")
 
@@ -46,24 +47,24 @@ _log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a page's bytes are, and what they should be."""
+    """Position of a page's bytes, and their expected checksum."""
 
     file: int
-    offset: int  # of its record
+    offset: int  # offset of its record in the file
     checksum: int
     flags: int
 
 
 class Held(Protocol):
-    """A folder that is kept to this process."""
+    """A lock that keeps a folder to this process."""
 
     def release(self) -> object:
-        """Lets it go."""
+        """Releases the lock."""
         ...
 
 
-# Keeps a folder, which exists, to this process by a lock on a file in it: the folder, the file, and the seconds to wait
-# for another process to let go of it.
+# Locks an existing folder for this process, by a lock on a file in it: the folder, the file, and the seconds to wait
+# for another process to release it.
 Hold = Callable[[Path, Path, float], Held]
 
 
@@ -72,26 +73,26 @@ class _Folder(NamedTuple):
 
     descriptor: int
     held: Held
-    lock: os.stat_result | None  # of its lock file; None: the file system has no locks
+    lock: os.stat_result | None  # status of its lock file; None: the file system has no locks
 
 
 class _File:
     __slots__ = ("end", "hashes", "used")
 
     def __init__(self, end: int, used: int) -> None:
-        self.end = end  # bytes that are written
-        self.used = used  # ns, of the clock of files: when a page of it was last used
+        self.end = end  # bytes written
+        self.used = used  # ns, by the clock of file times: when a page of it was last used
         self.hashes: list[PageHash] = []
 
 
 class DiskPages:
-    """The pages of one folder. `places` is its index."""
+    """The pages in one folder. `places` is the index."""
 
     def __init__(self, folder: Path, name: str, page_bytes: int, most_bytes: int, hold: Hold) -> None:
-        """name: whose pages they are; files of another name are removed. Raises OSError where the folder cannot be made
-        or written, and what `hold` raises."""
+        """name: identifies the model and page format; files with another name are removed. Raises OSError if the
+        folder cannot be made or written, and the errors of `hold`."""
         self.places: dict[PageHash, Place] = {}
-        self.bytes = 0  # of all files
+        self.bytes = 0  # bytes of all files
         self.most_bytes = most_bytes
         self._folder, self._page_bytes = folder, page_bytes
         self._record_bytes = _RECORD.size + _DIGEST + page_bytes
@@ -100,19 +101,19 @@ class DiskPages:
             len(self._head) + self._record_bytes, min(max(FILE_BYTES, 4 * page_bytes), most_bytes // LEAST_FILES)
         )
         self._files: dict[int, _File] = {}
-        self._current: int | None = None  # the file that is being written
-        self._full = False  # the file system has been full, which was logged
-        self.removed: Callable[[Sequence[PageHash]], object] | None = None  # told of pages that have left, with a file
+        self._current: int | None = None  # the file being appended to
+        self._full = False  # the full file system has been logged
+        self.removed: Callable[[Sequence[PageHash]], object] | None = None  # called with the pages of a removed file
         self._hold = hold
-        self._own: _Folder | None = self._taken(LOCK_S)  # None: it was removed, or is another process's
+        self._own: _Folder | None = self._taken(LOCK_S)  # None: the folder was removed, or belongs to another process
 
     def __len__(self) -> int:
         return len(self.places)
 
     def load(self) -> Iterator[int]:
-        """Reads the index, newest files first, and yields how many pages each file had. Files that are no use (of
-        another name, without a whole page, beyond the bound) are removed. A file that cannot be read is skipped: it
-        counts towards the bound, and is removed in its turn. Raises OSError where the folder cannot be read."""
+        """Reads the index, newest files first, and yields the number of pages of each file. Useless files (of
+        another name, without a complete page, above the limit) are removed. A file that cannot be read is skipped:
+        it counts towards the limit, and is removed like any other. Raises OSError if the folder cannot be read."""
         found: list[tuple[int, int, int]] = []
         with os.scandir(self._descriptor()) as entries:
             for entry in entries:
@@ -131,7 +132,7 @@ class DiskPages:
                     ours = os.pread(descriptor, len(self._head), 0) == self._head
                     records, end = self._records(descriptor, number, size) if ours else ({}, 0)
             except OSError as error:
-                _log.warning("%s: skipped: it cannot be read: %s", self._path(number), error.strerror or error)
+                _log.warning("%s: cannot be read, skipped: %s", self._path(number), error.strerror or error)
                 self._files[number] = file
                 self.bytes += size
                 continue
@@ -143,23 +144,23 @@ class DiskPages:
             if not file.hashes:
                 self._unlink(number)
                 continue
-            if end < size:  # a record that was not written to its end
+            if end < size:  # an incomplete record
                 with contextlib.suppress(OSError), self._open(number, os.O_WRONLY) as descriptor:
-                    os.ftruncate(descriptor, end)  # the file may be read-only
+                    os.ftruncate(descriptor, end)  # may fail: the file may be read-only
             file.end = end
             self._files[number] = file
             self.bytes += end
             yield len(file.hashes)
         if others:
-            _log.warning("%s: %d files hold pages of another model, or are none: removed", self._folder, others)
+            _log.warning("%s: removed %d files with pages of another model or in another format", self._folder, others)
 
     def write(self, hash: PageHash, page: memoryview, checksum: int, flags: int) -> Place:
-        """Appends a page; a page of that name before it counts no more. flags: below 2^31.
+        """Appends a page, which replaces an earlier page of the same hash. flags: below 2^31.
 
-        Where the file system is full, the least lately used file is removed, and the page is written where that makes
-        room. Where the folder or the file was removed, it is made again; where the folder was replaced, the pages of
-        the new one are loaded. Raises OSError, what was there stays; and what `hold` raises where the folder is another
-        process's by now.
+        If the file system is full, the least recently used file is removed, and the page is written if that makes room.
+        If the folder or the file was removed, it is created again; if the folder was replaced, the pages of the new one
+        are loaded. Raises OSError, with all stored pages unchanged, and the errors of `hold` if the folder belongs to
+        another process by now.
         """
         try:
             return self._append(hash, page, checksum, flags)
@@ -171,13 +172,13 @@ class DiskPages:
             if not self._full:
                 self._full = True
                 _log.warning(
-                    "%s: the file system is full at %.3g of %.3g GB (disk_size): the oldest pages are removed",
+                    "%s: the file system is full at %.3g of %.3g GB (disk_size): removing the oldest pages",
                     *(self._folder, self.bytes / 1e9, self.most_bytes / 1e9),
                 )
         return self._append(hash, page, checksum, flags)
 
     def read(self, place: Place, into: memoryview) -> bool:
-        """Reads a page's bytes, as they are; False where they are not all there. Raises OSError."""
+        """Reads a page's bytes without verifying them; False if they are incomplete. Raises OSError."""
         if place.file not in self._files:
             return False
         try:
@@ -188,7 +189,7 @@ class DiskPages:
             raise
 
     def use(self, places: set[int], now_ns: int) -> None:
-        """Pages of these files have been used. now_ns: of the clock of files; it outlives a restart."""
+        """Marks these files as used. now_ns: by the clock of file times; kept across restarts."""
         for number in places:
             if (file := self._files.get(number)) is not None:
                 file.used = now_ns
@@ -197,7 +198,7 @@ class DiskPages:
                     os.utime(name, ns=(now_ns, now_ns), dir_fd=self._descriptor(), follow_symlinks=False)
 
     def spoil(self, hash: PageHash) -> None:
-        """A page's bytes are wrong: it counts no more, nor after a restart."""
+        """Drops a page with wrong bytes, also from the file, so that it stays dropped after a restart."""
         place = self.places.pop(hash, None)
         if place is not None:
             head = _sealed(_RECORD.pack(hash, self._page_bytes, place.checksum, place.flags | _GONE))
@@ -205,31 +206,31 @@ class DiskPages:
                 os.pwrite(descriptor, head, place.offset)
 
     def drop(self, hash: PageHash) -> None:
-        """A page counts no more, until a restart at least."""
+        """Drops a page from the index, until the next restart."""
         self.places.pop(hash, None)
 
     def close(self) -> None:
-        """Lets go of the folder."""
+        """Releases the folder."""
         self._files.clear()
         self.places.clear()
         self._let_go()
 
     def check(self) -> None:
-        """Raises AssertionError unless the index names whole records of files that are there, within the bound."""
-        assert self.bytes == sum(file.end for file in self._files.values()), "bytes are counted wrong"
+        """Raises AssertionError unless the index refers to complete records of existing files, within the limit."""
+        assert self.bytes == sum(file.end for file in self._files.values()), "the byte count is wrong"
         assert self.bytes <= max(self.most_bytes, self._file_bytes), (
             f"{self.bytes:,} bytes, {self.most_bytes:,} allowed"
         )
         for hash, place in self.places.items():
             file = self._files[place.file]
-            assert place.offset + self._record_bytes <= file.end, "a page beyond the end of its file"
-            assert hash in file.hashes, "a page that its file does not know of"
+            assert place.offset + self._record_bytes <= file.end, "a page past the end of its file"
+            assert hash in file.hashes, "a page that its file does not list"
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:010d}.pages"
 
     def _taken(self, wait_s: float) -> _Folder:
-        """Makes the folder where it is missing, readable by its owner alone, and keeps it to this process."""
+        """Creates the folder if it is missing, accessible to its owner only, and locks it for this process."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self._folder.stat().st_mode & 0o777 != 0o700:
             self._folder.chmod(0o700)
@@ -251,7 +252,7 @@ class DiskPages:
             self._own = None
 
     def _is_ours(self) -> bool:
-        """Whether the path still names the folder that was locked, by the lock file that was locked. Raises OSError."""
+        """Whether the path still refers to the locked folder with the locked file. Raises OSError."""
         if self._own is None:
             return False
         try:
@@ -263,7 +264,7 @@ class DiskPages:
             return False
 
     def _descriptor(self) -> int:
-        """Of the folder. Raises FileNotFoundError where it is not this process's any more."""
+        """The folder's descriptor. Raises FileNotFoundError if the folder is not this process's any more."""
         if not self._is_ours():
             raise FileNotFoundError(errno.ENOENT, "the folder was removed or replaced", str(self._folder))
         assert self._own is not None
@@ -271,7 +272,7 @@ class DiskPages:
 
     @contextlib.contextmanager
     def _open(self, number: int, flags: int) -> Generator[int]:
-        """A file's descriptor, inside. Raises OSError."""
+        """Context manager: the file's descriptor. Raises OSError."""
         name = self._path(number).name
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._descriptor())
         try:
@@ -283,7 +284,7 @@ class DiskPages:
         if self._own is None:
             self._own = self._taken(0)
             try:
-                for _ in self.load():  # another process may have written there
+                for _ in self.load():  # another process may have written files
                     pass
             except OSError:
                 self._let_go()
@@ -295,7 +296,7 @@ class DiskPages:
             try:
                 written = os.pwritev(descriptor, [head, page], file.end)
                 if written != len(head) + len(page):
-                    raise OSError(errno.ENOSPC, "the disk took a part of a page", str(self._path(number)))
+                    raise OSError(errno.ENOSPC, "only a part of a page was written", str(self._path(number)))
             except OSError:
                 with contextlib.suppress(OSError):
                     os.ftruncate(descriptor, file.end)
@@ -322,7 +323,7 @@ class DiskPages:
         with self._open(number, os.O_RDWR | os.O_CREAT | os.O_EXCL) as descriptor:
             try:
                 if os.pwrite(descriptor, self._head, 0) != len(self._head):
-                    raise OSError(errno.ENOSPC, "the disk took a part of a file's head", str(self._path(number)))
+                    raise OSError(errno.ENOSPC, "only a part of a file's header was written", str(self._path(number)))
                 used = os.fstat(descriptor).st_mtime_ns
             except OSError:
                 self._unlink(number)
@@ -333,8 +334,7 @@ class DiskPages:
         return number, file
 
     def _remove_one(self) -> bool:
-        """Removes the file whose pages were least lately used, but not the one that is being written; whether there
-        was one."""
+        """Removes the least recently used file, except the one being appended to. Returns whether there was one."""
         numbers = [number for number in self._files if number != self._current]
         if numbers:
             self._remove(min(numbers, key=lambda number: (self._files[number].used, number)))
@@ -345,7 +345,7 @@ class DiskPages:
         self._unlink(number)
 
     def _forget(self, number: int) -> None:
-        """The pages of a file count no more."""
+        """Drops the pages of a file from the index."""
         file = self._files.pop(number)
         if number == self._current:
             self._current = None
@@ -357,11 +357,11 @@ class DiskPages:
         self.bytes -= file.end
 
     def _unlink(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # where nothing can be written nothing can be removed
+        with contextlib.suppress(OSError):  # a folder that cannot be written allows no removal either
             os.unlink(self._path(number).name, dir_fd=self._descriptor())
 
     def _is_there(self, number: int) -> bool:
-        """Whether the folder has a file of that number. Raises OSError."""
+        """Whether the folder has the file with this number. Raises OSError."""
         try:
             os.stat(self._path(number).name, dir_fd=self._descriptor(), follow_symlinks=False)
         except FileNotFoundError:
@@ -369,20 +369,20 @@ class DiskPages:
         return True
 
     def _forget_missing(self) -> None:
-        """Somebody else has removed files, or the folder: forgets their pages, and lets go of a folder that is gone."""
+        """Handles files or a folder removed by others: drops their pages, and releases a removed folder."""
         gone = self._own is not None and not self._is_ours()
         missing = [number for number in self._files if gone or not self._is_there(number)]
         for number in missing:
             self._forget(number)
         if gone:
             self._let_go()
-            _log.warning("%s: the folder was removed or replaced while in use: its pages are forgotten", self._folder)
+            _log.warning("%s: the folder was removed or replaced while in use: its pages are dropped", self._folder)
         elif missing:
             what = f"{len(missing)} files were removed"
-            _log.warning("%s: %s while in use: their pages are forgotten", self._folder, what)
+            _log.warning("%s: %s while in use: their pages are dropped", self._folder, what)
 
     def _records(self, descriptor: int, number: int, size: int) -> tuple[dict[PageHash, Place], int]:
-        """The pages of a file's whole records, and where the last of these ends. Raises OSError."""
+        """The pages of a file's complete records, and the end of the last one. Raises OSError."""
         records, end = dict[PageHash, Place](), len(self._head)
         while end + self._record_bytes <= size:
             head = os.pread(descriptor, _RECORD.size + _DIGEST, end)

@@ -1,11 +1,11 @@
-"""A whole page as one piece of bytes, all layers and the drafter's part, laid out as a parcel of that page is
+"""A whole KV page as one block of bytes, all layers and the drafter's part, in the layout of a parcel of that page
 (`run/handoff.py`).
 
-On a GPU many go together: their layers are gathered into one piece of its memory and added up there, by a launch each,
-and every page is one copy of its own to where it lies on the host; or the same backwards. Copies take all the time then
-that there is. Nothing waits for the device.
+On a GPU many pages are copied together: one launch gathers their layers into one buffer on the device, one computes
+their checksums there, and each page is then a single copy to its place in host memory; or the same in reverse. So
+nearly all of the time is spent in copies. Nothing waits for the device.
 
-L layers, N pages that go together, B bytes, W words.
+L layers, N pages that are copied together, B bytes, W words.
 """
 
 from collections.abc import Sequence
@@ -20,44 +20,44 @@ from redline.run.handoff import Parcels
 from redline.run.kv import KvPool
 from redline.wire.job import PageHash, PageId
 
-TOGETHER = 16  # pages that a GPU gathers or places at once: some 70 MB of Kimi's, twice, of its memory
+TOGETHER = 16  # pages that a GPU gathers or scatters at once: two buffers of some 70 MB of its memory for Kimi
 
 
 class Taken(NamedTuple):
-    """Pages whose copies are launched, or done. sums: int64 [N] on the device, whose bits are their seals; None: nobody
-    has added them up. gathered: from here on the pages may be overwritten; None: at once."""
+    """Pages with launched or finished copies. sums: int64 [N] on the device, bits are the checksums; None: not
+    computed. gathered: event after which the pages may be overwritten; None: at once."""
 
     sums: Tensor | None
     gathered: torch.cuda.Event | None
 
 
 class WholePages:
-    """Between the pages of a pool and the host's memory, for pages that nobody else writes.
+    """Copies between the pages of a pool and host memory, for pages that are not written by others.
 
-    One thread at a time may take pages, and one may put some, each on a stream of its own where there are streams.
+    One thread at a time may take pages, and one may put pages, each on a stream of its own if there are streams.
     """
 
     def __init__(self, kv: KvPool, together: int | None = None) -> None:
-        """together: pages that go by way of memory of the device at once; None: on a GPU TOGETHER, and on a CPU each
-        goes by itself, straight."""
+        """together: pages that are gathered in a device buffer at once; None: TOGETHER on a GPU; on a CPU each page
+        is copied directly."""
         self._kv = kv
         self._planes_LPB = kv.planes.view(torch.uint8).flatten(2)
         self._draft_PB = kv.draft.view(torch.uint8).flatten(1)
         self._tails_PB = kv.tails.view(torch.uint8)
         layers, _, width = self._planes_LPB.shape
         self._sizes = layers * width, self._draft_PB.shape[1], self._tails_PB.shape[1]
-        self.size = sum(self._sizes)  # bytes of a page
+        self.size = sum(self._sizes)  # bytes per page
         self.format = Parcels(kv, self.size).format
         self.device = kv.planes.device
-        self.nobody = PageId(kv.pages)  # the page that takes what must be written somewhere
+        self.nobody = PageId(kv.pages)  # the spare page, for writes to be discarded
         self._gpu = self.device.type == "cuda"
         self.together = together or (TOGETHER if self._gpu else 1)
         self._out_NB = self._in_NB = None
         if self._gpu or together is not None:
-            with torch.inference_mode(False):  # a thread that is not in that mode writes to it too
+            with torch.inference_mode(False):  # a thread that is not in inference mode writes to them too
                 shape = 2, self.together, self.size
                 self._out_NB, self._in_NB = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        # Eight bytes at a time where there are so many: a byte at a time, indexing takes seven times as long.
+        # Eight bytes at a time if all sizes are multiples of that: indexing single bytes takes seven times as long.
         word = torch.int64 if all(size % 8 == 0 for size in (*self._sizes, width)) else torch.uint8
         self._parts_PW = (
             self._planes_LPB.view(word).transpose(0, 1),  # [pages, layers, words]
@@ -70,8 +70,8 @@ class WholePages:
         return self._kv.placed
 
     def take(self, pages: Sequence[PageId], into: Sequence[Tensor], seeds: Sequence[int]) -> Taken:
-        """Copies at most `together` pages out; on a GPU it is only launched, on the stream of the caller. into: for
-        each uint8 [size], of the host. seeds: of their seals."""
+        """Copies at most `together` pages to the host; on a GPU the copies are only launched, on the caller's
+        stream. into: for each page uint8 [size] on the host. seeds: of their checksums."""
         if self._out_NB is None:
             for page, into_B in zip(pages, into, strict=True):
                 target_LB, draft_B, tail_B = self._split(into_B)
@@ -91,9 +91,9 @@ class WholePages:
         return Taken(sums, gathered)
 
     def put(self, pages: Sequence[PageId], sources: Sequence[Tensor], seeds: Sequence[int]) -> Tensor:
-        """Copies pages in, else as `take` -> int64 [N], whose bits are the seals of the bytes that have come.
+        """Copies pages from the host, otherwise as `take` -> int64 [N], bits are the checksums of the received bytes.
 
-        The device adds them up: for a thread of a GPU's host that takes ten times as long as the way there."""
+        The device computes them: a host thread would take ten times as long as the copy."""
         if self._in_NB is None:
             sums = list[Tensor]()
             for page, source_B, seed in zip(pages, sources, seeds, strict=True):
@@ -117,14 +117,14 @@ class WholePages:
         return target.view(self._planes_LPB.shape[0], -1), draft, tail
 
     def _split_rows(self, rows_NB: Tensor) -> tuple[Tensor, ...]:
-        """As `_parts_PW` has them."""
+        """The parts of the rows, in the shapes of `_parts_PW`."""
         parts = [
             part.view(whole.dtype) for part, whole in zip(rows_NB.split(self._sizes, 1), self._parts_PW, strict=True)
         ]
         return parts[0].unflatten(1, (self._planes_LPB.shape[0], -1)), *parts[1:]
 
     def _sent(self, pages: Sequence[PageId]) -> Tensor:
-        """Their numbers on the device; to a GPU they go behind what the stream has, and nobody waits."""
+        """The page ids on the device; a copy to a GPU is queued on the stream without waiting."""
         index = torch.tensor(pages, dtype=torch.int64)
         return index.pin_memory().to(self.device, non_blocking=True) if self._gpu else index
 
@@ -137,15 +137,15 @@ class WholePages:
 
 
 def staged_bytes(page_bytes: int) -> int:
-    """Bytes of a GPU's memory that its `WholePages` take."""
+    """Bytes of GPU memory that its `WholePages` take."""
     return 2 * TOGETHER * page_bytes
 
 
 def seal(bytes_B: Tensor, seed: int) -> int:
-    """The checksum of a page's bytes under its seed: bytes under another page's name do not have it."""
+    """The checksum of a page's bytes under its seed: the same bytes under another page's hash have another checksum."""
     return meaning.number(checksum(bytes_B, seed))
 
 
 def seed_of(hash: PageHash, flags: int) -> int:
-    """The seed of a page's seal, by its name and flags."""
+    """The seed of a page's checksum, from its hash and flags."""
     return (int.from_bytes(hash[:8], "little") ^ flags) % 2**64

@@ -1,7 +1,7 @@
-"""What tiers spend their time on, part by part, for whoever wants to know; else nothing is kept.
+"""Time that the KV offload tiers spend, by part of the work; recorded only while a profile is being taken.
 
-A part is a piece of one thread's work, such as to launch the copies of what is saved, or to wait for them. Threads add
-theirs beside one another, and whoever asks sorts them by time.
+A part is one kind of work of one thread, such as launching the copies of saved pages, or waiting for them. All threads
+append their spans to one list, and the reader sorts them by time.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -12,7 +12,7 @@ from redline import clock
 
 
 class Span(NamedTuple):
-    """One part of the work, from and until when, in seconds of `time.perf_counter`."""
+    """One part of the work, with its start and end in seconds of `time.perf_counter`."""
 
     part: str
     began: float
@@ -20,7 +20,7 @@ class Span(NamedTuple):
 
 
 class Parts:
-    """Spans of one engine's tiers. `kept`: None: nobody wants to know."""
+    """Spans of one engine's tiers. `kept`: the recorded spans; None disables recording."""
 
     def __init__(self, clock: Callable[[], float] = clock.perf_counter) -> None:
         self.kept: list[Span] | None = None
@@ -28,7 +28,7 @@ class Parts:
 
     @contextmanager
     def of(self, part: str) -> Generator[None]:
-        """What is done inside is this part. Any thread."""
+        """Context manager: records its body as a span of this part. Any thread."""
         if (kept := self.kept) is None:
             yield
             return
@@ -39,14 +39,14 @@ class Parts:
             kept.append(Span(part, began, self.clock()))
 
     def took(self, part: str, seconds: float) -> None:
-        """A part has ended just now, and took so long. Any thread."""
+        """Records a span of `seconds` seconds that ends now. Any thread."""
         if (kept := self.kept) is not None:
             now = self.clock()
             kept.append(Span(part, now - seconds, now))
 
 
 def told(spans: Sequence[Span], began: float, ended: float) -> dict[str, dict[str, float]]:
-    """Of each part: how many spans touch this time, and the milliseconds of them that lie in it."""
+    """For each part: the number of spans that overlap [began, ended], and their milliseconds within it."""
     found: dict[str, dict[str, float]] = {}
     for span in sorted(spans):
         inside = min(span.ended, ended) - max(span.began, began)

@@ -1,13 +1,13 @@
-"""Pages below the prefix cache: in the host's memory, and behind it on disk, each under its hash.
+"""KV offload tiers below the prefix cache: pages in host memory and, below that, on disk, each under its hash.
 
-Whoever drives it (the loop's thread) saves pages that the cache forgets, asks what there is, and begins readings. One
-thread of its own does the rest, one thing after another: it seals what was saved with a checksum, reads, verifies and
-puts pages in their place, writes to the disk what memory will give up next, and pins memory before it is needed. So a
-step never waits for the disk. On a GPU to save is to launch: whatever is launched on the stream of steps from then on
-waits for the device to have gathered the pages, and the host for nothing.
+The caller (the loop's thread) saves pages that the prefix cache evicts, looks up stored pages, and starts reads. The
+store's own thread does the rest, one task at a time: it computes the checksum of saved pages, reads, verifies and
+copies pages into the KV pool, writes the pages to disk that host memory will evict next, and pins memory before it is
+needed. So a step never waits for the disk. On a GPU, saving a page only launches a copy: work launched later on the
+stream of steps waits on the device until the pages are gathered, and the host does not wait.
 
-Where a page's checksum is not the one that it was sealed with, or its bytes are not all there, it is forgotten, which
-is logged once, and whoever wanted it computes.
+If a page's checksum differs from the one computed when it was saved, or its bytes are incomplete, the page is dropped,
+which is logged once, and the request that wanted it recomputes it.
 """
 
 import heapq
@@ -34,17 +34,17 @@ from redline.wire.job import PageHash, PageId
 
 Tier = Literal["host", "disk"]
 
-EXACT, DRAFTED = 1, 2  # flags of a page: as `PrefixCache.match` has them
-AHEAD = 4  # one in so many slots is free, or its page is on disk too, before it is needed
-LOOK_S = 0.0002  # between two looks at whether other ranks have what they were told of, or saved pages are here
-REST_S = 60.0  # for a disk that took no page
-DISK_S = 1e-9  # for a byte from the disk, as a first guess
+EXACT, DRAFTED = 1, 2  # flags of a page, as in `PrefixCache.match`
+AHEAD = 4  # one in AHEAD slots is kept free, or its page is written to disk ahead of need
+LOOK_S = 0.0002  # seconds between two polls of whether other ranks have received a page, or saved pages have arrived
+REST_S = 60.0  # seconds for which the disk is not used after a failed write
+DISK_S = 1e-9  # seconds per byte from the disk, as an initial estimate
 
 _log = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
-    """A page that is to be kept."""
+    """A page to save."""
 
     hash: PageHash
     page: PageId
@@ -53,7 +53,7 @@ class Saved(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A page that is kept."""
+    """A stored page."""
 
     tier: Tier
     exact: bool
@@ -61,9 +61,10 @@ class Found(NamedTuple):
 
 
 class Reading:
-    """Pages on their way back. Once `ended`, nothing writes to them any more, and the first `len(kept)` are in place.
+    """A read of stored pages. Once `ended` is set, nothing writes to the target pages any more, and the first
+    `len(kept)` are valid.
 
-    kept: what is known of each.
+    kept: the tier and flags of each valid page.
     """
 
     def __init__(self, hashes: Sequence[PageHash], found: Sequence[Found]) -> None:
@@ -71,53 +72,54 @@ class Reading:
         self.pages: tuple[PageId, ...] = ()
         self.kept: list[Found] = []
         self.ended = threading.Event()
-        self.until = 0.0  # of the store's clock
+        self.until = 0.0  # deadline, by the store's clock
         self.cancelled = False
 
 
 class _Fetched(NamedTuple):
-    """A page's bytes on the host, and what they should be."""
+    """A page's bytes on the host, and the expected checksum."""
 
     tier: Tier
     hash: PageHash
     flags: int
-    checksum: Callable[[], int]  # to be called once they are copied
+    checksum: Callable[[], int]  # to be called after the copy
     bytes_B: Tensor
 
 
 class _Put(NamedTuple):
-    """Pages that are on their way to their places."""
+    """Pages that are being copied into the KV pool."""
 
     pages: tuple[_Fetched, ...]
     copied: Copied
 
 
 class _Order(IntEnum):
-    """What the thread does first."""
+    """Priorities of the thread's tasks, highest first."""
 
-    READ = 0  # for which somebody waits; also before what its room was made of is sealed
+    READ = 0  # a request waits for it; also runs before the pages that made room for it get their checksums
     SEAL = 1
     WRITE = 2
 
 
 class Others(Protocol):
-    """The other ranks of a model, whose pages are to hold what this one's do."""
+    """The other tensor parallel ranks of a model; their KV pools must have the same contents as this rank's."""
 
     def memory(self, size: int) -> Tensor:
-        """Memory of the host that all ranks read: uint8 [size], pinned where pages are a GPU's. Raises ConfigError
-        where there is not so much."""
+        """Host memory that all ranks can read: uint8 [size], pinned if pages are on a GPU. Raises ConfigError if
+        there is too little."""
         ...
 
     def put(self, page: PageId, bytes_B: Tensor) -> Callable[[], bool]:
-        """Has them put a whole page, which lies in such memory, into theirs of that number, before any step that is
-        launched from now on. -> whether they need the bytes no more, which raises RankLost where one is lost."""
+        """Has the other ranks copy a whole page from such memory into their page of the same number, before any step
+        launched from now on. -> a function: whether they no longer need the bytes; it raises RankLost if a rank is
+        down."""
         ...
 
 
 class Store:
-    """Pages of one engine.
+    """The KV offload tiers of one engine.
 
-    page_s: seconds for a page of each tier, as a first guess. parts: what its time goes to.
+    page_s: initial estimate of the seconds per page of each tier. parts: time spent by part of the work.
     """
 
     def __init__(
@@ -130,9 +132,9 @@ class Store:
         clock: Callable[[], float] = clock.perf_counter,
         others: Others | None = None,
     ) -> None:
-        """host_bytes: of the host's memory, for pages. share: of the thread's time, that readings take while steps run.
-        The disk is the store's from now on: its thread reads the index first. others: where several ranks share the
-        model; pages are saved from this one's alone, since they are the same on all."""
+        """host_bytes: host memory for pages. share: share of the thread's time that reads may take while steps run.
+        disk: owned by the store from now on; its thread reads the index first. others: the other ranks, if tensor
+        parallel ranks share the model; pages are saved from this rank only, since they are the same on all ranks."""
         self._busy = False
         self.parts = Parts()
         self.share = share
@@ -146,15 +148,15 @@ class Store:
         self._host = HostPages(pages.size, host_bytes, pinned=gpu, memory=memory)
         self._copies = Copies(pages)
         self._together = pages.together if others is None else TOGETHER
-        # Times so many pages, that are put and not looked at yet.
+        # Batches of pages that are being copied and not verified yet.
         self._under_way = 2 if pages.together > 1 and others is None else 1
-        self._lock = threading.Condition()  # of all that follows
+        self._lock = threading.Condition()  # protects all following attributes
         self._on_disk: Mapping[PageHash, Place] = {} if disk is None else disk.places
-        self._held: dict[Reading, list[Entry]] = {}  # by readings that have not ended
+        self._held: dict[Reading, list[Entry]] = {}  # by reads that have not ended
         self._work: list[tuple[int, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
         self._working = False
-        self._rests_until = 0.0  # the disk takes nothing before
+        self._rests_until = 0.0  # no writes to the disk before this time
         self._warned: set[str] = set()
         self._ended = False
         places = self._under_way * self._together
@@ -174,7 +176,8 @@ class Store:
 
     @property
     def busy(self) -> bool:
-        """Whether steps run, which readings make room for, and beside which memory is pinned only where it must be."""
+        """Whether steps run. If so, reads take only their share of the time, and memory is pinned only if it must
+        be."""
         return self._busy
 
     @busy.setter
@@ -187,18 +190,18 @@ class Store:
 
     @property
     def host_pages(self) -> int:
-        """Pages in the host's memory."""
+        """Pages in host memory."""
         return len(self._host)
 
     @property
     def host_most(self) -> int:
-        """Pages that the host's memory has room for."""
+        """Pages that fit into host memory."""
         return self._host.slots.total
 
     def save(self, pages: Sequence[Saved]) -> int:
-        """Keeps pages that nobody writes to; once this returns they may be overwritten, on a GPU by what is launched on
-        the stream of steps. Those that are kept already, and no better now, are only marked as used. Where there is no
-        room for one, it is lost, and counted. -> how many were copied."""
+        """Saves pages that are not being written. Once this returns they may be overwritten; on a GPU, by work
+        launched on the stream of steps. Pages that are stored already with the same or better flags are only marked
+        as used. A page without room is lost, and counted. -> how many were copied."""
         new: list[tuple[Saved, int]] = []
         with self.parts.of("save: room"), self._lock:
             for one in pages:
@@ -223,11 +226,11 @@ class Store:
             return 0
         with self.parts.of("save: launch"):
             leaving = list[Leaving]()
-            for one, slot in reversed(new):  # what was freed last is filled first
+            for one, slot in reversed(new):  # the slot freed last is filled first
                 seed = seed_of(one.hash, _flags(one.exact, one.drafted))
                 leaving.append(Leaving(one.page, self._host.slots.bytes_of(slot), seed))
             copied = self._copies.save(leaving)
-        if self._others is not None:  # a rank that runs ahead would not wait for what this one's stream does
+        if self._others is not None:  # other ranks' streams do not wait for this rank's copies
             with self.parts.of("save: wait"):
                 wait(copied.ended)
         sealing: list[tuple[PageHash, Entry]] = []
@@ -238,12 +241,12 @@ class Store:
                 entry.sum = None if copied.sums is None else (copied.sums, len(new) - at)
                 sealing.append((one.hash, entry))
                 self.counts["host", "stored"] += 1
-        sealing.reverse()  # as they were copied
+        sealing.reverse()  # in the order of their copies
         self._put(_Order.SEAL, lambda: self._seal(sealing, copied))
         return len(new)
 
     def find(self, hashes: Sequence[PageHash], *, exact: bool = False, drafted: bool = False) -> list[Found]:
-        """The longest run of these, from the first on, that is kept. exact, drafted: only such pages count."""
+        """The longest prefix of `hashes` that is stored. exact, drafted: only pages with that flag count."""
         wanted, found = _flags(exact, drafted), list[Found]()
         with self._lock:
             for hash in hashes:
@@ -254,7 +257,7 @@ class Store:
         return found
 
     def hold(self, hashes: Sequence[PageHash]) -> Reading | None:
-        """Keeps these where they are until they are read or let go; None where one is kept no more."""
+        """Keeps these pages in their tier until they are read or released; None if one is not stored any more."""
         with self._lock:
             looked = [self._look(hash) for hash in hashes]
             found = [Found(one[0], bool(one[1] & EXACT), bool(one[1] & DRAFTED)) for one in looked if one is not None]
@@ -267,23 +270,23 @@ class Store:
         return reading
 
     def let_go(self, reading: Reading) -> None:
-        """A reading that has not been begun is not wanted."""
+        """Releases the pages of a read that was not started."""
         self._end_of(reading)
 
     def read(self, reading: Reading, pages: Sequence[PageId], seconds: float) -> None:
-        """Begins to put the pages that it holds into these, which nobody else writes or reads until it has ended.
-        seconds: that it may take; it ends then with what is there."""
+        """Starts to copy the held pages into `pages`, which must not be written or read until the read has ended.
+        seconds: time limit; at the limit the read ends with the pages copied so far."""
         reading.pages, reading.until = tuple(pages), self._clock() + seconds
         self._put(_Order.READ, lambda: self._read(reading))
 
     def flush(self, seconds: float) -> None:
-        """Writes to the disk what is in memory alone, most lately used first, for so long at most. It is to be closed
-        then."""
+        """Writes to disk the pages that are only in memory, most recently used first, for at most `seconds` seconds.
+        The store must be closed afterwards."""
         if self.disk is None:
             return
         until = self._clock() + seconds
         with self._lock:
-            self._host.slots.ahead = None  # nobody needs more memory
+            self._host.slots.ahead = None  # stop making memory in advance
         self.settle(seconds)
         with self._lock:
             hashes = list(reversed(self._host.dirty))
@@ -292,12 +295,12 @@ class Store:
         self.settle(max(0.0, until - self._clock()))
 
     def settle(self, seconds: float) -> bool:
-        """Waits until the thread has nothing to do, for so long at most; whether it is so."""
+        """Waits until the thread is idle, at most `seconds` seconds. Returns whether it is."""
         with self._lock:
             return self._lock.wait_for(lambda: not self._working and not self._wanted(), seconds)
 
     def close(self) -> None:
-        """Ends the thread once it is done with what it does now, and lets go of the files. Readings end as they are."""
+        """Ends the thread after its current task, and releases the files. Reads end with the pages copied so far."""
         with self._lock:
             self._ended = True
             self._lock.notify_all()
@@ -312,7 +315,7 @@ class Store:
             self.disk.close()
 
     def check(self) -> None:
-        """Raises AssertionError unless every slot is one page's or free. The thread must have nothing to do."""
+        """Raises AssertionError unless every slot is free or holds exactly one page. The thread must be idle."""
         with self._lock:
             self._host.check()
             for entry in self._host:
@@ -320,9 +323,9 @@ class Store:
                 assert entry.readings == holding, f"{entry.readings} readings counted, {holding} hold a page"
             if self.disk is not None and not self._work and not self._working:
                 self.disk.check()
-                assert self._host.clean.keys() <= self._on_disk.keys(), "a page is given up that is nowhere else"
+                assert self._host.clean.keys() <= self._on_disk.keys(), "a page marked as on disk is not on disk"
 
-    # -------------------------------------------------------------------------------------- with the lock, by either
+    # ------------------------------------------------------------------------------ either thread, holding the lock
 
     def _look(self, hash: PageHash) -> tuple[Tier, int] | None:
         entry = self._host.find(hash)
@@ -332,18 +335,19 @@ class Store:
         return None if place is None else ("disk", place.flags)
 
     def _room(self) -> int | None:
-        """A slot to fill; None where all pages stay."""
+        """A slot to fill, evicting a page if necessary; None if no page can be evicted."""
         slot, given_up = self._host.take()
         if given_up is not None:
             self.counts["host", "lost" if given_up == "dirty" and self.disk is not None else "given up"] += 1
         return slot
 
     def _wanted(self) -> bool:
-        """Whether the thread has something to do."""
+        """Whether the thread has a task."""
         return bool(self._work) or self._host.slots.short(busy=self._busy)
 
     def _land(self) -> bool:
-        """Waits for the pages that are still coming, so that they can be given up; whether there were any."""
+        """Waits for the pages that are still being copied, so that they can be evicted. Returns whether there were
+        any."""
         coming = [entry for entry in self._host if entry.coming is not None]
         for entry in coming:
             wait(entry.coming)
@@ -370,7 +374,7 @@ class Store:
 
     def _serve(self) -> None:
         if self._pages.device.type == "cuda":
-            torch.cuda.set_device(self._pages.device)  # which each thread has to be told
+            torch.cuda.set_device(self._pages.device)  # the current device is set per thread
         while True:
             with self._lock:
                 self._working = False
@@ -382,11 +386,11 @@ class Store:
                 self._working = True
             try:
                 work()
-            except Exception as error:  # a tier may be lost, its caller not
-                self._warn(f"memory below the prefix cache: {type(error).__name__}: {error}")
+            except Exception as error:  # an error of a tier must not end the caller
+                self._warn(f"KV offload: {type(error).__name__}: {error}")
 
     def _make_room(self) -> None:
-        """Makes a slab of memory before it is needed: pinning is waited for by nobody, but who needs it meanwhile."""
+        """Allocates a slab of memory before it is needed, so that saving pages does not have to wait for pinning."""
         with self.parts.of("thread: pin"):
             slab = self._host.slots.slab()
         with self._lock:
@@ -402,7 +406,7 @@ class Store:
             self._rest(error)
 
     def _seal(self, new: Sequence[tuple[PageHash, Entry]], copied: Copied) -> None:
-        """Seals pages once they are copied. A reading goes before them."""
+        """Computes the checksums of saved pages after their copies have ended. Reads go first."""
         with self.parts.of("thread: wait for saved"):
             while copied.ended is not None and not copied.ended.query():
                 with self._lock:
@@ -415,14 +419,14 @@ class Store:
                     self._lock.wait(LOOK_S)
         with self.parts.of("thread: seal"):
             for hash, entry in new:
-                self._checksum(hash, entry)  # memory may have given it up: then the number is nobody's
+                self._checksum(hash, entry)  # if the page has been evicted since, the number is not used
         with self._lock:
             for _, entry in new:
                 entry.coming = None
         self._write_ahead()
 
     def _checksum(self, hash: PageHash, entry: Entry) -> int:
-        """The checksum of a page in memory, whose copy has ended; it is sealed with it from then on."""
+        """The checksum of a page in memory after its copy has ended; stored with the page."""
         if entry.checksum is None:
             if entry.sum is None:
                 found = seal(self._host.slots.bytes_of(entry.slot), seed_of(hash, entry.flags))
@@ -433,7 +437,7 @@ class Store:
         return entry.checksum
 
     def _write_ahead(self) -> None:
-        """Has pages written that memory will give up next."""
+        """Queues writes of the pages that memory will evict next."""
         if self.disk is None or self._clock() < self._rests_until:
             return
         with self._lock:
@@ -460,23 +464,24 @@ class Store:
                 self.counts["disk", "stored"] += 1
                 with self._lock:
                     self._host.written(hash)
-        except (OSError, ConfigError) as error:  # ConfigError: the folder was removed, and is another process's now
+        # ConfigError: the folder was removed, and now belongs to another process
+        except (OSError, ConfigError) as error:
             self._rest(error)
         finally:
             entry.writing = False
 
     def _removed(self, hashes: Sequence[PageHash]) -> None:
-        """The disk has made room: what it has no more is in memory alone, if at all."""
+        """Called when the disk has evicted pages: those that are in memory are in memory only."""
         self.counts["disk", "given up"] += len(hashes)
         with self._lock:
             for hash in hashes:
                 self._host.unwritten(hash)
 
     def _rest(self, error: OSError | ConfigError) -> None:
-        """The disk takes no pages for a while."""
+        """Stops writing to the disk for REST_S seconds."""
         self._rests_until = self._clock() + REST_S
         why = error.strerror or error if isinstance(error, OSError) else error
-        self._warn(f"the disk takes no more pages: {why}; it is tried again every {REST_S:g} s")
+        self._warn(f"KV offload: cannot write pages to disk: {why}; retrying every {REST_S:g} s")
 
     def _warn(self, line: str) -> None:
         if line not in self._warned:
@@ -484,7 +489,7 @@ class Store:
             _log.warning("%s", line)
 
     def _read(self, reading: Reading) -> None:
-        """Puts pages in their place until one cannot be had, or the reading is wanted no more."""
+        """Copies pages into the KV pool until one cannot be read, or the read is cancelled."""
         kept, put, at, whole = list[Found](), deque[_Put](), 0, True
         try:
             while put or (whole and at < len(reading.hashes)):
@@ -516,8 +521,8 @@ class Store:
             self.disk.use(files, clock.now_ns())
 
     def _fetch_some(self, reading: Reading, at: int) -> list[_Fetched]:
-        """The next pages of a reading, from that one on, as many as go together; fewer where one cannot be had, or it
-        is wanted no more."""
+        """The next batch of pages of a read, from index `at` on; shorter if a page cannot be read, or the read is
+        cancelled or past its deadline."""
         fetched = list[_Fetched]()
         with self.parts.of("read: fetch"):
             for number, hash in enumerate(reading.hashes[at : at + self._together], at):
@@ -530,17 +535,17 @@ class Store:
         return fetched
 
     def _bring(self, pages: Sequence[PageId], fetched: Sequence[_Fetched]) -> _Put:
-        """Puts pages into their places."""
+        """Launches the copies of pages into the KV pool."""
         seeds = [seed_of(one.hash, one.flags) for one in fetched]
         return _Put(tuple(fetched), self._copies.bring(pages, [one.bytes_B for one in fetched], seeds))
 
     def _fetch(self, reading: Reading, hash: PageHash, scratch: Tensor) -> _Fetched | None:
-        """A page's bytes, in memory that stays until they are copied; None where they cannot be had. Where memory has
-        no room for what comes from the disk it goes through `scratch`."""
+        """A page's bytes, in memory that stays valid until they are copied; None if they cannot be read. A page from
+        the disk goes through `scratch` if host memory has no room for it."""
         with self._lock:
             entry, place = self._host.find(hash), self._on_disk.get(hash)
             if entry is not None and entry not in self._held.get(reading, ()):
-                self._holds(reading, entry)  # it was on disk alone when the reading began, and was saved anew since
+                self._holds(reading, entry)  # it was only on disk when the read began, and has been saved again since
         if entry is not None:
             if (coming := entry.coming) is not None:
                 self._copies.after(coming)
@@ -555,7 +560,7 @@ class Store:
         twice = False
         if slot is not None:
             with self._lock:
-                twice = self._host.find(hash) is not None  # it was saved anew meanwhile
+                twice = self._host.find(hash) is not None  # it has been saved again since
                 if why is None and not twice:
                     entry = self._host.put(hash, slot, place.flags, place.checksum, clean=True)
                     self._holds(reading, entry)
@@ -568,19 +573,20 @@ class Store:
         return _Fetched("disk", hash, place.flags, lambda: place.checksum, into)
 
     def _good(self, put: _Put) -> list[Found]:
-        """What is known of the first of these pages, up to one whose bytes are wrong: that one is forgotten."""
+        """Tier and flags of the copied pages, up to the first one with wrong bytes, which is dropped."""
         wait(put.copied.ended)
-        assert put.copied.sums is not None, "what is brought is added up"
+        assert put.copied.sums is not None, "copies into the pool have checksums"
         good: list[Found] = []
         for one, got in zip(put.pages, put.copied.sums.tolist(), strict=True):
             if one.checksum() != got % 2**64:
-                self._spoilt(one.tier, one.hash, "has another checksum than it was sealed with")
+                self._spoilt(one.tier, one.hash, "has a wrong checksum")
                 break
             good.append(Found(one.tier, bool(one.flags & EXACT), bool(one.flags & DRAFTED)))
         return good
 
     def _there(self, reading: Reading, first: int, put: _Put) -> list[Found]:
-        """As `_good`, of the reading's pages from `first` on; and the other ranks have them too. Raises RankLost."""
+        """As `_good`, for the read's pages from `first` on; also waits until the other ranks have them. Raises
+        RankLost."""
         with self.parts.of("read: wait"):
             good = self._good(put)
         if self._others is not None:
@@ -591,10 +597,13 @@ class Store:
         return good
 
     def _spoilt(self, tier: Tier, hash: PageHash, why: str) -> None:
-        """A page is no use. That of its name in another tier may be right, but the same name is not tried twice."""
+        """Drops a corrupt page from all tiers: its copy in another tier may be right, but the same hash is not tried
+        twice."""
         self.counts[tier, "spoilt"] += 1
         if not any(line.startswith(f"a page of the {tier}") for line in self._warned):
-            self._warn(f"a page of the {tier} {why} ({hash.hex()}): it is forgotten, and computed; others are counted")
+            self._warn(
+                f"a page of the {tier} {why} ({hash.hex()}): dropped and recomputed; further cases are only counted"
+            )
 
         with self._lock:
             if (entry := self._host.find(hash)) is not None and entry.coming is None:
@@ -604,9 +613,9 @@ class Store:
 
 
 def _from_disk(disk: DiskPages, place: Place, into: Tensor) -> str | None:
-    """Reads a page; what is wrong, where anything is."""
+    """Reads a page; returns what is wrong, or None."""
     try:
-        return None if disk.read(place, into.numpy().data) else "is not all there"
+        return None if disk.read(place, into.numpy().data) else "is incomplete"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
 

@@ -341,8 +341,8 @@ def test_a_server_without_models_is_an_error_that_names_it(body: bytes):
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
-        ({"base_url": "127.0.0.1:8000"}, "not a server address"),
-        ({"base_url": "http://127.0.0.1:99999"}, "not a server address"),
+        ({"base_url": "127.0.0.1:8000"}, "127.0.0.1:8000.*server address"),
+        ({"base_url": "http://127.0.0.1:99999"}, "99999.*server address"),
         ({"base_url": "http://127.0.0.1:1/a path"}, "--base-url"),
         ({"backend": "tgi"}, "--backend"),
         ({"headers": {"X-A": "b\r\nX-B: c"}}, "header"),

@@ -129,7 +129,7 @@ def test_a_grammar_that_cannot_be_compiled_allows_nothing(matchers: Matchers):
     matcher = matchers.begin(Grammar(text="start: nobody"), ())
     assert allowed(matcher.masks(())[0]) == set()
     assert matcher.allowed([65]) == 0
-    assert str(matcher.error).startswith("its grammar cannot be followed: at 1(8): unknown name")
+    assert str(matcher.error).startswith("the grammar cannot be followed: at 1(8): unknown name")
 
 
 AMBIGUOUS = Grammar(text="start: a+\na: A | a a | a A a\nA: /[a-z ]/")
@@ -142,7 +142,7 @@ def test_a_mask_that_meets_a_bound_says_so_and_allows_nothing(matchers: Matchers
         if not allowed(matcher.masks(())[0]):
             break
         matcher.advance(letters("b"))
-    assert str(matcher.error).startswith("its grammar cannot be followed: parser error: Too many items")
+    assert str(matcher.error).startswith("the grammar cannot be followed: parser error: Too many items")
 
 
 def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers: Matchers):
@@ -165,8 +165,8 @@ def test_a_grammar_that_takes_too_long_gets_an_error_and_the_same_masks(matchers
             errors.append(matcher.error)
             del seconds[0]
     assert errors == [
-        "its grammar takes too long: one token took 260 ms to follow; at most 250 ms are allowed",
-        "its grammar takes too long: its tokens take more than 6 ms each to follow",
+        "the grammar takes too long: one token took 260 ms to process; at most 250 ms are allowed",
+        "the grammar takes too long: its tokens take more than 6 ms each to process",
     ]
 
 

@@ -258,7 +258,7 @@ def test_a_grammar_that_is_lost_ends_its_own_job_alone(captured: bool):
     given = answers(opened(captured=captured), [broken, *PLAIN])
     assert given["broken"].finish == "error"
     assert (
-        given["broken"].error == 'its grammar cannot be followed: at 1(8): unknown name: "nobody" 1 | start: nobody ^'
+        given["broken"].error == 'the grammar cannot be followed: at 1(8): unknown name: "nobody" 1 | start: nobody ^'
     )
     assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
 
@@ -320,5 +320,5 @@ def test_an_engine_without_a_vocabulary_says_so():
     engine = opened()
     engine.runner.slots._matchers = None
     given = answers(engine, [JOBS[0], PLAIN[0]])
-    assert "what its tokens spell" in str(given[JOBS[0].id].error)
+    assert "no tokenizer vocabulary" in str(given[JOBS[0].id].error)
     assert given[PLAIN[0].id] == led()[PLAIN[0].id]

@@ -163,7 +163,7 @@ def test_a_prompt_that_gives_no_finite_logit_ends_its_own_job_only(captured: Ope
 
     monkeypatch.setattr(read, "launch", broken)
     answers, _ = answers_of(engine, *waves, every=6)
-    assert answers["1"].error == "the model gave a logit that is not finite at position 30"
+    assert answers["1"].error == "the model returned a non-finite logit at position 30"
     assert answers["1"].tokens == ()
     assert answers["0"] == expected["0"]
     assert answers["2"] == expected["2"]
@@ -179,7 +179,7 @@ def test_a_prompt_that_cannot_begin_ends_its_own_job_only(captured: Open):
         ],
     ]
     answers, _ = answers_of(engine, *waves, every=6)
-    assert answers["wrong"].error == "token ids go from 0 to 511; the prompt has 512"
+    assert answers["wrong"].error == "token ids must be between 0 and 511; the prompt contains 512"
     for asked in (waves[0][0], waves[1][1]):
         assert answers[asked.id] == alone(asked)
 

@@ -159,12 +159,12 @@ def test_a_result_says_who_made_the_drafts(recorded: bool):
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a bias of no token": ({"logit_bias": ((VOCABULARY, 1.0),)}, "a token beyond the vocabulary"),
-    "a ban of no token": ({"min_tokens": 5, "stop_ids": (-1,)}, "a token beyond the vocabulary"),
-    "two biases of one token": ({"logit_bias": ((3, 1.0), (3, 1.0))}, "more biases than a slot holds, or two"),
-    "many biases": ({"logit_bias": tuple((n, 1.0) for n in range(301))}, "more biases than a slot holds"),
-    "many bans": ({"min_tokens": 5, "stop_ids": tuple(range(97))}, "more stop ids than a slot holds"),
-    "many log probabilities": ({"logprobs": 21}, "more log probabilities than are kept"),
+    "a bias of no token": ({"logit_bias": ((VOCABULARY, 1.0),)}, "a token id outside the vocabulary"),
+    "a ban of no token": ({"min_tokens": 5, "stop_ids": (-1,)}, "a token id outside the vocabulary"),
+    "two biases of one token": ({"logit_bias": ((3, 1.0), (3, 1.0))}, "too many logit biases, or two"),
+    "many biases": ({"logit_bias": tuple((n, 1.0) for n in range(301))}, "too many logit biases"),
+    "many bans": ({"min_tokens": 5, "stop_ids": tuple(range(97))}, "too many stop ids"),
+    "many log probabilities": ({"logprobs": 21}, "too many log probabilities"),
 }
 
 
