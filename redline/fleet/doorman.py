@@ -20,7 +20,7 @@ AGAIN_S = 0.02  # pause before a connection that no replica accepted is offered 
 HEARD_S = 1.0  # seconds without a heartbeat after which a replica gets no new connections, if another is alive
 
 
-class Taker:
+class ReplicaSlot:
     """One start of a replica, as the connection balancer sees it."""
 
     def __init__(self, name: str, door: socket.socket) -> None:
@@ -47,13 +47,13 @@ class Taker:
         return True
 
 
-class Doorman:
+class ConnectionBalancer:
     """Listens for all replicas of a server. `look` has to be called when a replica begins to serve."""
 
     def __init__(
         self,
         listener: socket.socket,
-        takers: Callable[[], Iterable[Taker]],
+        takers: Callable[[], Iterable[ReplicaSlot]],
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """listener: non-blocking, and owned by the caller. takers: returns the replicas that run now."""
@@ -80,7 +80,7 @@ class Doorman:
         if self._held is not None:
             self._held.close()
 
-    def order(self) -> list[Taker]:
+    def order(self) -> list[ReplicaSlot]:
         """The serving replicas, in the order in which the next connection is offered to them."""
         serving = [taker for taker in self._takers() if taker.use is not None]
         heard = [taker for taker in serving if self._clock() - taker.heard_at <= HEARD_S]

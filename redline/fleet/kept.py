@@ -33,7 +33,7 @@ class End(NamedTuple):
         return self.ready and self.seconds >= WELL_S
 
 
-class Kept(ABC):
+class SupervisedProcess(ABC):
     """A supervised process through all its starts. `given_up` is the reason why it is not restarted any more."""
 
     def __init__(self, name: str, *, again: bool, proven: asyncio.Event) -> None:

@@ -1,5 +1,5 @@
-"""Autoscaler: starts and stops workers with the traffic. `tune.count` computes how many are to run; `Spares` chooses
-which.
+"""Autoscaler: starts and stops workers with the traffic. `tune.count` computes how many are to run; `Autoscaler`
+chooses which.
 
 After a failed start a worker is skipped for a while, with exponential backoff: another process may occupy its GPUs. One
 worker is started or stopped at a time, and none is stopped while another still drains. The worker to stop is the one
@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from redline.fleet.supervisor import Seat
-from redline.route.links import Link, Links
+from redline.fleet.supervisor import WorkerStatus
+from redline.route.links import WorkerHandle, WorkerRegistry
 from redline.route.roles import can_answer
 from redline.tune.count import Count, Limits, Look, choose_count, forgotten
 from redline.wire.news import Role
@@ -21,12 +21,12 @@ MOST = 1 << 16  # limit on workers if Redline starts none itself: an external au
 AGAIN_S, LONGEST_S = 60.0, 3600.0  # pause before a failed start is retried, doubled with each failure; its maximum
 
 
-class Crew(Protocol):
+class WorkerPool(Protocol):
     """The worker pool (`Supervisor`): switches roles, starts and stops workers. The methods return the reason for a
     refusal, or None, and raise KeyError if there is no worker of that name."""
 
     @property
-    def seats(self) -> Sequence[Seat]:
+    def seats(self) -> Sequence[WorkerStatus]:
         """All workers of the deployment."""
         ...
 
@@ -43,10 +43,10 @@ class Crew(Protocol):
         ...
 
 
-class Spares:
+class Autoscaler:
     """Recent estimates of how many workers are needed, and the workers that are started or stopped accordingly."""
 
-    def __init__(self, crew: Crew, links: Links, spare_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, crew: WorkerPool, links: WorkerRegistry, spare_s: float, clock: Callable[[], float]) -> None:
         """spare_s: as in `tune.count.Limits`."""
         self._crew = crew
         self._links = links
@@ -63,7 +63,7 @@ class Spares:
         return any(seat.spare for seat in self._crew.seats)
 
     @property
-    def running(self) -> Sequence[Seat]:
+    def running(self) -> Sequence[WorkerStatus]:
         """Workers that run, or are being started."""
         return [seat for seat in self._crew.seats if seat.state in ("starting", "ready")]
 
@@ -113,7 +113,7 @@ class Spares:
             return None, "no worker that runs on demand can be stopped yet"
         places = {name: place for place, name in enumerate(ready)}
 
-        def cost(link: Link) -> tuple[bool, int, int]:
+        def cost(link: WorkerHandle) -> tuple[bool, int, int]:
             return (link.role == "prefill") != fewer_prompts, link.jobs if link.at is None else 0, -places[link.name]
 
         name = min(may, key=cost).name
@@ -131,7 +131,7 @@ class Spares:
             "failed": {seat.name: seat.failed for seat in seats if seat.failed is not None},
         }
 
-    def _may_go(self, link: Link) -> bool:
+    def _may_go(self, link: WorkerHandle) -> bool:
         """Whether another live worker can answer, and this one is not switching roles or draining."""
         others = [other for other in self._links if other is not link and can_answer(self._links, other)]
         return bool(others) and link.turning is None and not link.draining
@@ -148,5 +148,5 @@ class Spares:
             fails = self._fails[seat.name] = self._fails.get(seat.name, 0) + 1
             self._until[seat.name] = self._clock() + min(AGAIN_S * 2 ** (fails - 1), LONGEST_S)
 
-    def _left_out(self, seat: Seat) -> bool:
+    def _left_out(self, seat: WorkerStatus) -> bool:
         return self._until.get(seat.name, 0.0) > self._clock() and seat.state == "idle"

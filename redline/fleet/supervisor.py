@@ -2,7 +2,7 @@
 
 Each start of a worker has an epoch and its own sockets. Late messages of an earlier start are not read, so they cannot
 be mistaken for messages of its successor. The reason why a start ended is logged, and kept until the next one has ended
-too (`Link.before`).
+too (`WorkerHandle.before`).
 """
 
 import asyncio
@@ -19,10 +19,10 @@ import msgspec
 from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
-from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
+from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
-from redline.route.links import Link, Links
+from redline.route.links import WorkerHandle, WorkerRegistry
 from redline.route.roles import refusal
 from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
@@ -44,7 +44,7 @@ State = Literal["idle", "starting", "ready", "ending", "given up"]
 """Of a worker. idle: it is scaled down and does not run; ending: it is scaled down and still drains."""
 
 
-class Seat(NamedTuple):
+class WorkerStatus(NamedTuple):
     """The status of one worker of a deployment, as the autoscaler sees it.
 
     spare: it runs only on demand. role: the role that it has, or will start with. failed: why its last start failed, if
@@ -61,7 +61,7 @@ class Seat(NamedTuple):
 class Follower(Protocol):
     """Receives starts, messages and ends of workers: the gateway if this process has the API, else `fleet.Fleet`."""
 
-    links: Links
+    links: WorkerRegistry
 
     @property
     def ready(self) -> Ready | None:
@@ -70,20 +70,20 @@ class Follower(Protocol):
 
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
-    ) -> Link:
+    ) -> WorkerHandle:
         """A worker has been started. outbox: sends to it. inbox: the address that it reads. at: its machine; None: this
         machine."""
         ...
 
-    def take(self, link: Link, messages: Sequence[Wire]) -> None:
+    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
         """Process messages of a worker."""
         ...
 
-    def drain(self, link: Link) -> None:
+    def drain(self, link: WorkerHandle) -> None:
         """A worker is to be replaced."""
         ...
 
-    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
+    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
         """A worker has ended; idempotent. asked: it ended on request."""
         ...
 
@@ -92,7 +92,7 @@ class Follower(Protocol):
         ...
 
 
-class Supervised(Kept):
+class Supervised(SupervisedProcess):
     """One worker through all its starts."""
 
     def __init__(
@@ -109,7 +109,7 @@ class Supervised(Kept):
         machines: Machines | None = None,
     ) -> None:
         """sockets: the folder for its sockets. parcels: the folder for KV transfer buffers. again, proven: as in
-        `Kept`.
+        `SupervisedProcess`.
 
         drain_s: seconds that its answers get to finish when it is replaced. machines: the other machines, if any.
         """
@@ -143,7 +143,7 @@ class Supervised(Kept):
         self._replacing.set()
 
     @property
-    def seat(self) -> Seat:
+    def seat(self) -> WorkerStatus:
         """Its status."""
         link = next((link for link in self._gateway.links if link.name == self.name), None)
         state: State = "idle"
@@ -153,7 +153,7 @@ class Supervised(Kept):
             state = "ending" if self._runs else "idle"
         else:
             state = "ready" if self._runs and link is not None and link.ready is not None else "starting"
-        return Seat(self.name, state, self.place.spare, self.role, self._failed)
+        return WorkerStatus(self.name, state, self.place.spare, self.role, self._failed)
 
     def _rests(self, why: str) -> bool:
         if not self.place.spare:
@@ -285,7 +285,7 @@ class Supervised(Kept):
         )
         return LocalProcess(start_worker(told, place.devices), self._parcels)
 
-    async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
+    async def _drained(self, link: WorkerHandle, leaving: "asyncio.Task[bool]") -> None:
         """Wait until it is to be replaced, or its machine leaves; then drain it: its answers get at most drain_s
         seconds."""
         replacing = asyncio.create_task(self._replacing.wait())
@@ -299,7 +299,7 @@ class Supervised(Kept):
         while link.jobs and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
 
-    async def _follow(self, link: Link, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
+    async def _follow(self, link: WorkerHandle, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
         """Forward the worker's messages to the gateway until it is lost or reports its end."""
         while link.lost is None:
             messages = await inbox.get()
@@ -308,7 +308,7 @@ class Supervised(Kept):
                 link.inbox, messages = first.inbox, messages[1:]
             self._gateway.take(link, messages)
 
-    def _why(self, link: Link, process: Process, silent: bool, ready: bool) -> str:
+    def _why(self, link: WorkerHandle, process: Process, silent: bool, ready: bool) -> str:
         if link.lost in (REPLACED, SPARED):
             return link.lost
         if link.lost is not None:
@@ -324,7 +324,7 @@ class Supervised(Kept):
         self._gateway.lose(link, why)
         return why
 
-    async def _end(self, link: Link, process: Process, *, ready: bool) -> None:
+    async def _end(self, link: WorkerHandle, process: Process, *, ready: bool) -> None:
         """End the process. If it was sent Stop, it has STOP_S to check its pages and exit; if it reported its own end,
         it has STOP_S to exit. If it sends no heartbeats or is still loading, it is killed at once."""
         if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
@@ -460,7 +460,7 @@ class Supervisor:
                 return next(reasons, "all workers have ended")
 
     @property
-    def seats(self) -> Sequence[Seat]:
+    def seats(self) -> Sequence[WorkerStatus]:
         """The status of all workers."""
         return [worker.seat for worker in self.workers]
 

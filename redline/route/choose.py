@@ -83,7 +83,7 @@ class Predicted(NamedTuple):
 
     @property
     def cost_s(self) -> float:
-        """Of prefill and decode there, compared with other workers that do both."""
+        """Of prefill and decode there, compared with other mixed workers."""
         return self.computing_cost_s + self.answer_cost_s + self.held_up_cost_s
 
     @property

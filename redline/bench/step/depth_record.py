@@ -4,6 +4,7 @@ Cases that were also measured with another engine include its time (`PEER`).
 """
 
 from pathlib import Path
+from types import GenericAlias
 from typing import Any, TypeVar
 
 import msgspec
@@ -209,7 +210,8 @@ def routing_name(overlap: float | None) -> str:
 def read(path: Path, kind: type[R]) -> list[R]:
     """The measured cases of a file. Raises ConfigError if it cannot be read, or contains records of another kind."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[kind])
+        found: list[R] = msgspec.json.decode(path.read_bytes(), type=GenericAlias(list, kind))
+        return found
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, RecursionError) as error:
