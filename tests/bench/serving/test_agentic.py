@@ -18,7 +18,7 @@ from tests.clocks import FakeClock
 
 
 class Fake:
-    """Answers after `takes` seconds with text of its own, and keeps what it was asked."""
+    """Answers after `takes` seconds with texts of its own, and records the requests."""
 
     def __init__(self, takes: float = 0.002, fails: int = -1, **fields: Any) -> None:
         self.asked: list[Ask] = []
@@ -94,7 +94,7 @@ def test_a_turn_waits_for_its_tool_from_the_answer_before():
     times = [one.answer for one in found.turns]
     for before, after in pairwise(times):
         assert after.planned - before.end >= 0.0399
-        assert (after.sent or 0.0) >= after.planned - 0.002  # timers of a loop may wake a clock's tick early
+        assert (after.sent or 0.0) >= after.planned - 0.002  # an event loop's timers may fire one clock tick early
     (ended,) = found.sessions
     assert ended.waited == pytest.approx(0.08)
     assert ended.seconds >= 0.08
@@ -174,7 +174,8 @@ def test_tool_results_fit_the_calls_that_the_model_made():
 
 def test_interactivity_is_the_p90_of_seconds_per_token_inverted():
     answers = [answer(at, at=(0.5, 1.0 * at), usage=Usage(completion_tokens=10)) for at in range(1, 12)]
-    assert agentic.interactivity(answers) == pytest.approx(1 / 1.0)  # r: 0.1 to 1.1 in equal steps, P90 is 1.0
+    # seconds per token: 0.1 to 1.1 in equal steps, so P90 is 1.0
+    assert agentic.interactivity(answers) == pytest.approx(1 / 1.0)
     assert agentic.interactivity([]) is None
 
 
