@@ -1,4 +1,4 @@
-"""Which of two drafters is exported, and what is said of why."""
+"""The choice of the drafter to export, and the reasons printed for it."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ ROUNDS = 20
 
 
 def pooled(accepted: Sequence[int]) -> Pooled:
-    """Of prompts of 20 rounds each, with so many drafts accepted."""
+    """Figures of prompts of 20 rounds each; accepted: draft tokens accepted per prompt."""
     length = 1 + sum(accepted) / (ROUNDS * len(accepted))
     counts = {f"{number}": (ROUNDS, one) for number, one in enumerate(accepted)}
     total = ROUNDS * len(accepted)
@@ -52,7 +52,7 @@ def test_the_better_one_is_exported_and_the_lines_say_why():
 def test_what_is_not_told_apart_is_said():
     other = [one + 2 * (-1) ** number for number, one in enumerate(UNLIKE)]
     name, (why, control) = said(base=UNLIKE, mined=other, control=other)
-    assert name == "base", "of two that are alike the first, which took less"
+    assert name == "base", "if the two are equal, the first, which was cheaper"
     assert why.endswith("1 of 1 intervals of mined - base include 0: these prompts do not tell the two apart")
     assert control.endswith("1 of 1 intervals include 0: that mining helped is not shown")
 
