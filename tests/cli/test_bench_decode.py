@@ -50,7 +50,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         assert record["floor_ms"] > 0
         assert record["p10_ms"] <= record["ms"] <= record["p90_ms"]
         assert all(set(op) == {"name", "us", "floor_us", "launches"} for op in record["ops"])
-        # Two or more tokens choose at least as many experts as one: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128.
+        # Two or more tokens choose no fewer experts than one: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128.
         assert record["expert_bytes"] >= 3 * 4 * 69_120
 
 

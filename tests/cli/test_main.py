@@ -126,7 +126,7 @@ def test_a_python_that_is_not_supported_is_told_which_are(
     assert end.value.code == f"error: Redline needs Python 3.11, 3.12 or 3.13, and {sys.executable} is {here}"
 
 
-# ------------------------------------------------------------------------------------------------ where it is printed
+# ---------------------------------------------------------------------------------------------------- kinds of output
 
 
 def test_a_pipe_that_nobody_reads_is_no_error():

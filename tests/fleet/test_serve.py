@@ -573,7 +573,7 @@ from redline.wire.news import Beat, Failed, Ready
 from redline.worker.config import WorkerConfig
 config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
 with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as outbox:
-    outbox.put(Ready(max_model_len=500, pages=9, fingerprint="f", summary="a worker whose device fails"))
+    outbox.put(Ready(max_model_len=500, pages=9, fingerprint="f", summary="a worker with a failing device"))
     outbox.put(Beat())
     inbox.drain(wait=True)
     outbox.put(Failed(reason="the device gave an error: CudaError: [CUDA] gone"))

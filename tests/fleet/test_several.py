@@ -1,4 +1,4 @@
-"""Two mixed workers (prefill and decode) behind one server: placement of conversations, and the operator's view."""
+"""Two mixed workers (prefill and decode) of one server: placement of conversations, and the operator's view."""
 
 import json
 import os

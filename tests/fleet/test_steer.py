@@ -442,7 +442,7 @@ async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytes
         looks.append(1)
         if len(looks) == 3:
             raise KeyboardInterrupt
-        raise ValueError("what nobody thought of")
+        raise ValueError("an unexpected error")
 
     monkeypatch.setattr(fleet.steering, "look", fails)
     monkeypatch.setattr("asyncio.sleep", _at_once)

@@ -23,7 +23,7 @@ OPERATORS = {"and", "or", "unless", "bool", "offset"}
 
 
 class Asked(NamedTuple):
-    """A query of a panel or of an alert. told: labels used by its legend or its annotations."""
+    """A query of a panel or of an alert, with the labels that its legend or its annotations use."""
 
     where: str
     query: str

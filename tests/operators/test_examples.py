@@ -132,7 +132,7 @@ def of_image(name: str) -> list[str]:
 
 
 def test_the_image_runs_redline_as_a_user_of_its_own_and_signals_reach_it():
-    assert int(of_image("USER")[-1]) > 0, "a number: an orchestrator cannot tell whether a name is root's"
+    assert int(of_image("USER")[-1]) > 0, "a number: an orchestrator cannot check that a name is not root's"
     assert json.loads(of_image("ENTRYPOINT")[-1]) == ["redline"], "no shell, which would not pass SIGTERM on"
     verb, _, *flags = json.loads(of_image("CMD")[-1])
     assert verb == "serve"

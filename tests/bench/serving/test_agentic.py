@@ -50,7 +50,7 @@ def session(name: str, turns: int = 3, wait_s: float = 0.0) -> Session:
             Turn(
                 messages=({"role": "user", "content": f"{name} asks {at}"},),
                 output_tokens=10 + at,
-                answer={"role": "assistant", "content": f"{name} was told {at}"},
+                answer={"role": "assistant", "content": f"{name} gets {at}"},
                 wait_s=wait_s,
             )
             for at in range(turns)
@@ -74,7 +74,7 @@ def contents(ask: Ask) -> list[str]:
 def test_recorded_answers_make_the_same_prompts_on_every_server():
     fake = Fake()
     found = run(fake, [session("s")], extra={"ignore_eos": True})
-    assert contents(fake.asked[2]) == ["s asks 0", "s was told 0", "s asks 1", "s was told 1", "s asks 2"]
+    assert contents(fake.asked[2]) == ["s asks 0", "s gets 0", "s asks 1", "s gets 1", "s asks 2"]
     for before, after in zip(fake.asked, fake.asked[1:], strict=False):
         assert contents(after)[: len(contents(before))] == contents(before)
     assert [ask.max_tokens for ask in fake.asked] == [10, 11, 12]

@@ -1,7 +1,7 @@
 """The client against a server with known delays, and against one that reports wrong counts, stalls, drops and errs:
 every row is right.
 
-Times are compared with the server's log of what it really sent: no event is seen before it was sent, nor sent
+Times are compared with the server's log of actual send times: no event is seen before it was sent, nor sent
 before its time. How much later it is seen depends on the machine; `lab.two_clients` measures that.
 """
 
