@@ -1,5 +1,4 @@
-"""Vulnerabilities of other servers (docs/attacks.md): those that no other test covers, and that the page is
-correct."""
+"""Vulnerabilities of other servers (docs/attacks.md) that no other test covers; and the page is correct."""
 
 import ast
 import hashlib
@@ -96,7 +95,7 @@ def test_an_answer_is_parsed_in_time_that_grows_with_its_length_alone(
 ) -> None:
     """Four times the tokens execute four times the lines of Python, and copy four times the bytes; code that
     rescans the whole answer at each token would take sixteen times. A regular expression that may backtrack gets at
-    most a header."""
+    most one header."""
     matched: list[str] = []
 
     class Watched:

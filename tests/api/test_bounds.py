@@ -1,5 +1,4 @@
-"""What one request may cost others: each product of its fields is bounded, and expensive work leaves the event
-loop."""
+"""The cost of one request for others: each product of its fields is bounded, and expensive work is in threads."""
 
 import asyncio
 import threading

@@ -155,8 +155,7 @@ async def test_a_prompt_that_cannot_be_continued_is_named(prompt: Any, param: st
 
 
 def unsure(text: str) -> Any:
-    """A model that generates a text byte by byte, each time with its third choice: the two better ones are parts of
-    other characters."""
+    """Generates a text byte by byte, each time its third choice: the two better ones are parts of other characters."""
 
     def script(job: Job) -> Any:
         for place, byte in enumerate((*text.encode(), END)):

@@ -1,5 +1,4 @@
-"""Limits of connections: header and trailer sizes, timeouts, the number of connections, and clients that do not
-read."""
+"""Limits of connections: sizes of headers and trailers, timeouts, their number, and clients that do not read."""
 
 import asyncio
 import fcntl

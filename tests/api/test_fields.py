@@ -1,5 +1,4 @@
-"""Further fields that clients send: each field that was once ignored is now served or refused by its name, as the
-page of fields says."""
+"""Further fields of clients: each one that was once ignored is served or refused by its name, as on the page."""
 
 import re
 from pathlib import Path

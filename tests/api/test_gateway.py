@@ -696,8 +696,7 @@ def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
 
 
 async def test_what_a_worker_sends_after_it_was_lost_is_taken_for_nothing() -> None:
-    """A spare that drains sends its last messages after it was removed: they raised KeyError, which ended the
-    reader."""
+    """A draining spare sends its last messages after its removal: they raised KeyError, which ended the reader."""
     async with World(answer("a")) as world:
         world.gateway.lose(world.link, "it is not wanted for now")
         last = Load(**{field.name: 0 for field in msgspec.structs.fields(Load) if field.required})

@@ -1,5 +1,4 @@
-"""Grammars before their jobs are admitted: which are supported, which are refused with which message, and their
-cost."""
+"""Grammars before their jobs are admitted: supported ones, refused ones with their messages, and their cost."""
 
 import asyncio
 import json

@@ -1,5 +1,4 @@
-"""Compatibility with other clients and machines: routes that they request, pages elsewhere, and encodings of
-bodies."""
+"""Compatibility with other clients and machines: the routes that they use, pages elsewhere, encoded bodies."""
 
 import asyncio
 import codecs

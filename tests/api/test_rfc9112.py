@@ -274,8 +274,7 @@ async def test_trailers_are_no_headers_of_the_request(clock: FakeClock) -> None:
 
 
 async def test_what_follows_a_request_does_not_end_its_answer(clock: FakeClock) -> None:
-    """The Content-Length is too short by some bytes, which arrive later and do not form a request with an HTTP
-    version."""
+    """The Content-Length is too short by some bytes, which arrive later and are not a request with a version."""
     app = Hello()
     async with serving(app, Limits(), clock) as (port, _):
         with Client(port) as client:

@@ -96,8 +96,7 @@ _made: dict[tuple[str, Any], Any] = {}
 
 
 def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
-    """`api.app.create_app`. It builds the OpenAPI document and its page, which takes 0.1 s of CPU; here only once
-    for each configuration."""
+    """`api.app.create_app`, called once per configuration: building the OpenAPI document and its page takes 0.1 s."""
 
     def once(name: str) -> Callable[..., Any]:
         make, key = getattr(app_module, name), (repr(config), name)
@@ -149,8 +148,7 @@ class World:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
-        """The address of a real server on a loopback port; `server` is the server, `timers` are those of its
-        connections."""
+        """The address of a real server on a loopback port; `timers` are those of the connections of `server`."""
         self.server, self.timers = timed_server(self.app, self.config.limits)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]

@@ -97,8 +97,7 @@ def session(
     typed: str = "",
     least: int = 1,
 ) -> Iterator[Session]:
-    """`redline` with these words. typed: input in the terminal before the start. least: VMIN, as another program
-    may have left it."""
+    """`redline` with these words. typed: input in the terminal before the start. least: VMIN before the start."""
     master, slave = pty.openpty()
     mode = termios.tcgetattr(slave)
     mode[6][termios.VMIN], mode[6][termios.VTIME] = least, least - 1

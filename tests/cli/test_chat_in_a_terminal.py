@@ -1,5 +1,4 @@
-"""`redline chat` at a real pseudo-terminal: typing and pasting at every moment, and the terminal's state
-afterwards."""
+"""`redline chat` at a real pseudo-terminal: typing and pasting at every moment, and its state afterwards."""
 
 import os
 import pty

@@ -213,8 +213,7 @@ def test_doctor_prints_every_recorded_shape_with_its_memory():
 
 
 def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny: Path, monkeypatch: pytest.MonkeyPatch):
-    """Weights that fit into a cache are read faster than memory, so a floor from memory's bandwidth would be too
-    high."""
+    """Weights that fit into a cache are read faster than memory, so memory's bandwidth would give too high a floor."""
     from redline.cli import doctor
 
     measured: list[int] = []
@@ -332,8 +331,7 @@ def test_draft_export_says_what_latent_may_be_and_what_cannot_be_written(tiny: P
 
 
 def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """In a folder with a name that looks like markup. Progress is printed at each step instead of every ten
-    seconds."""
+    """In a folder with a name that looks like markup. Progress is printed at each step, not every ten seconds."""
     enter, show = Working.__enter__, Working.show
 
     def tell(working: Working) -> None:

@@ -180,8 +180,7 @@ main()
 
 
 def test_a_long_verb_is_heard_of_while_it_works(tiny: Path):
-    """The real command, without a terminal; progress is printed more often, and the work waits for the first line
-    of it."""
+    """The real command, without a terminal; progress is printed more often, and the work waits for its first line."""
     done = forked.run(
         [sys.executable, "-c", HEARD, "eval", str(tiny)],
         capture_output=True,

@@ -401,8 +401,7 @@ def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path
         raise KeyboardInterrupt
 
     def after_one(work: Callable[..., Any]) -> Callable[..., Any]:
-        """For two successive stages with the same function: the first call is the interrupted stage's, which now
-        completes."""
+        """For two successive stages with one function: the first call completes the interrupted stage before."""
         calls = iter((work, interrupt))
         return lambda *given, **more: next(calls)(*given, **more)
 

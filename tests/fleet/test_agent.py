@@ -92,8 +92,7 @@ async def joined(machines: Machines, name: str = "gpu-1") -> None:
 
 
 async def heard_again(machines: Machines, name: str = "gpu-1", times: int = 3) -> None:
-    """Wait until `times` more messages of a machine have arrived, so that the effects of earlier ones have arrived
-    too."""
+    """Wait for `times` more messages of a machine, so that the effects of earlier ones have arrived."""
     for _ in range(times):
         word = machines._joined[name].word
         await eventually(lambda word=word: machines._joined[name].word is not word)
@@ -183,8 +182,7 @@ async def test_a_server_that_was_started_anew_has_none_of_the_workers_of_the_one
 
 
 async def bound(listen: str) -> Machines:
-    """A listener on `listen`. Retries, because ZeroMQ releases the port in a background thread shortly after the
-    close."""
+    """A listener on `listen`. Retries, because ZeroMQ releases the port in the background, shortly after the close."""
 
     def made() -> Machines | None:
         with suppress(ConfigError):

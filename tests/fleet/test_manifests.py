@@ -55,8 +55,7 @@ role = "decode"
 count = 3
 """
 
-# The custom resources' own fields, from the reference of each; the pod templates follow Kubernetes' schema
-# (`in_pods`).
+# The custom resources' own fields, from the reference of each; pod templates have Kubernetes' schema (`in_pods`).
 LEADER_WORKER_SET = {
     "type": "object",
     "additionalProperties": False,

@@ -28,8 +28,7 @@ HOWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5
 
 @contextmanager
 def served(folder: Path, more: str = "", meanwhile: Callable[[Server], object] = lambda _: None) -> Iterator[Server]:
-    """A server with the two workers. more: text appended to its file. meanwhile: called before the workers can be
-    ready."""
+    """The server with the two workers. more: text for its file. meanwhile: called before the workers can be ready."""
     random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
@@ -86,8 +85,7 @@ def computed_by(server: Server, id: str) -> tuple[str, str]:
 
 
 def tokens_of(server: Server, number: int, id: str = "") -> list[int]:
-    """The tokens of a streamed answer to a prompt of about 300 tokens. id: request ID; empty: the server assigns
-    one."""
+    """The 300 tokens of a streamed answer to a prompt of about 300. id: request ID; empty: the server assigns one."""
     prompt = f"{number} " + "the functions of a page " * 25
     extra = {"ignore_eos": True, "return_token_ids": True}
     stream = server.client.completions.create(

@@ -127,8 +127,7 @@ def streamed(server: Server, how: dict[str, Any], after: int, do: Callable[[], o
 
 @pytest.mark.parametrize("how", [{"temperature": 1.0, "seed": 5}], ids=["seeded"])
 def test_a_stream_is_whole_whose_worker_has_lost_a_rank(how: dict[str, Any], server: Server) -> None:
-    """Rank 1 is killed, so the worker ends; it is started again and resumes the answer after the tokens already
-    sent."""
+    """Rank 1 is killed, so the worker ends; it is started again and resumes the answer after the last token sent."""
     wait_for(lambda: all_ready(server), server)
     undisturbed = streamed(server, how, 20, lambda: None)
     assert len(undisturbed) == 90

@@ -1,5 +1,4 @@
-"""`redline profile` against a running server: a trace that is complete, nests, names its lanes and has every
-request."""
+"""`redline profile` against a running server: the trace is complete, nests, names its lanes, has every request."""
 
 import gzip
 import json

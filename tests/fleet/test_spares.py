@@ -1,5 +1,4 @@
-"""A server that starts a second worker when the load exceeds one, and ends it afterwards: under load, over HTTP,
-and no answer is lost."""
+"""A server that starts a second worker while the load exceeds one, and then ends it, without losing an answer."""
 
 import json
 import os
@@ -84,8 +83,7 @@ def test_a_worker_is_started_and_ended_under_load_and_no_answer_is_lost(server: 
     with ThreadPoolExecutor(200) as clients:
 
         def one_more() -> list[dict[str, Any]]:
-            """Send one more request of a burst: far more than one worker, which runs two at once, can answer on any
-            machine."""
+            """Send one more request of a burst that is too much for one worker, which runs two at once."""
             answers.append(clients.submit(answer, server, SHORT))
             return changes(server, "starts")
 

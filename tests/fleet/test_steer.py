@@ -53,8 +53,7 @@ def step(number: int, prompt: int, rows: int, tokens: int | None = None) -> Time
 
 
 class Fleet:
-    """Workers a, b ... with these roles, which follow every order, and their `Steering`; the clock only moves by
-    `passes`."""
+    """Workers a, b ... with these roles, which follow every order, and their `Steering`, with a clock of its own."""
 
     def __init__(self, *roles: Role, spares: int = 0, sla: Mapping[str, Sla] = SLA, **config: float) -> None:
         """spares: further workers, idle at first, that run while they are needed."""

@@ -1,5 +1,4 @@
-"""A worker is killed while it writes pages to its disk: the next one finds the complete pages, and answers the
-same."""
+"""A worker is killed while it writes pages to its disk: the next finds the complete ones, and answers the same."""
 
 import os
 import random

@@ -90,8 +90,7 @@ def fake_tree(
     prefill: str | None = "benchmarks",
 ) -> Path:
     """offset: added to log probabilities. pace_s: seconds per token; each event names its due time, and is sent at
-    once. refuses: refuse requests with a seed. factor: of a GPU's times. prefill: the folder of the prefill
-    program."""
+    once. refuses: refuse requests with a seed. factor: of a GPU's times. prefill: folder of the prefill program."""
     (folder / "redline").mkdir(parents=True)
     (folder / "redline" / "__main__.py").write_text(
         MAIN.format(offset=offset, pace_s=pace_s, refuses=refuses, factor=factor)

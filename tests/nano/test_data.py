@@ -1,5 +1,4 @@
-"""From samples to rows: the tokens equal those of inference, and the loss covers the tokens that the model
-generates."""
+"""From samples to rows: the tokens equal those of inference, and the loss covers what the model generates."""
 
 import random
 from collections import Counter

@@ -31,8 +31,7 @@ def script(job: Job) -> list[Delta]:
 
 
 async def loaded() -> str:
-    """The text of /metrics of a server after one of each: an answer, an error, a refusal, draft tokens, a KV
-    transfer."""
+    """The text of /metrics after one of each: an answer, an error, a refusal, draft tokens, a KV transfer."""
     names = "running waiting pages_used pages_cached pages_total replayed led preemptions prompt_tokens"
     counters = dict.fromkeys(f"{names} prompt_tokens_cached generation_tokens steps drafts draft_tokens".split(), 8)
     handoffs = (("handed over", 1), ("taken over", 1))

@@ -71,8 +71,7 @@ def test_a_class_is_held_to_its_own_targets():
 
 
 def test_roles_follow_the_traffic():
-    """Long documents that mixed workers cannot handle: some workers switch to prefill. Chat: no prefill worker
-    remains."""
+    """Long documents that mixed workers cannot handle: some switch to prefill. With chat alone none remains."""
     targets = TARGETS | {"documents": Targets(ttft_s=10.0, itl_s=0.05)}
     documents = simulated(
         [Phase(CHAT, 20, 5.0), Phase(DOCUMENTS, 60, 5.0)], Roles(both=4), plan_s=10.0, targets=targets

@@ -113,8 +113,7 @@ def some_jobs(count: int, every_s: float, seed: int) -> list[Asked]:
 
 @pytest.mark.parametrize("every_s", [1.0, 0.15, 0.05])
 def test_times_are_those_of_the_products_planner(every_s: float):
-    """From hardly any load to more than the capacity. The two differ in the limit on how often a job may be passed
-    over."""
+    """From hardly any load to more than the capacity. The two differ in how often a job may be passed over."""
     asked = some_jobs(40, every_s, seed=5)
     ours, theirs = played(asked)[0], planned(asked)
     for place, most_off in ((0, 0.05), (1, 0.02)):
@@ -145,8 +144,7 @@ def test_prompts_wait_for_a_slot_while_answers_alone_take_longer_than_a_bound() 
 
 
 def test_gaps_that_are_longer_than_a_bound_are_counted_for_each_answer():
-    """Without a prompt 20 tokens take steps of 4.3 ms plus 1 us per token of context; a prompt in the same step
-    makes it slow."""
+    """Without a prompt 20 tokens take steps of 4.3 ms plus 1 us per token of context; a prompt slows a step down."""
     asked = [(0.0, 10, 20), (0.03, 100, 1)]
     jobs, worker = [], Worker(0, MODEL, "both", Counter(), 6e-3)
     for index, (at, prompt, output) in enumerate(asked):

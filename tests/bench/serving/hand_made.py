@@ -36,8 +36,7 @@ def answer(
 
 
 def steady(first: float, gap: float, tokens: int, *, index: int = 0, sent: float = 0.0, thought: int = 0) -> Answer:
-    """One token an event: the first `first` seconds after the request, then one every `gap`; `thought` of them
-    thinking."""
+    """One token an event: the first after `first` seconds, then one every `gap`; the first `thought` are thinking."""
     kinds: list[Kind] = ["thinking" if at < thought else "answer" for at in range(tokens)]
     chunks: list[tuple[float, str, Kind]] = [(sent + first + gap * at, "ab ", kind) for at, kind in enumerate(kinds)]
     return answer(*chunks, index=index, sent=sent, tokens=tokens)

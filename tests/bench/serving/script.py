@@ -45,8 +45,8 @@ class Script(Record, frozen=True):
     halves_s: if not 0, each write is split into two halves, this many seconds apart. newline: ends a line of the
     stream. comments: a comment before each event. token_ids: events carry them. usage: send it if the request asks
     for it. usage_off: error of usage's completion_tokens. finish: the finish_reason; None: "stop" if `tokens` is
-    given, else "length". after: events before the fault; -1: not even the head is sent. logged: record the time of
-    each event.
+    given, else "length". after: events before the fault; -1: not even the head is sent. logged: record the events'
+    times.
     """
 
     name: str = ""

@@ -225,8 +225,8 @@ class Act:
             part, number, gap = self._next
             self._next = next(self._moments, None)
             self._sent += 1
-            # In completions every event with a choice counts as a token, so the finish_reason is in the last token's
-            # event.
+            # In completions every event with a choice counts as a token, so the last token's one has the
+            # finish_reason.
             last = self._next is None and not self._form.chat and not self._fault_is_due(self._sent)
             pieces.append(say.event(self._form, part, number, say.finish_of(self._script) if last else None))
             tokens.append(number)
@@ -326,8 +326,7 @@ class Act:
 class Line(asyncio.Protocol):
     """One connection.
 
-    act: the answer in progress. read_at: time of the last read. full: the client does not read, so nothing can be
-    written.
+    act: the answer in progress. read_at: time of the last read. full: the client does not read, so writing waits.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -414,8 +413,7 @@ class Line(asyncio.Protocol):
         self.stage.enter(self.act)
 
     def write(self, data: bytes) -> float:
-        """Writes data to the socket, and returns the time. Data that the kernel does not accept is buffered by the
-        transport."""
+        """Writes data to the socket, and returns the time. The transport buffers what the kernel does not accept."""
         at = clock.perf_counter()
         if self._transport.is_closing():
             return at

@@ -44,8 +44,7 @@ def run(
 
 
 def check_times(answers: Sequence[Answer], log: dict[str, Logged]) -> None:
-    """Each event and each end is seen after it was sent; times count from the request, which was sent before it
-    arrived."""
+    """Each event and each end is seen after it was sent; times count from when the request was sent or received."""
     for answer in answers:
         assert answer.error is None, answer.error
         assert answer.sent is not None

@@ -126,8 +126,7 @@ def test_a_layer_that_the_kernels_get_wrong_is_a_problem(tmp_path: Path, monkeyp
 
 
 def test_a_layer_alone_is_the_layer_of_the_model(tmp_path: Path):
-    """A single layer is compared, with its own norms, experts and rotary angles: it equals the one inside the
-    model."""
+    """A single layer with its own norms, experts and rotary angles computes the same as the one inside the model."""
     from redline.bench.verify.layers import _inputs, _planes
     from redline.model.k2.cpu import load, load_layer
 

@@ -31,8 +31,7 @@ def type_in(verb: str, server: Scripted, *words: object, script: dict[str, Any] 
 
 def timed(gaps_s: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the times of answers, so that they are equal on every machine: the first event FIRST_S after the
-    request, and the others one per gaps_s[server address]. Without a schedule each request is sent once a place is
-    free."""
+    request, and the others one per gaps_s[server address]. Without a schedule requests wait for a free place."""
     real = kept.run_load
 
     def load(target: Target, asks: list[Ask], pace: Pace, watch: Any) -> Run:

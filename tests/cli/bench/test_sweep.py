@@ -103,8 +103,7 @@ def test_a_wrong_sweep_is_said_in_one_line(server: Scripted, words: tuple[str, .
 
 
 def test_no_prompt_of_a_warm_up_is_measured(server: Scripted):
-    """Ten prefixes give ten prompts of the twelve requested: the measured ones must not get fewer, nor overlap with
-    the warm-up."""
+    """Ten prefixes give ten prompts, not the twelve requested: all ten are measured, and none is a warm-up's."""
     server.forget()
     flags = ("--dataset-name", "prefix_repetition", "--num-prompts", 10, "--num-warmups", 2, "--max-concurrency", 1)
     code, _ = type_in("sweep", server, *flags)

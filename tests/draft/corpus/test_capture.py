@@ -1,5 +1,4 @@
-"""A capture: every file that the index names is complete after any failure; stored and streamed sequences are
-equal."""
+"""A capture: every file in the index is complete after any failure; stored and streamed sequences are equal."""
 
 import errno
 import io
@@ -217,9 +216,9 @@ def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureC
 def test_the_folder_stays_within_its_disk_at_every_moment(
     config: CaptureConfig, corpus: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also during a replacement of the index, when both the old and the new one exist. They are most of the bytes
-    here: answers are short, and ids are long with characters that JSON escapes. Two examples in a call, several
-    calls in a shard."""
+    """Also during a replacement of the index, when the old and the new one exist. They are most of the bytes here:
+    answers are short, and ids are long with characters that JSON escapes. Two examples per call, several calls per
+    shard."""
     examples = [change(example(n, 3), id=f"{n} " + 700 * '"') for n in range(30)]
     corpus.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in examples))
     monkeypatch.setattr(target, "call_tokens", 6)

@@ -1,9 +1,7 @@
 """A small training shared by several ranks, stopped once on the way.
 
-python -m tests.draft.train.ranks TARGET OUT KIND...    each kind below with its ranks, all at once, into
-OUT/KIND
-accelerate launch --config_file F -m tests.draft.train.ranks TARGET OUT     this process is one rank of those in
-F
+python -m tests.draft.train.ranks TARGET OUT KIND...    each kind below with its ranks, all at once, into OUT/KIND
+accelerate launch --config_file F -m tests.draft.train.ranks TARGET OUT     this process is one rank of those in F
 """
 
 import os
@@ -36,8 +34,7 @@ SHARE = 0.2
 
 @dataclass(frozen=True)
 class Even:
-    """Sequences of one length, the training ones first, so that each batch is divided evenly for any number of
-    ranks."""
+    """Sequences of one length, the training ones first, so any number of ranks divides each batch evenly."""
 
     items: list[Captured]
 
@@ -76,8 +73,7 @@ def rank(target: str, out: str, stop: int = 2, steps: int = 4) -> None:
 
 
 def fork(target: str, out: Path, kind: str) -> list[int]:
-    """Starts the ranks, and returns their process ids. They are forked to share the imports, which take longer than
-    the training."""
+    """Starts the ranks; returns their process ids. Forked, to share imports, which take longer than training."""
     world, environment = KINDS[kind]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,5 +1,4 @@
-"""Losses equal their formulas for any chunk size; every sequence has the same weight; expected acceptance is
-counted."""
+"""Losses equal their formulas for any chunk size; sequences have equal weights; expected acceptance is counted."""
 
 import pytest
 import torch
@@ -110,8 +109,8 @@ def test_the_gradient_of_kl_is_the_softmax_minus_the_target():
 
 
 def test_the_gradient_of_lk_leaves_its_weight_alone():
-    """The gradient of w kl + (1 - w)(1 - alpha) with w = exp(-decay alpha) constant; otherwise a lower acceptance
-    would reduce the loss."""
+    """The gradient of w kl + (1 - w)(1 - alpha), where w = exp(-decay alpha) counts as a constant; otherwise a
+    lower acceptance would reduce the loss."""
     drafter, decay = drafter_of(), 30.0
     normed, targets, _ = batch_of(9)
     leaves = [x.clone().requires_grad_() for x in normed]
@@ -159,8 +158,7 @@ def test_later_steps_weigh_less_and_what_is_not_kept_nothing():
 
 
 def test_the_length_is_of_rows_whose_drafts_all_hold_not_a_product_of_means():
-    """Two rows: one always right, one never. The product of the means would give 1 + 1/2 + 1/4; half of the rows
-    accept 2 more."""
+    """Two rows: one always right, one never. The product of means is 1 + 1/2 + 1/4; half of the rows give 2 more."""
     targets = Targets(torch.tensor([2, 3, 12, 13]), torch.tensor([2, 3, 2, 3]), torch.tensor([0, 0, 1, 1]), HEAD[:4])
     valid = targets.places_N >= torch.tensor([[2], [3]])
     hit = torch.tensor([[True, True, False, False]] * 2) & valid

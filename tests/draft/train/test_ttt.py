@@ -61,8 +61,7 @@ def test_attention_is_the_softmax_under_the_published_mask_and_so_are_its_gradie
 
 @pytest.mark.parametrize("architecture", ["mla", "llama"])
 def test_a_row_alone_drafting_token_by_token_is_the_row_in_training(architecture: Architecture):
-    """As in serving: step 0 over the context's features, then one row at a time over its own feature, next
-    position."""
+    """As in serving: step 0 over the context's features, then row by row over the own feature, next position."""
     drafter = drafter_of(architecture)
     tokens, features = inputs(1, 12)
     row = 7
