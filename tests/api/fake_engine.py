@@ -5,12 +5,12 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from redline.api.gateway import Gateway
-from redline.route.links import Link
+from redline.route.links import WorkerHandle
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta, Finish
-from redline.wire.handoff import Gone
+from redline.wire.handoff import WorkerDown
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Knock, Ready, Recall, Role, RoleTaken, TakeRole
+from redline.wire.news import Ping, Ready, Recall, Role, RoleTaken, TakeRole
 from redline.wire.step import TokenLogprobs
 from tests.waiting import turns
 
@@ -32,7 +32,7 @@ class FakeEngine:
 
     def serve(
         self, gateway: Gateway, max_model_len: int = 4096, name: str = "worker", role: Role = "both", epoch: int = 1
-    ) -> Link:
+    ) -> WorkerHandle:
         """Join this gateway as a worker, and become ready at once."""
         link = gateway.join(name, self, role, epoch)
         self._deliver = functools.partial(gateway.deliver, link)
@@ -48,13 +48,13 @@ class FakeEngine:
                 task.add_done_callback(self._tasks.discard)
             case Abort(job=id):
                 self.aborted.add(id)
-            case Knock() as knock:
+            case Ping() as knock:
                 assert self._deliver is not None
                 self._deliver(knock)
             case TakeRole(role=role):
                 assert self._deliver is not None
                 self._deliver(RoleTaken(role=role))
-            case Recall() | Gone():
+            case Recall() | WorkerDown():
                 pass  # it has no prefix cache, and transfers no KV
             case other:
                 raise AssertionError(other)

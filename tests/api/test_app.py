@@ -23,7 +23,7 @@ from redline.route import links
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
 from redline.wire.job import Job
-from redline.wire.news import Beat, Load
+from redline.wire.news import Heartbeat, Load
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, openai_client
 from tests.clocks import FakeClock
@@ -248,10 +248,10 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         return response.status_code, response.json().get("reason")
 
     async with world:
-        gateway.deliver(link, Beat())
+        gateway.deliver(link, Heartbeat())
         for _ in range(24 * 3600):  # a day without a request
             now += 1
-            gateway.deliver(link, Beat())
+            gateway.deliver(link, Heartbeat())
         assert await health() == (200, None)
         now += links.SILENT_S
         assert await health() == (200, None)
@@ -261,12 +261,12 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert (await world.http.get("/live")).json() == {"status": "live"}
-        gateway.deliver(link, Beat(turn_s=links.STALLED_S))
+        gateway.deliver(link, Heartbeat(turn_s=links.STALLED_S))
         assert await health() == (200, None)
-        gateway.deliver(link, Beat(turn_s=links.STALLED_S + 1))
+        gateway.deliver(link, Heartbeat(turn_s=links.STALLED_S + 1))
         assert await health() == (503, "a step has been running for 61 s")
         assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "the step may end at any moment"
-        gateway.deliver(link, Beat())
+        gateway.deliver(link, Heartbeat())
         assert await health() == (200, None)
         now += 100
         gateway.lose(link, "stopped")

@@ -16,7 +16,7 @@ from redline.api import edge as edges
 from redline.api.admin import create_admin_app
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, KeyLimits, Limits
-from redline.api.edge import LAG_S, LOOK_S, Edge, measure_lag
+from redline.api.edge import LAG_S, LOOK_S, AuthState, measure_lag
 from redline.api.keys import Keyring, read_keys
 from redline.api.quota import Account, LimitReached, ServedRate
 from redline.errors import ConfigError
@@ -107,7 +107,7 @@ def test_a_wrong_line_is_named_and_its_key_is_not(tmp_path: Path, text: str, com
 async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Path, clock: FakeClock) -> None:
     path = keys_file(tmp_path, "alice k1 concurrency=2")
     async with World(answer("a")) as world:
-        edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+        edge = AuthState(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
         app = create_app(world.gateway, ApiConfig(served_model_names=(MODEL,)), edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         following = asyncio.create_task(edge.follow_keys())
@@ -155,7 +155,7 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
         return 0, 0, 0
 
     async with World(answer("a")) as world:
-        edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+        edge = AuthState(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
         app = create_app(world.gateway, ApiConfig(served_model_names=(MODEL,)), edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         monkeypatch.setattr(Keyring, "_look", look)
@@ -180,7 +180,7 @@ async def test_a_file_that_does_not_answer_holds_nothing_up_and_is_read_by_one_t
 
 async def test_a_pipe_in_the_place_of_the_file_is_refused_and_the_keys_hold_on(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "alice k1")
-    edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+    edge = AuthState(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
     path.unlink()
     os.mkfifo(path)
     assert "is not a regular file; the previous keys stay in effect" in await edge.reload()
@@ -378,7 +378,7 @@ async def test_a_streams_headers_leave_before_its_first_token() -> None:
 
 async def test_while_it_drains_new_work_is_refused_and_running_answers_end() -> None:
     async with World(answer("a")) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         app = create_app(world.gateway, world.config, edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         world.engine.gate.clear()
@@ -403,7 +403,7 @@ async def test_the_admin_routes_ask_for_keys_of_their_own(tmp_path: Path) -> Non
     own.write_text("root r1")
     drained: list[bool] = []
     async with World(answer("a"), keys_file=str(path)) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         app = create_app(world.gateway, world.config, edge)
         world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
         assert (await chat(world, "k1")).status_code == 200
@@ -440,7 +440,7 @@ async def test_a_worker_is_replaced_or_the_answer_says_why_not(tmp_path: Path) -
 
     async with World(answer("a")) as world:
         config = ApiConfig(served_model_names=(MODEL,), keys_file=str(own))
-        routes = create_admin_app(world.gateway, Edge(world.config), config, lambda: None, replace)
+        routes = create_admin_app(world.gateway, AuthState(world.config), config, lambda: None, replace)
         transport, ours = httpx2.ASGITransport(routes), {"authorization": "Bearer r1"}
         async with httpx2.AsyncClient(transport=transport, base_url="http://admin", headers=ours) as admin:
             answers = {name: await admin.post(f"/admin/workers/{name}/replace") for name in "abcd"}

@@ -21,9 +21,9 @@ from redline.tune.pairs import Work
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Preempted, Resumed
-from redline.wire.handoff import Gone, Prefill
+from redline.wire.handoff import Prefill, WorkerDown
 from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
-from redline.wire.news import Beat, Cached, Knock, Load, Missed, Ready, Recall, Role
+from redline.wire.news import Cached, Heartbeat, Load, Missed, Ping, Ready, Recall, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer
 from tests.clocks import FakeClock
@@ -291,7 +291,7 @@ async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None
         other = FakeEngine(resuming)
         second = other.serve(world.gateway, name="other")
         for link in (world.link, second):
-            world.gateway.deliver(link, Beat())
+            world.gateway.deliver(link, Heartbeat())
         world.engine.gate.clear()
         other.gate.clear()
         with await world.gateway.begin(text_ask()) as first, await world.gateway.begin(text_ask()) as last:
@@ -301,7 +301,7 @@ async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None
             assert len(other.jobs) == 1, "this process may have been stalled itself"
             world.gateway.look()
             assert len(other.jobs) == 1, "all are silent: no worker is a better choice"
-            world.gateway.deliver(second, Beat())
+            world.gateway.deliver(second, Heartbeat())
             world.gateway.look()
             assert [job.id for job in other.jobs] == [each.lanes[0].job.id for each in (last, first)]
             assert world.engine.aborted == {first.lanes[0].id}, "in case the worker continues"
@@ -319,7 +319,7 @@ class Heard:
         self.told: list[Wire] = []
         self.link = gateway.join(name, self, role)
         gateway.deliver(self.link, READY)
-        gateway.deliver(self.link, Beat())
+        gateway.deliver(self.link, Heartbeat())
 
     def put(self, message: Wire) -> None:
         self.told.append(message)
@@ -349,7 +349,7 @@ async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_
                 gateway.deliver(a.link, Missed(messages=2))
                 assert a.aborted[-1] == a.jobs[-2]
                 assert a.jobs[-1] == f"{id}.{moves}"
-                assert Gone(worker="a", epoch=1) in b.told, "KV transfers from and to it are lost too"
+                assert WorkerDown(worker="a", epoch=1) in b.told, "KV transfers from and to it are lost too"
             gateway.deliver(a.link, Delta(job=id, tokens=(99,)))
             again = next(message for message in reversed(a.told) if isinstance(message, Job))
             assert again.answer == (65,)
@@ -379,14 +379,14 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
                 for _ in range(round(seconds / LOOK_S)):
                     now += LOOK_S
                     for each in (a, b):
-                        gateway.deliver(each.link, Beat(turn_s=turn_s))
+                        gateway.deliver(each.link, Heartbeat(turn_s=turn_s))
                     gateway.look()
                     turn_s += LOOK_S if turn_s else 0.0
 
             pass_time(3.0, turn_s=LOOK_S)
             assert len(b.jobs) == 0, "it runs a step"
-            knock = next(message for message in reversed(a.told) if isinstance(message, Knock))
-            gateway.deliver(a.link, Beat(knock=knock.number))
+            knock = next(message for message in reversed(a.told) if isinstance(message, Ping))
+            gateway.deliver(a.link, Heartbeat(knock=knock.number))
             pass_time(MOVE_S - LOOK_S, turn_s=0.0)
             assert len(b.jobs) == 0
             pass_time(3 * LOOK_S, turn_s=0.0)
@@ -397,7 +397,7 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
 async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> None:
     now = 0.0
     async with World(resuming, resume_s=600.0, clock=lambda: now) as world:
-        world.gateway.deliver(world.link, Beat())
+        world.gateway.deliver(world.link, Heartbeat())
         world.gateway.look()
         now += SILENT_S + 1
         with await world.gateway.begin(text_ask()):
@@ -435,13 +435,13 @@ async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_eve
             b = Heard(gateway, "b")
             gateway.deliver(a.link, Delta(job=lane.id, tokens=(65,)))
             now = MOVE_S + 0.1
-            gateway.deliver(b.link, Beat())
+            gateway.deliver(b.link, Heartbeat())
             gateway.look()
             gateway.look()
             assert lane.link is b.link, "a is silent"
             assert a.aborted == [lane.id]
             gateway.deliver(b.link, Delta(job=lane.job.id, tokens=(66,)))
-            gateway.deliver(a.link, Beat())
+            gateway.deliver(a.link, Heartbeat())
             gateway.lose(b.link, "killed")
             assert lane.link is a.link, "a continues, and gets the job again"
             gateway.deliver(a.link, Delta(job=lane.id, tokens=(66,)))

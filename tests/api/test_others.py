@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from redline.api.config import KeyLimits, Limits
 from redline.api.metrics import Metrics, OwnMetrics
 from redline.api.quota import Account, LimitReached
-from redline.api.summed import Summed, packed
+from redline.api.summed import MetricsAggregator, packed
 from redline.errors import Overloaded
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import JobId
@@ -165,7 +165,7 @@ def registry(counted: float, now: float, took_s: float) -> CollectorRegistry:
 
 
 def test_a_scrape_is_the_sum_over_all_and_what_was_counted_stays() -> None:
-    summed = Summed()
+    summed = MetricsAggregator()
     summed.told("a", packed(registry(5, 2, 0.5)))
     summed.told("b", packed(registry(7, 1, 1.5)))
     text = summed.expose()
@@ -202,7 +202,7 @@ def test_a_replica_counts_its_own_requests_and_not_what_workers_tell_everybody()
         each.role("worker", "prefill")
         each.promised("default", 500, None)
         each.asked(1, 5)
-    summed = Summed()
+    summed = MetricsAggregator()
     for name, each in zip(("supervisor", "a", "b"), (supervisor, *replicas), strict=True):
         summed.told(name, packed(each.registry))
     text = summed.expose()

@@ -10,7 +10,7 @@ import pytest
 
 from redline.api.ask import Ask
 from redline.api.gateway import Batch, Generation
-from redline.api.pour import Pours
+from redline.api.pour import StreamFlusher
 from redline.api.server import Connection
 from redline.errors import RequestError, WorkerLost
 from redline.wire.delta import Delta
@@ -159,7 +159,7 @@ async def test_a_turn_flushes_once_however_often_it_is_told() -> None:
         def flush(self) -> None:
             flushed.append(1)
 
-    pours = Pours()
+    pours = StreamFlusher()
     pours.add(Stream())
     pours.soon()
     pours.flush()

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from redline.api.errors import Refusal
-from redline.api.passage import Passage, Passages
+from redline.api.passage import Passages, RequestSpan
 from redline.api.profile import Profiler
 from tests.clocks import FakeClock
 from tests.waiting import turns
@@ -44,7 +44,7 @@ async def test_one_is_taken_at_a_time_and_leaves_nothing_behind(clock: FakeClock
     first = asyncio.create_task(profiler.take(5))
     await turns()
     assert await refused(profiler, 5) == 409
-    ended, open_one = Passage("a", "GET", "/live"), Passage("b", "GET", "/health")
+    ended, open_one = RequestSpan("a", "GET", "/live"), RequestSpan("b", "GET", "/health")
     passages.begin(ended)
     passages.begin(open_one)
     ended.did("read", ended.began)

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from redline.api.admin import create_admin_app
 from redline.api.config import ApiConfig, Limits
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.head import check_head, is_without_version
 from tests.api.sockets import ASYNCIO, GET, Client, Hello, error_of, serving
 from tests.api.world import World, answer
@@ -245,7 +245,7 @@ async def test_errors_of_admin_routes_have_the_shape_of_the_apis(
             return "it is the last worker that answers"
 
         admin = create_admin_app(
-            world.gateway, Edge(world.config), ApiConfig(served_model_names=("m",)), lambda: None, turn=turn
+            world.gateway, AuthState(world.config), ApiConfig(served_model_names=("m",)), lambda: None, turn=turn
         )
         headers = {"content-type": "application/json"}
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(admin), base_url="http://localhost") as http:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from redline.api.app import create_app
-from redline.api.edge import Edge
+from redline.api.edge import AuthState
 from redline.api.spans import Spans, open_spans
 from redline.errors import ConfigError
 from tests.api.world import MODEL, World, answer
@@ -31,7 +31,7 @@ async def spans_of(path: str, body: object, headers: Mapping[str, str], status: 
     """The spans of one request, the request's own last; a GET of /live adds none."""
     exporter = InMemorySpanExporter()
     async with World(answer("Four.")) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         spans = Spans(SimpleSpanProcessor(exporter))
         edge.passages.watchers.append(spans)
         transport = httpx2.ASGITransport(create_app(world.gateway, world.config, edge))
@@ -87,7 +87,7 @@ async def test_a_span_that_cannot_be_made_costs_no_answer(caplog: pytest.LogCapt
             raise RuntimeError("no")
 
     async with World(answer("Four.")) as world:
-        edge = Edge(world.config)
+        edge = AuthState(world.config)
         edge.passages.watchers.append(Spans(Raises(Broken())))
         transport = httpx2.ASGITransport(create_app(world.gateway, world.config, edge))
         async with httpx2.AsyncClient(transport=transport, base_url="http://redline") as client:

@@ -5,10 +5,10 @@ import io
 
 from rich.console import Console
 
-from redline.api.stories import MOST_JOBS, MOST_PAUSES, Stories, Story
+from redline.api.stories import MOST_JOBS, MOST_PAUSES, RequestTrace, RequestTraces
 from redline.cli.explain import show
 from redline.route.choose import Candidate, predict
-from redline.route.links import Link, Route
+from redline.route.links import Route, WorkerHandle
 from redline.route.pace import Pace
 from redline.route.resume import GoesOn
 from redline.wire.channel import MemoryChannel
@@ -17,14 +17,14 @@ from redline.wire.job import JobId
 from tests.clocks import FakeClock
 
 
-def begun() -> Story:
-    one = Story(0, 100, 1.0)
+def begun() -> RequestTrace:
+    one = RequestTrace(0, 100, 1.0)
     here, there = predict(100, [Candidate("a", 64, 0, 1, 999), Candidate("b", 0, 0, 0, 999)], Pace())
-    one.goes(Route(Link("a", MemoryChannel()), None, here, (there,)), "")
+    one.goes(Route(WorkerHandle("a", MemoryChannel()), None, here, (there,)), "")
     return one
 
 
-def story() -> Story:
+def story() -> RequestTrace:
     one = begun()
     one.comes(Delta(job=JobId("-"), tokens=(1, 2), proposed=3, accepted=1, cached_tokens=64), 2.0)
     for _ in range(MOST_PAUSES + 4):
@@ -38,7 +38,7 @@ def story() -> Story:
 
 
 def test_only_the_newest_are_kept_also_where_a_client_names_all_its_requests_alike() -> None:
-    stories = Stories()
+    stories = RequestTraces()
     for number in range(MOST_JOBS + 10):
         stories.begin(str(number), [story()])
     assert not stories.of("9")
@@ -57,7 +57,7 @@ def test_no_collection_walks_through_what_is_kept() -> None:
             gc.collect()
         return len(gc.get_objects())
 
-    stories = Stories()
+    stories = RequestTraces()
     stories.begin("first", [story()])
     before = tracked()
     for number in range(500):
@@ -114,7 +114,7 @@ def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_exp
 def test_a_pause_that_is_told_once_it_is_over_was_when_it_was() -> None:
     lost = Preempted(by=JobId("b"), running=3, pages=40, lost_tokens=90, again_tokens=30, short_pages=2)
     with FakeClock().installed() as now:
-        one = Story(0, 100, now())
+        one = RequestTrace(0, 100, now())
         now.advance(5.0)
         one.notes(lost, JobId("a"))
         one.notes(Resumed(again_tokens=26, waited_s=1.0, paused_s=3.0), JobId("a"))

@@ -13,12 +13,12 @@ import pytest
 from redline.api.metrics import Metrics
 from redline.fleet import kept, replicas
 from redline.fleet.config import ServeConfig
-from redline.fleet.doorman import AT_ONCE, Doorman, Taker, take
+from redline.fleet.doorman import AT_ONCE, ConnectionBalancer, ReplicaSlot, take
 from redline.fleet.fleet import AGAIN_S, Fleet, ReplicaStart
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.replicas import SupervisedReplica
 from redline.wire.channel import MemoryChannel
-from redline.wire.news import Beat, Ready
+from redline.wire.news import Heartbeat, Ready
 from redline.wire.replicas import Drain, Replicas, Roster, Use
 from tests.waiting import LIMIT_S, eventually, turns
 
@@ -80,7 +80,7 @@ def test_workers_are_told_of_replicas_and_replicas_of_workers_whoever_comes_firs
 def test_what_becomes_of_a_worker_is_told_every_replica(world: World) -> None:
     start = world.replica("a")
     link = world.fleet.join("w", MemoryChannel())
-    world.fleet.take(link, [READY, Beat()])
+    world.fleet.take(link, [READY, Heartbeat()])
     assert world.fleet.ready is not None
     world.fleet.drain(link)
     world.fleet.lose(link, "it is replaced", asked=True)
@@ -162,7 +162,7 @@ class Ends:
 
     def __init__(self) -> None:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
-        self.takers = [Taker(name, ours) for name, (ours, _) in zip("ab", pairs, strict=True)]
+        self.takers = [ReplicaSlot(name, ours) for name, (ours, _) in zip("ab", pairs, strict=True)]
         self.theirs = [theirs for _, theirs in pairs]
         self._all = [end for pair in pairs for end in pair]
         for theirs in self.theirs:
@@ -186,7 +186,7 @@ def ends() -> Iterator[Ends]:
 async def test_connections_are_shared_out_evenly_and_wait_until_somebody_serves(ends: Ends) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         listener.setblocking(False)
-        doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: 0.0)
         doorman.look()
         clients = [socket.create_connection(listener.getsockname()) for _ in range(10)]
         await turns(20)
@@ -216,7 +216,7 @@ def readable(client: socket.socket) -> bool:
 async def test_who_is_not_heard_of_is_handed_nothing_while_another_is(ends: Ends) -> None:
     now = 0.0
     with socket.socket() as listener:
-        doorman = Doorman(listener, lambda: ends.takers, lambda: now)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: now)
         ends.serve()
         now = 0.9
         assert len(doorman.order()) == 2
@@ -229,7 +229,7 @@ async def test_who_is_not_heard_of_is_handed_nothing_while_another_is(ends: Ends
 
 async def test_who_has_heard_of_no_worker_yet_is_handed_nothing_while_another_has(ends: Ends) -> None:
     with socket.socket() as listener:
-        doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: 0.0)
         ends.serve()
         assert len(doorman.order()) == 2, "no replica has a worker while the model loads"
         ends.takers[0].use = Use(replica="a", roster=0, ready=True, taken=5, connections=5)
@@ -239,7 +239,7 @@ async def test_who_has_heard_of_no_worker_yet_is_handed_nothing_while_another_ha
 async def test_a_connection_that_a_replica_cannot_take_goes_to_the_next(ends: Ends) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
-        doorman = Doorman(listener, lambda: ends.takers, lambda: 0.0)
+        doorman = ConnectionBalancer(listener, lambda: ends.takers, lambda: 0.0)
         ends.serve()
         ends.theirs[0].close()
         doorman.look()

@@ -21,7 +21,7 @@ from redline import __version__
 from redline.model.k2.write import random_checkpoint
 from redline.wire.channel import _secure
 from redline.wire.codec import Wire, encode
-from redline.wire.handoff import Gone
+from redline.wire.handoff import WorkerDown
 from redline.wire.machines import Machine, Order, Orders
 from redline.wire.news import Failed, Stop
 from tests.fleet.test_serve import REDLINE, Server, group, listening, wait_for
@@ -279,7 +279,7 @@ WORDS: list[Wire] = [
     Machine(name="gpu-1", life="evil", inbox="tcp://127.0.0.1:9", version=__version__, leaving=True),
     Machine(name="gpu-9", life="evil", inbox="tcp://127.0.0.1:9", version=__version__),
     Failed(reason="evil"),
-    Gone(worker="one", epoch=1),
+    WorkerDown(worker="one", epoch=1),
     Stop(),
 ]
 

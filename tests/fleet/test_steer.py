@@ -14,10 +14,10 @@ from redline.errors import RedlineError
 from redline.fleet.config import Steer
 from redline.fleet.spares import AGAIN_S
 from redline.fleet.steer import CONFIRM, LEAST_REQUESTS, Measured, Steering, roles_of
-from redline.fleet.supervisor import Seat
+from redline.fleet.supervisor import WorkerStatus
 from redline.route.roles import is_done, refusal
 from redline.tune.expected import Asked, Roles, Traffic
-from redline.wire.news import STEP_SIZES, Beat, Load, Ready, Role, TimedStep
+from redline.wire.news import STEP_SIZES, Heartbeat, Load, Ready, Role, TimedStep
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import TOKENIZER
 
@@ -58,15 +58,15 @@ class Fleet:
     def __init__(self, *roles: Role, spares: int = 0, sla: Mapping[str, Sla] = SLA, **config: float) -> None:
         """spares: further workers, idle at first, that run while they are needed."""
         self.now = 0.0
-        self.states: dict[str, Seat] = {}
+        self.states: dict[str, WorkerStatus] = {}
         self.gateway = Gateway(TOKENIZER, K2_6, Metrics("m"), clock=lambda: self.now, resume_s=5.0)
         self.turned: list[tuple[str, Role]] = []
         self.steering = Steering(Steer(window_s=60, rest_s=30, **config), self.gateway, self, sla, lambda: self.now)
         for name, role in zip("abcd", roles, strict=False):
-            self.states[name] = Seat(name, "ready", spare=False)
+            self.states[name] = WorkerStatus(name, "ready", spare=False)
             self.serves(name, role)
         for name in "wxyz"[:spares]:
-            self.states[name] = Seat(name, "idle", spare=True)
+            self.states[name] = WorkerStatus(name, "idle", spare=True)
         self.steps = 0
         self.now = 1000.0
         self.heard()
@@ -76,19 +76,19 @@ class Fleet:
         epoch = 1 + sum(link.name == name for link in self.gateway.links)
         link = FakeEngine(lambda _: ()).serve(self.gateway, name=name, role=role, epoch=epoch)
         link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows")
-        self.gateway.deliver(link, Beat())
+        self.gateway.deliver(link, Heartbeat())
 
     @property
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[WorkerStatus]:
         return list(self.states.values())
 
     def want(self, name: str, role: Role) -> str | None:
-        self.states[name] = Seat(name, "starting", spare=True)
+        self.states[name] = WorkerStatus(name, "starting", spare=True)
         self.turned.append((name, role))
         return None
 
     def spare(self, name: str) -> str | None:
-        self.states[name] = Seat(name, "ending", spare=True)
+        self.states[name] = WorkerStatus(name, "ending", spare=True)
         self.gateway.drain(next(link for link in self.gateway.links if link.name == name))
         return None
 
@@ -119,7 +119,7 @@ class Fleet:
     def heard(self) -> None:
         for link in self.gateway.links:
             if link.ready is not None:
-                self.gateway.deliver(link, Beat())
+                self.gateway.deliver(link, Heartbeat())
 
     def settle(self) -> None:
         """Complete the role switches that are done."""
@@ -365,22 +365,22 @@ async def test_where_other_roles_are_enough_nobody_is_started() -> None:
 async def test_who_is_not_wanted_any_more_ends_after_long_and_one_at_a_time() -> None:
     fleet = Fleet("both", spares=2, spare_s=60.0)
     for name in "wx":
-        fleet.states[name] = Seat(name, "ready", spare=True)
+        fleet.states[name] = WorkerStatus(name, "ready", spare=True)
         fleet.serves(name, "both")
     for link in fleet.gateway.links:
         link.jobs = {"a": 0, "w": 2, "x": 1}[link.name]
     assert await look(fleet, 13) == [""] * 12 + ["x ends"], "x has fewer jobs than w, and a always runs"
     assert (await fleet.steering.look()).why.endswith("but x ends already")
-    fleet.states["x"] = Seat("x", "idle", spare=True)
+    fleet.states["x"] = WorkerStatus("x", "idle", spare=True)
     fleet.gateway.lose(next(link for link in fleet.gateway.links if link.name == "x"), "not wanted", asked=True)
     assert await look(fleet, 1) == ["w ends"]
-    fleet.states["w"] = Seat("w", "idle", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "idle", spare=True)
     assert await look(fleet, 3) == [""] * 3
 
 
 async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> None:
     fleet = Fleet("both", spares=1, spare_s=60.0)
-    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "both")
     first = next(iter(fleet.gateway.links))
     first.load = msgspec.structs.replace(load(1), waiting=8)
@@ -392,7 +392,7 @@ async def test_nobody_ends_while_requests_wait_though_none_come_any_more() -> No
 async def test_a_wave_in_between_keeps_those_who_run() -> None:
     fleet = Fleet("both", spares=1, spare_s=60.0)
     fleet.measure()
-    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "both")
     assert await look(fleet, 6, seconds=10) == [""] * 6
     fleet.comes(prompt=20, output=200, per_s=12)
@@ -405,9 +405,9 @@ async def test_one_whose_start_fails_is_left_out_for_a_while_and_another_is_trie
     fleet.measure()
     fleet.comes(prompt=20, output=200, per_s=16)
     assert await look(fleet, 2, seconds=1) == ["", "w starts"]
-    fleet.states["w"] = Seat("w", "idle", spare=True, failed="no memory")
+    fleet.states["w"] = WorkerStatus("w", "idle", spare=True, failed="no memory")
     assert await look(fleet, 1, seconds=1) == ["x starts"]
-    fleet.states["x"] = Seat("x", "idle", spare=True, failed="no memory")
+    fleet.states["x"] = WorkerStatus("x", "idle", spare=True, failed="no memory")
     last = await fleet.steering.look()
     assert last.worker is None
     assert fleet.steering.told()["workers"]["failed"] == {"w": "no memory", "x": "no memory"}
@@ -420,13 +420,13 @@ async def test_where_a_worker_that_runs_in_any_case_is_given_up_another_is_start
     None
 ):
     fleet = Fleet("both", "both", spares=1)
-    fleet.states["b"] = Seat("b", "given up", spare=False)
+    fleet.states["b"] = WorkerStatus("b", "given up", spare=False)
     assert await look(fleet, 2) == ["w starts", ""]
 
 
 async def test_who_is_the_last_that_answers_does_not_end() -> None:
     fleet = Fleet("prefill", spares=1, spare_s=5.0)
-    fleet.states["w"] = Seat("w", "ready", spare=True)
+    fleet.states["w"] = WorkerStatus("w", "ready", spare=True)
     fleet.serves("w", "decode")
     assert await look(fleet, 3) == [""] * 3
     assert fleet.steering.last is not None

@@ -12,7 +12,7 @@ from redline.errors import ConfigError
 from redline.model.k2.shapes import KIMI_K26
 from redline.simulate.models import KIMI_8_H200, worker_model
 from redline.tune.pairs import Work
-from redline.tune.steps import StepFit
+from redline.tune.steps import StepTimeFit
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers
@@ -20,7 +20,7 @@ RANKS, LAYERS = 8, KIMI_K26.num_hidden_layers
 
 def test_a_step_of_answers_takes_what_is_predicted_for_eight_h200s():
     machines = Machines(KIMI_K26, machine("8 x H200"))
-    fit = StepFit(experts_of=KIMI_K26.n_routed_experts, experts_chosen=KIMI_K26.num_experts_per_tok)
+    fit = StepTimeFit(experts_of=KIMI_K26.n_routed_experts, experts_chosen=KIMI_K26.num_experts_per_tok)
     for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         for context in (1024, 4096, 16384, 32768):
             ms = machines.step(rows, 1, context).ms
