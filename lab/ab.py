@@ -131,16 +131,16 @@ class Cpu:
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
 
 
-KvReceiver = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part that came
+Arrivals = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part that came
 
 
-async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[KvReceiver]:
+async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Arrivals]:
     """Asks for all prompts at once; returns what came when. It is parsed later, since parsing takes a core.
 
     Raises RedlineError where a stream breaks off.
     """
 
-    async def one(prompt: Sequence[int]) -> KvReceiver:
+    async def one(prompt: Sequence[int]) -> Arrivals:
         body = {
             "prompt": prompt,
             "max_tokens": new,
@@ -149,7 +149,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        found: KvReceiver = []
+        found: Arrivals = []
         async with asyncio.timeout(ANSWER_S), connection(port) as (reader, writer):
             writer.write(post("/v1/completions", json.dumps(body).encode()))
             while part := await reader.read(READ_BYTES):
@@ -162,7 +162,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
         raise RedlineError(f"a stream broke off: {error or type(error).__name__}") from None
 
 
-def progress_of(stream: KvReceiver, new: int) -> list[tuple[float, int]]:
+def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
     """(seconds on the clock, tokens of the answer so far) for each part of the stream that tells a count.
 
     Raises RedlineError where the answer is not whole, or not of `new` tokens.
@@ -181,7 +181,7 @@ def progress_of(stream: KvReceiver, new: int) -> list[tuple[float, int]]:
     return found
 
 
-def decode_rate(streams: Sequence[KvReceiver], new: int) -> float:
+def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
     """Tokens/s of all streams together, from the moment when each has begun to the last token.
 
     new: tokens of each answer. Raises RedlineError where a stream is not whole, or where all tokens came at one time.
@@ -195,7 +195,7 @@ def decode_rate(streams: Sequence[KvReceiver], new: int) -> float:
     return (new * len(streams) - before) / (end - start)
 
 
-def prefill_rate(streams: Sequence[KvReceiver], prompt: int, began: float) -> float:
+def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> float:
     """Prompt tokens/s of all streams, from `began` until each has its first token. prompt: tokens of each prompt.
 
     Raises RedlineError where a stream has not exactly one token.

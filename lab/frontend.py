@@ -36,13 +36,13 @@ from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
 from redline.api.metrics import Metrics
 from redline.api.openai import Streaming
-from redline.api.pour import DIRECT, ImmediateWriter
+from redline.api.pour import DIRECT, Direct
 from redline.api.server import uvicorn_config
 from redline.api.sse import DONE, ChatStream
 from redline.chat.events import Text
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
-from redline.route.links import WorkerHandle
+from redline.route.links import Link
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
@@ -66,7 +66,7 @@ class FreeEngine:
         self._more: dict[JobId, bytes] = {}  # the same delta every time
         self._task: asyncio.Task[None] | None = None
         self.gateway: Gateway | None = None
-        self.link: WorkerHandle | None = None
+        self.link: Link | None = None
 
     def put(self, message: Wire) -> None:
         """Takes a job or an abort, as the engine's end of the wire does.
@@ -138,7 +138,7 @@ def bare() -> ASGIApp:
 class _CountedDirect:
     """A connection whose direct writes are counted with the app's own."""
 
-    def __init__(self, direct: ImmediateWriter, counted: "Counted") -> None:
+    def __init__(self, direct: Direct, counted: "Counted") -> None:
         self._direct = direct
         self._counted = counted
 

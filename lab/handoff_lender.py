@@ -18,7 +18,7 @@ from redline import clock
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Transport
 from redline.transport.choice import open_transport
-from redline.transport.ledger import TransferBufferPool
+from redline.transport.ledger import Lender
 from redline.wire.parcel import Ticket
 
 OUTSTANDING = 64  # parcels that are lent at once, at most
@@ -98,7 +98,7 @@ def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: i
     """Lends until so many are done, and says so to a file. Raises AssertionError where the book is wrong."""
     draw, content = random.Random(seed + 1), Content(seed)
     area = transport.area(area_bytes)
-    lender = TransferBufferPool(area.memory.size)
+    lender = Lender(area.memory.size)
     say(out, Told(area.told))
     heard = Lines(0, Taken | Gone)
     lent = expired = given_up = taken = late = 0

@@ -40,7 +40,7 @@ from redline.kernels.cpu.checksum import of_memory
 from redline.progress import Working
 from redline.transport.base import Reading, Transport
 from redline.transport.choice import TransportName, open_transport
-from redline.transport.ledger import KvChunk, TransferBufferPool
+from redline.transport.ledger import Lender, Parcel
 from redline.transport.memory import Disturbance, MemoryTransport, host_memory
 
 RECEIVERS = 4
@@ -57,14 +57,14 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
     link = _Link(draw, content)
     transport = MemoryTransport(link.disturb, lambda: now)
     area = transport.area(64 << 10)
-    lender = TransferBufferPool(area.memory.size, lambda: now)
+    lender = Lender(area.memory.size, lambda: now)
 
     def receiver() -> Receiver:
         return Receiver(transport, area.told, 64 << 10, content, tally, 40 * TICK_S, link.through)
 
     live = {f"receiver {n}": receiver() for n in range(RECEIVERS)}
     shadows: list[Receiver] = []  # thought to have left, and still reading
-    filling: list[tuple[KvChunk, int]] = []
+    filling: list[tuple[Parcel, int]] = []
     book = dict.fromkeys(("lent", "expired", "given up", "taken", "taken late", "no room", "dropped while filled"), 0)
 
     def taken(of: Receiver) -> None:
@@ -86,7 +86,7 @@ def within_one_process(handoffs: int, seed: int, working: Working) -> tuple[Tall
             content.write(area.memory.address + parcel.offset, book["lent"], size)
             filling.append((parcel, book["lent"]))
             book["lent"] += 1
-        still: list[tuple[KvChunk, int]] = []
+        still: list[tuple[Parcel, int]] = []
         for parcel, number in filling:
             if draw.random() < 0.3:
                 still.append((parcel, number))

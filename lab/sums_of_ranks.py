@@ -39,7 +39,7 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.group import GpuGroup
 from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks, Shots, Site
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links, Shots, Site
 from redline.model.k2.shapes import KIMI_K26
 from redline.model.k2.shard import rooms_of
 
@@ -140,7 +140,7 @@ class Products:
         """bf16, whose products keep the variance of their inputs."""
         return (torch.randn(*shape, generator=g, device=g.device) * shape[-1] ** -0.5).bfloat16()
 
-    def layers(self, rows: int, *, begins: bool = False) -> Callable[[RankLinks | None], list[Tensor]]:
+    def layers(self, rows: int, *, begins: bool = False) -> Callable[[Links | None], list[Tensor]]:
         """LAYERS pairs of products over random rows: the residual behind each. begins: behind `project_a`."""
         g, device = self.generator, self.device
         same = torch.Generator(device).manual_seed(rows)  # what all ranks have alike
@@ -156,7 +156,7 @@ class Products:
         gamma_q = torch.rand(self.rank_q, generator=same, device=device) + 0.5
         x, squares = self.normal(same, rows, self.hidden), torch.ones(1, 8, device=device)
 
-        def run(links: RankLinks | None) -> list[Tensor]:
+        def run(links: Links | None) -> list[Tensor]:
             given, kept = residual, []
             for layer in range(LAYERS):
                 place = layer % PLACES
@@ -170,7 +170,7 @@ class Products:
 
         return run
 
-    def projected(self, rows: int) -> Callable[[RankLinks | None], tuple[Tensor, Tensor, Tensor]]:
+    def projected(self, rows: int) -> Callable[[Links | None], tuple[Tensor, Tensor, Tensor]]:
         """`project_a` of random rows that all ranks have."""
         g = torch.Generator(self.device).manual_seed(rows)
         x, squares = self.normal(g, rows, self.hidden), torch.rand(3, 8, generator=g, device=self.device)
@@ -199,7 +199,7 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     partials = torch.randn(rows, hidden, device=device)
     residual, gamma = torch.randn(rows, hidden, device=device), torch.rand(hidden, device=device)
 
-    def sums(given: RankLinks | None) -> None:
+    def sums(given: Links | None) -> None:
         sites: tuple[Site, Site] = (ATTENTION, EXPERTS)
         for i in range(2 * LAYERS):
             sum_ranks(partials, residual, gamma, None, given, sites[i % 2])
@@ -235,7 +235,7 @@ def times_of(rows: int, products: Products, group: GpuGroup) -> dict[str, float]
     return result
 
 
-def check(run: Callable[[RankLinks | None], list[Tensor]], group: GpuGroup, links: RankLinks) -> None:
+def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup, links: Links) -> None:
     """Every residual over the ranks is the one before plus NCCL's sum of what each rank adds, and has equal bits."""
     assert ROWS[-1] <= MOST_TOKENS, "a step of so many rows goes pair by pair"
     for _ in range(3):
@@ -256,7 +256,7 @@ def check(run: Callable[[RankLinks | None], list[Tensor]], group: GpuGroup, link
             assert all(torch.equal(residual, other) for other in others), "ranks have other bits"
 
 
-def check_shared(run: Callable[[RankLinks | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
+def check_shared(run: Callable[[Links | None], tuple[Tensor, Tensor, Tensor]], group: GpuGroup) -> None:
     """What ranks multiply a part of each is what one multiplies whole, to rounding, and has equal bits."""
     links = replace(group.links, projection="divided")
     for _ in range(3):

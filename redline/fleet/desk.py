@@ -11,7 +11,7 @@ from redline import clock
 from redline.api.admin import worker_of
 from redline.api.errors import Refusal
 from redline.api.metrics import EXPOSED_S
-from redline.api.summed import MetricsAggregator, packed
+from redline.api.summed import Summed, packed
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.wire.news import Role
 from redline.wire.replicas import Ask, Told
@@ -19,7 +19,7 @@ from redline.wire.replicas import Ask, Told
 SUPERVISOR = "supervisor"  # in the place of a replica's name
 
 
-class AdminAggregator:
+class FleetDesk:
     """`api.admin.Desk` over a fleet, and its /metrics. drain: begins the server's end. replace, turn: as in
     `Supervisor`."""
 
@@ -36,7 +36,7 @@ class AdminAggregator:
         self._fleet = fleet
         self._replace = replace
         self._turn = turn
-        self._summed = MetricsAggregator()
+        self._summed = Summed()
         self._scraping: asyncio.Task[bytes] | None = None
         self._exposed: tuple[float, bytes] = (float("-inf"), b"")
         self._tasks: set[asyncio.Task[None]] = set()

@@ -20,7 +20,7 @@ AGAIN_S = 0.02  # until a connection is offered again that no replica has taken
 HEARD_S = 1.0  # a replica of which nothing has been heard for so long is handed nothing, where another is heard of
 
 
-class ReplicaSlot:
+class Taker:
     """One start of a replica, as the doorman knows it."""
 
     def __init__(self, name: str, door: socket.socket) -> None:
@@ -47,13 +47,13 @@ class ReplicaSlot:
         return True
 
 
-class ConnectionBalancer:
+class Doorman:
     """Listens for all replicas of a server. `look` has to be called when one begins to serve."""
 
     def __init__(
         self,
         listener: socket.socket,
-        takers: Callable[[], Iterable[ReplicaSlot]],
+        takers: Callable[[], Iterable[Taker]],
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
         """listener: does not block, and is its caller's. takers: those that there are now."""
@@ -80,7 +80,7 @@ class ConnectionBalancer:
         if self._held is not None:
             self._held.close()
 
-    def order(self) -> list[ReplicaSlot]:
+    def order(self) -> list[Taker]:
         """Who serves, whoever should be handed the next connection first."""
         serving = [taker for taker in self._takers() if taker.use is not None]
         heard = [taker for taker in serving if self._clock() - taker.heard_at <= HEARD_S]

@@ -11,18 +11,18 @@ from pathlib import Path
 from redline import clock
 from redline.api.gateway import LOOK_S
 from redline.api.metrics import Metrics
-from redline.fleet.doorman import ReplicaSlot
+from redline.fleet.doorman import Taker
 from redline.fleet.questions import Questions
-from redline.route.links import WorkerHandle, WorkerRegistry
+from redline.route.links import Link, Links
 from redline.wire.channel import Outbox, ipc_address
 from redline.wire.codec import Wire
-from redline.wire.news import Failed, Heartbeat, Load, Missed, Ready, Role
+from redline.wire.news import Beat, Failed, Load, Missed, Ready, Role
 from redline.wire.replicas import Ask, Drain, Replica, Replicas, Roster, Start, Told, Use
 
 AGAIN_S = 1.0  # before a worker is told once more of a replica that has not heard of it
 
 
-class ReplicaStart(ReplicaSlot):
+class ReplicaStart(Taker):
     """One start of a replica. `ready` is None until it serves."""
 
     def __init__(self, of: str, epoch: int, outbox: Outbox, writer: bytes, door: socket.socket, pid: int) -> None:
@@ -40,7 +40,7 @@ class ReplicaStart(ReplicaSlot):
         """What it said last."""
         return self.use
 
-    def jobs_at(self, link: WorkerHandle) -> int:
+    def jobs_at(self, link: Link) -> int:
         """Its jobs that a worker has."""
         workers = () if self.use is None else self.use.workers
         return sum(each.jobs for each in workers if (each.worker, each.epoch) == (link.name, link.epoch))
@@ -60,7 +60,7 @@ class Fleet:
 
         answer: called with what a replica asks.
         """
-        self.links = WorkerRegistry(clock)
+        self.links = Links(clock)
         self.metrics = metrics
         self.questions = Questions()
         self.replicas: dict[str, ReplicaStart] = {}  # by name
@@ -94,9 +94,9 @@ class Fleet:
 
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
-    ) -> WorkerHandle:
+    ) -> Link:
         """A worker has been started: it is told of the replicas, and they of it."""
-        link = WorkerHandle(name, outbox, role, epoch, inbox, at)
+        link = Link(name, outbox, role, epoch, inbox, at)
         self.links.join(link)
         self.metrics.joined(name)
         self.metrics.role(name, role)
@@ -104,12 +104,12 @@ class Fleet:
         self._tell_replicas()
         return link
 
-    def drain(self, link: WorkerHandle) -> None:
+    def drain(self, link: Link) -> None:
         """A worker is to be replaced."""
         link.draining = True
         self._tell_replicas()
 
-    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
+    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
         """A worker has ended; idempotent. asked: it was to end."""
         if link.lost is None:
             self.links.lose(link, reason)
@@ -118,7 +118,7 @@ class Fleet:
                 self._asked.add((link.name, link.epoch))
             self._tell_replicas()
 
-    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
+    def take(self, link: Link, messages: Sequence[Wire]) -> None:
         """Take in what a worker says of itself."""
         for message in messages:
             match message:
@@ -127,7 +127,7 @@ class Fleet:
                         self.lose(link, why_not)
                         return
                     self.metrics.ready(message, link.name)
-                case Heartbeat():
+                case Beat():
                     link.heard(message, self._clock())
                 case Load():
                     link.load = message if link.lost is None else None
@@ -208,11 +208,11 @@ class Fleet:
         for link in self.links:
             link.jobs = sum(start.jobs_at(link) for start in self.replicas.values())
 
-    def _address(self, start: ReplicaStart, link: WorkerHandle) -> str:
+    def _address(self, start: ReplicaStart, link: Link) -> str:
         """Where a replica hears a worker. Raises ConfigError where a socket's path is too long."""
         return ipc_address(self._sockets, f"{start.name}.{link.name}.{link.epoch}")
 
-    def _tell_worker(self, link: WorkerHandle) -> None:
+    def _tell_worker(self, link: Link) -> None:
         if link.lost is not None:
             return
         self._told_at[link.name] = self._clock()

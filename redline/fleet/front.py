@@ -16,7 +16,7 @@ from redline.api.access import is_loopback
 from redline.api.app import create_app
 from redline.api.budget import Connections
 from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.edge import AuthState
+from redline.api.edge import Edge
 from redline.api.gateway import Gateway
 from redline.api.keys import SECRET
 from redline.api.metrics import Metrics
@@ -43,7 +43,7 @@ class Front(NamedTuple):
     """The API of this process."""
 
     gateway: Gateway
-    edge: AuthState
+    edge: Edge
     server: Server
     spans: Spans | None  # to be closed in a thread, where they are asked for
 
@@ -81,7 +81,7 @@ def open_front(
         ),
         limits=limits_of(config),
     )
-    edge, spans = AuthState(api, secret), open_spans()
+    edge, spans = Edge(api, secret), open_spans()
     if spans is not None:
         edge.passages.watchers.append(spans)
     gateway = Gateway(

@@ -33,7 +33,7 @@ class End(NamedTuple):
         return self.ready and self.seconds >= WELL_S
 
 
-class SupervisedProcess(ABC):
+class Kept(ABC):
     """One process of a deployment through all its starts. `given_up` is why there will be no other."""
 
     def __init__(self, name: str, *, again: bool, proven: asyncio.Event) -> None:

@@ -34,7 +34,7 @@ from redline.fleet.front import Front, end, limits_of, open_front
 from redline.fleet.lines import lines_on_stderr
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.questions import Questions
-from redline.route.links import WorkerHandle
+from redline.route.links import Link
 from redline.wire.base import Record
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox
 from redline.wire.news import Missed, Stop
@@ -65,7 +65,7 @@ class _Worker:
         self.start = start
         self.inbox = AsyncSocketInbox(start.outbox)
         self.outbox = SocketOutbox(start.inbox, writer=writer)
-        self.link: WorkerHandle | None = None
+        self.link: Link | None = None
         self.following: asyncio.Task[None] | None = None
 
     async def close(self) -> None:

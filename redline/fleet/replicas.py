@@ -23,11 +23,11 @@ from redline.api.response_store import ResponseStore
 from redline.api.scrape import create_metrics_app
 from redline.errors import WorkerLost
 from redline.fleet.config import ServeConfig
-from redline.fleet.desk import AdminAggregator
-from redline.fleet.doorman import ConnectionBalancer
+from redline.fleet.desk import FleetDesk
+from redline.fleet.doorman import Doorman
 from redline.fleet.fleet import Fleet, ReplicaStart
 from redline.fleet.front import Doors, end, limits_of, serve_beside
-from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
+from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
 from redline.fleet.process import STOP_SIGNALS
 from redline.fleet.replica import ReplicaConfig
 from redline.fleet.signals import Signals
@@ -41,7 +41,7 @@ IDLE_S = 0.05  # between two looks whether answers still run
 log = logging.getLogger("redline.fleet")
 
 
-class SupervisedReplica(SupervisedProcess):
+class SupervisedReplica(Kept):
     """One replica of the API through all its starts."""
 
     def __init__(
@@ -146,11 +146,11 @@ async def serve_replicas(
     """
     if config.responses_file is not None:
         ResponseStore(Path(config.responses_file)).close()  # replicas that made it at once could find it locked
-    desk: AdminAggregator
+    desk: FleetDesk
     fleet = Fleet(Metrics(config.names[0]), sockets, lambda start, ask: desk.answer(start, ask))
     supervisor = Supervisor(config, fleet, sockets)
-    desk = AdminAggregator(fleet, config.drain_s, signals.end, supervisor.replace, supervisor.turn)
-    doorman = ConnectionBalancer(doors.api, fleet.replicas.values)
+    desk = FleetDesk(fleet, config.drain_s, signals.end, supervisor.replace, supervisor.turn)
+    doorman = Doorman(doors.api, fleet.replicas.values)
 
     def changed(of: str) -> None:
         if not any(start.of == of for start in fleet.replicas.values()):

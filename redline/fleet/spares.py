@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from redline.fleet.supervisor import WorkerStatus
-from redline.route.links import WorkerHandle, WorkerRegistry
+from redline.fleet.supervisor import Seat
+from redline.route.links import Link, Links
 from redline.route.roles import can_answer
 from redline.tune.count import Count, Limits, Look, choose_count, forgotten
 from redline.wire.news import Role
@@ -19,12 +19,12 @@ MOST = 1 << 16  # workers, where nobody starts any: an autoscaler has bounds of 
 AGAIN_S, LONGEST_S = 60.0, 3600.0  # before a worker is tried again whose start has failed, doubled each time; at most
 
 
-class WorkerPool(Protocol):
+class Crew(Protocol):
     """Who gives workers roles, starts and ends them (`Supervisor`). Each says why not, or None; they raise KeyError
     where there is no worker of that name."""
 
     @property
-    def seats(self) -> Sequence[WorkerStatus]:
+    def seats(self) -> Sequence[Seat]:
         """All workers of the deployment."""
         ...
 
@@ -41,10 +41,10 @@ class WorkerPool(Protocol):
         ...
 
 
-class Autoscaler:
+class Spares:
     """What looks have said of how many workers are to run, and who is started or ended for it."""
 
-    def __init__(self, crew: WorkerPool, links: WorkerRegistry, spare_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, crew: Crew, links: Links, spare_s: float, clock: Callable[[], float]) -> None:
         """spare_s: as in `tune.count.Limits`."""
         self._crew = crew
         self._links = links
@@ -61,7 +61,7 @@ class Autoscaler:
         return any(seat.spare for seat in self._crew.seats)
 
     @property
-    def running(self) -> Sequence[WorkerStatus]:
+    def running(self) -> Sequence[Seat]:
         """Workers that run, or are being started."""
         return [seat for seat in self._crew.seats if seat.state in ("starting", "ready")]
 
@@ -111,7 +111,7 @@ class Autoscaler:
             return None, "of those that need not run none can be spared yet"
         places = {name: place for place, name in enumerate(ready)}
 
-        def cost(link: WorkerHandle) -> tuple[bool, int, int]:
+        def cost(link: Link) -> tuple[bool, int, int]:
             return (link.role == "prefill") != fewer_prompts, link.jobs if link.at is None else 0, -places[link.name]
 
         name = min(may, key=cost).name
@@ -129,7 +129,7 @@ class Autoscaler:
             "failed": {seat.name: seat.failed for seat in seats if seat.failed is not None},
         }
 
-    def _may_go(self, link: WorkerHandle) -> bool:
+    def _may_go(self, link: Link) -> bool:
         """Whether another worker answers that is heard of, and nothing is under way with this one."""
         others = [other for other in self._links if other is not link and can_answer(self._links, other)]
         return bool(others) and link.turning is None and not link.draining
@@ -146,5 +146,5 @@ class Autoscaler:
             fails = self._fails[seat.name] = self._fails.get(seat.name, 0) + 1
             self._until[seat.name] = self._clock() + min(AGAIN_S * 2 ** (fails - 1), LONGEST_S)
 
-    def _left_out(self, seat: WorkerStatus) -> bool:
+    def _left_out(self, seat: Seat) -> bool:
         return self._until.get(seat.name, 0.0) > self._clock() and seat.state == "idle"

@@ -27,15 +27,15 @@ from redline.api.gateway import Gateway
 from redline.api.sla import targets_of
 from redline.errors import RedlineError
 from redline.fleet.config import Steer
-from redline.fleet.spares import Autoscaler, WorkerPool
+from redline.fleet.spares import Crew, Spares
 from redline.fleet.trials import tried
-from redline.route.links import MOVE_S, WorkerHandle
+from redline.route.links import MOVE_S, Link
 from redline.route.roles import STAY_S, can_answer
 from redline.tune.count import NEWEST, rising, role_of_another
 from redline.tune.expected import Asked, Predicted, Roles, Traffic, WorkerModel
 from redline.tune.pairs import Work
 from redline.tune.roles import Choice, Fleet, best_roles, choose_roles, predict_roles, settled, splits_to_try
-from redline.tune.steps import StepModel, StepTimeFit, on_the_mean
+from redline.tune.steps import StepFit, StepModel, on_the_mean
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Load, Ready, Role
 
@@ -127,7 +127,7 @@ class Steering:
         self,
         config: Steer,
         gateway: Gateway,
-        crew: WorkerPool,
+        crew: Crew,
         targets: Mapping[str, Sla],
         clock: Callable[[], float] = clock.monotonic,
     ) -> None:
@@ -137,7 +137,7 @@ class Steering:
         self._config = config
         self._gateway = gateway
         self._crew = crew
-        self._spares = Autoscaler(crew, gateway.links, config.spare_s, clock)
+        self._spares = Spares(crew, gateway.links, config.spare_s, clock)
         self._targets = targets_of(targets)
         self._clock = clock
         self._changed_at = -math.inf
@@ -189,7 +189,7 @@ class Steering:
 
     # -- what is seen
 
-    def _able(self) -> list[WorkerHandle]:
+    def _able(self) -> list[Link]:
         """Workers that can be sent something new."""
         links = self._gateway.links
         return [link for link in links if link.ready and not link.draining and links.silent_s(link) <= MOVE_S]
@@ -308,7 +308,7 @@ class Steering:
 
     def _choose(self, traffic: Traffic, fleet: Fleet, steps: Sequence[tuple[Work, float]]) -> Choice:
         experts_of, experts_chosen = fleet.model.steps.experts_of, fleet.model.steps.experts_chosen
-        fit = StepTimeFit(experts_of=experts_of, experts_chosen=experts_chosen)
+        fit = StepFit(experts_of=experts_of, experts_chosen=experts_chosen)
         for work, ms in steps:
             fit.add(work, ms)
         worker = msgspec.structs.replace(fleet.model, steps=on_the_mean(fit.model(), steps))
@@ -331,14 +331,14 @@ class Steering:
         self._goal = seen
         return self._step(able, way, seen)
 
-    def _step(self, able: Sequence[WorkerHandle], way: int, seen: Decision) -> Decision:
+    def _step(self, able: Sequence[Link], way: int, seen: Decision) -> Decision:
         """The worker with least to end changes. way: more than 0 where more are to compute prompts."""
         some = [link for link in able if (link.role == "prefill") == (way < 0)]
         link = min(some, key=lambda link: link.jobs)
         alone = seen.expected is not None and not seen.expected.roles.prefill
         return self._change(link, "prefill" if way > 0 else "both" if alone else "decode", seen)
 
-    def _change(self, link: WorkerHandle, role: Role, seen: Decision) -> Decision:
+    def _change(self, link: Link, role: Role, seen: Decision) -> Decision:
         if (why_not := self._crew.turn(link.name, role)) is not None:
             return seen._replace(why=f"{seen.why}; but {why_not}")
         return seen._replace(worker=link.name, role=role, does="turns")

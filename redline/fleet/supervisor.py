@@ -2,7 +2,7 @@
 
 A start of a worker has an epoch and sockets of its own. Whatever an earlier one still says is read by nobody, so it
 cannot be taken for the word of the one that has its place. Why a start has ended is said in the log, and kept until the
-next one has ended too (`WorkerHandle.before`).
+next one has ended too (`Link.before`).
 """
 
 import asyncio
@@ -19,10 +19,10 @@ import msgspec
 from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
-from redline.fleet.kept import SILENCE_S, End, SupervisedProcess, until_silent
+from redline.fleet.kept import SILENCE_S, End, Kept, until_silent
 from redline.fleet.machines import Machines
 from redline.fleet.process import LocalProcess, Process, folder_for_parcels, start_worker
-from redline.route.links import WorkerHandle, WorkerRegistry
+from redline.route.links import Link, Links
 from redline.route.roles import refusal
 from redline.transport.choice import WITHIN_A_HOST
 from redline.wire.channel import IPC, AsyncSocketInbox, Outbox, SocketOutbox, ipc_address
@@ -44,7 +44,7 @@ State = Literal["idle", "starting", "ready", "ending", "given up"]
 """Of a worker. idle: it is not to run; ending: it is not to run, and still does."""
 
 
-class WorkerStatus(NamedTuple):
+class Seat(NamedTuple):
     """One worker of a deployment, as whoever starts and ends workers sees it.
 
     spare: it runs only while it is wanted. role: that it has, or will have. failed: why its last start has failed,
@@ -61,7 +61,7 @@ class WorkerStatus(NamedTuple):
 class Follower(Protocol):
     """Who is told of the workers: the gateway, where the API is this process, else `fleet.Fleet`."""
 
-    links: WorkerRegistry
+    links: Links
 
     @property
     def ready(self) -> Ready | None:
@@ -70,20 +70,20 @@ class Follower(Protocol):
 
     def join(
         self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "", at: str | None = None
-    ) -> WorkerHandle:
+    ) -> Link:
         """A worker has been started. outbox: leads to it. inbox: the address that it reads. at: its machine; None: this
         one."""
         ...
 
-    def take(self, link: WorkerHandle, messages: Sequence[Wire]) -> None:
+    def take(self, link: Link, messages: Sequence[Wire]) -> None:
         """Take in what a worker says."""
         ...
 
-    def drain(self, link: WorkerHandle) -> None:
+    def drain(self, link: Link) -> None:
         """A worker is to be replaced."""
         ...
 
-    def lose(self, link: WorkerHandle, reason: str, *, asked: bool = False) -> None:
+    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
         """A worker has ended; idempotent. asked: it was to end."""
         ...
 
@@ -92,7 +92,7 @@ class Follower(Protocol):
         ...
 
 
-class Supervised(SupervisedProcess):
+class Supervised(Kept):
     """One worker through all its starts."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Supervised(SupervisedProcess):
         drain_s: float,
         machines: Machines | None = None,
     ) -> None:
-        """sockets: the folder for its sockets. parcels: for what it hands over. again, proven: as `SupervisedProcess` has them.
+        """sockets: the folder for its sockets. parcels: for what it hands over. again, proven: as `Kept` has them.
 
         drain_s: for its answers to end, where it is replaced. machines: beside this one; None: there are none.
         """
@@ -142,7 +142,7 @@ class Supervised(SupervisedProcess):
         self._replacing.set()
 
     @property
-    def seat(self) -> WorkerStatus:
+    def seat(self) -> Seat:
         """What is to be said of it."""
         link = next((link for link in self._gateway.links if link.name == self.name), None)
         state: State = "idle"
@@ -152,7 +152,7 @@ class Supervised(SupervisedProcess):
             state = "ending" if self._runs else "idle"
         else:
             state = "ready" if self._runs and link is not None and link.ready is not None else "starting"
-        return WorkerStatus(self.name, state, self.place.spare, self.role, self._failed)
+        return Seat(self.name, state, self.place.spare, self.role, self._failed)
 
     def _rests(self, why: str) -> bool:
         if not self.place.spare:
@@ -284,7 +284,7 @@ class Supervised(SupervisedProcess):
         )
         return LocalProcess(start_worker(told, place.devices), self._parcels)
 
-    async def _drained(self, link: WorkerHandle, leaving: "asyncio.Task[bool]") -> None:
+    async def _drained(self, link: Link, leaving: "asyncio.Task[bool]") -> None:
         """Returns once it is to be replaced, or its machine leaves, and its answers have ended or had drain_s seconds
         to."""
         replacing = asyncio.create_task(self._replacing.wait())
@@ -298,7 +298,7 @@ class Supervised(SupervisedProcess):
         while link.jobs and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
 
-    async def _follow(self, link: WorkerHandle, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
+    async def _follow(self, link: Link, inbox: AsyncSocketInbox, outbox: "_Later") -> None:
         """Hands on what it says, until it says that it ends."""
         while link.lost is None:
             messages = await inbox.get()
@@ -307,7 +307,7 @@ class Supervised(SupervisedProcess):
                 link.inbox, messages = first.inbox, messages[1:]
             self._gateway.take(link, messages)
 
-    def _why(self, link: WorkerHandle, process: Process, silent: bool, ready: bool) -> str:
+    def _why(self, link: Link, process: Process, silent: bool, ready: bool) -> str:
         if link.lost in (REPLACED, SPARED):
             return link.lost
         if link.lost is not None:
@@ -323,7 +323,7 @@ class Supervised(SupervisedProcess):
         self._gateway.lose(link, why)
         return why
 
-    async def _end(self, link: WorkerHandle, process: Process, *, ready: bool) -> None:
+    async def _end(self, link: Link, process: Process, *, ready: bool) -> None:
         """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
         words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
         if ready and not process.ended.done() and not self._gateway.links.is_silent(link):
@@ -459,7 +459,7 @@ class Supervisor:
                 return next(reasons, "all workers have ended")
 
     @property
-    def seats(self) -> Sequence[WorkerStatus]:
+    def seats(self) -> Sequence[Seat]:
         """All of them."""
         return [worker.seat for worker in self.workers]
 

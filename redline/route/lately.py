@@ -15,7 +15,7 @@ MOST = 2048  # requests kept
 KNOWN = 128  # newest completed answers of a class, used for the estimate of others
 
 
-class RequestRecord:
+class Came:
     """The record of one job, from its arrival on."""
 
     __slots__ = ("at", "cached", "ended", "of", "output", "prompt")
@@ -39,23 +39,23 @@ class Length(NamedTuple):
     of: str
 
 
-class RequestHistory:
+class Lately:
     """The newest jobs, recorded from the first call of `remember` on. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()
-        self._came: deque[RequestRecord] = deque(maxlen=0)
+        self._came: deque[Came] = deque(maxlen=0)
 
     def remember(self) -> None:
         """Start recording."""
         self._since = self._clock()
         self._came = deque(maxlen=MOST)
 
-    def came(self, of: str, prompt: int) -> RequestRecord:
+    def came(self, of: str, prompt: int) -> Came:
         """Record the arrival of a job of class `of` with `prompt` prompt tokens. The caller updates the returned
         record."""
-        came = RequestRecord(self._clock(), of, prompt)
+        came = Came(self._clock(), of, prompt)
         self._came.append(came)
         return came
 
@@ -79,7 +79,7 @@ class RequestHistory:
             for each in newest
         ]
 
-    def left(self, under_way: Sequence[RequestRecord]) -> list[Length]:
+    def left(self, under_way: Sequence[Came]) -> list[Length]:
         """Remaining work of running jobs: an answer that has begun needs no more prefill."""
         becomes = self._becomes(under_way)
         found: list[Length] = []
@@ -88,7 +88,7 @@ class RequestHistory:
             found.append(Length(there, max(0, each.prompt - there), max(1, becomes(each) - each.output), each.of))
         return found
 
-    def _becomes(self, some: Sequence[RequestRecord]) -> Callable[[RequestRecord], int]:
+    def _becomes(self, some: Sequence[Came]) -> Callable[[Came], int]:
         """A function that returns the actual or estimated number of tokens of an answer."""
         of_all = _Ended([each.output for each in self._came if each.ended])
         ended = {
@@ -97,7 +97,7 @@ class RequestHistory:
         }
         return lambda each: each.output if each.ended else (ended[each.of] or of_all).longer_than(each.output)
 
-    def _newest(self, window_s: float) -> list[RequestRecord]:
+    def _newest(self, window_s: float) -> list[Came]:
         since = self._clock() - window_s
         return [each for each in self._came if each.at >= since]
 

@@ -27,7 +27,7 @@ VERSION = 1
 PARCEL_BYTES = 4 << 20  # largest size, unless one layer of one page is larger
 
 
-class KvChunkLayout:
+class Parcels:
     """Converts between the pages of a pool and parcels. `format` identifies the contents of this pool's parcels;
     only workers with the same format exchange parcels."""
 

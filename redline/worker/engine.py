@@ -50,11 +50,11 @@ from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Role, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HANDOFF_SHARE, HEAD_BITS, STAGING_BYTES, EngineConfig, Learned, Suffix
-from redline.worker.exchange import KvTransferManager
+from redline.worker.exchange import Exchange
 from redline.worker.floor import measure, step_work
 from redline.worker.loop import lead, one_line
 from redline.worker.page_events import PageEvents
-from redline.worker.pulse import LoopStatus
+from redline.worker.pulse import Pulse
 from redline.worker.rank_parcels import RankPages, RankParcels
 from redline.worker.ranks import LeadingRunner, Ranks
 from redline.worker.ranks import check as check_ranks
@@ -208,8 +208,8 @@ class EngineCore:
         area_bytes: int | None = None,
         clock: Callable[[], float] = clock.monotonic,
         **how: Any,
-    ) -> KvTransferManager:
-        """The manager of KV transfers to and from other workers. how: further arguments of `KvTransferManager`.
+    ) -> Exchange:
+        """The manager of KV transfers to and from other workers. how: further arguments of `Exchange`.
 
         carriers: the transports for KV chunks, best first. lends: whether this worker prefills for other workers.
         area_bytes: size of the transfer buffer of each transport; None: the default of its memory. With several tensor
@@ -222,14 +222,14 @@ class EngineCore:
         share = HANDOFF_SHARE[self.model.device.type]
         ways = open_ways(carriers, self.runner.kv, share, clock, area_bytes if lends else 0)
         self.runner.marks_layers = lends
-        return KvTransferManager(self.planner, ways, clock=clock, **how)
+        return Exchange(self.planner, ways, clock=clock, **how)
 
     def serve(
         self,
         inbox: Inbox,
         outbox: Outbox,
-        pulse: LoopStatus | None = None,
-        exchange: KvTransferManager | None = None,
+        pulse: Pulse | None = None,
+        exchange: Exchange | None = None,
         events: PageEvents | None = None,
         *,
         record: bool = True,

@@ -30,7 +30,7 @@ from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.share_latents import divides
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.ranks import Linked, RankLinks
+from redline.kernels.hopper.ranks import Linked, Links
 from redline.kernels.inputs import Inputs
 from redline.model.k2.forced_routing import draw
 from redline.model.k2.hopper import GpuK2
@@ -104,7 +104,7 @@ class GpuStep:
         return self._depth, self._model, self._blocks, self._inputs, self._planes
 
 
-def links_of(group: Group) -> RankLinks | None:
+def links_of(group: Group) -> Links | None:
     """A group's links, where its ranks reach one another's memory."""
     return group.links if isinstance(group, Linked) else None
 

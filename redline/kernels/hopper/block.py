@@ -40,7 +40,7 @@ from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.stream import Part, PromptStream
-from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, RankLinks
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links
 from redline.kernels.inputs import Inputs
 from redline.ops.route_experts import choose
 from redline.wire.job import PAGE_TOKENS
@@ -133,7 +133,7 @@ def decode_block(
     plane: Tensor,
     next_norm: Tensor,
     forced_TK: Tensor | None,
-    links: RankLinks | None = None,
+    links: Links | None = None,
 ) -> ResidualStream:
     """One block of a step whose tokens are all queries, in order; at most MOST_DECODED of them.
 
@@ -258,7 +258,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _absorbed(
-    q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor, links: RankLinks | None = None
+    q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor, links: Links | None = None
 ) -> Tensor:
     """Attention of queries over latents. tokens_Q int32 [Q]: their rows of q. -> o bf16 [Q, H V padded to 128].
 

@@ -17,7 +17,7 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.group import START_S
 from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
-from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, RankLinks, Rooms, new_control
+from redline.kernels.hopper.ranks import GATHERED_ROWS, UNSENT, Links, Rooms, new_control
 
 # torch 2.13 warns of the names that are the only ones until then.
 _REDUCE_SCATTER, _ALL_GATHER = (
@@ -69,7 +69,7 @@ class GpuGroup:
             addresses = tuple(self._inbox.address if other == rank else self._peers[other] for other in range(ranks))
             turns = torch.zeros(2, dtype=torch.int32, device=device)
             control = new_control(START_S, pinned=True)
-            self.links = RankLinks(rank, ranks, addresses, control, turns, rooms)
+            self.links = Links(rank, ranks, addresses, control, turns, rooms)
             opened.pop_all()
 
     def add(self, partial: Tensor) -> Tensor:

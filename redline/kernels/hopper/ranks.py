@@ -41,7 +41,7 @@ class Rooms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankLinks:
+class Links:
     """A rank's way to all others."""
 
     rank: int
@@ -95,7 +95,7 @@ class Linked(Protocol):
     """A group whose ranks reach one another's memory."""
 
     @property
-    def links(self) -> RankLinks:
+    def links(self) -> Links:
         """This rank's."""
         ...
 
@@ -104,17 +104,17 @@ NO_LINKS: dict[str, Any] = {**_inboxes(()), "control": None, "site": 0, "rank": 
 """What a kernel's record takes where there is one rank."""
 
 
-def sums_of(links: RankLinks | None, site: Site) -> dict[str, Any]:
-    """`RankLinks.of_sums`; of one rank where there are no links."""
+def sums_of(links: Links | None, site: Site) -> dict[str, Any]:
+    """`Links.of_sums`; of one rank where there are no links."""
     return NO_LINKS if links is None else links.of_sums(site)
 
 
-def ranks_of(links: RankLinks | None) -> int:
+def ranks_of(links: Links | None) -> int:
     """How many ranks there are."""
     return 1 if links is None else links.ranks
 
 
-def shots_of(links: RankLinks | None, tokens: int) -> int:
+def shots_of(links: Links | None, tokens: int) -> int:
     """In how many shots the words of so many tokens are added up: two send fewer, one arrives sooner."""
     if links is None or links.shots:
         return 1 if links is None else links.shots
@@ -138,7 +138,7 @@ def rooms_of(hidden: int, vocabulary: int, heads: int, rank: int, rope: int, pro
 
 
 def new_control(seconds: float, *, pinned: bool) -> Tensor:
-    """What `RankLinks.control` begins with. pinned: memory that a GPU writes."""
+    """What `Links.control` begins with. pinned: memory that a GPU writes."""
     return (
         torch.tensor([int(seconds * 1e9), 0], dtype=torch.int64).pin_memory()
         if pinned

@@ -17,7 +17,7 @@ from redline.kernels.hopper.decode.experts_up import MOST_MEMORY, decode_h, enco
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import EXPERTS, RankLinks, ranks_of, shots_of, sums_of
+from redline.kernels.hopper.ranks import EXPERTS, Links, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -39,7 +39,7 @@ class ExpertsDownArgs(NamedTuple):
     shared_w: Slabs | None  # [D, Is]
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_next: Tensor  # float32 [D]: of the norm that follows
-    links: RankLinks | None = None  # the products are partial sums, and those of all ranks are added; None: of one
+    links: Links | None = None  # the products are partial sums, and those of all ranks are added; None: of one
 
 
 def reference(args: ExpertsDownArgs) -> Result:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.ranks import RankLinks
+from redline.kernels.hopper.ranks import Links
 
 _Launch = launch_record("decode/gather_ranks.cu", "GatherRanksLaunch")
 _THREADS = 512
@@ -23,7 +23,7 @@ def _kernel(width: int, ranks: int, *, turns: bool) -> CudaKernel:
     return CudaKernel("decode/gather_ranks.cu", "gather_ranks", _Launch, sizes, shared=0, threads=threads)
 
 
-def gather_ranks(part_RV: Tensor, links: RankLinks) -> Tensor:
+def gather_ranks(part_RV: Tensor, links: Links) -> Tensor:
     """float32 [R, V / ranks] of each rank -> [R, V]; V / ranks is a multiple of 4, R columns fit in a room."""
     (rows, width), device = part_RV.shape, part_RV.device
     room = links.rooms.gathered
@@ -35,7 +35,7 @@ def gather_ranks(part_RV: Tensor, links: RankLinks) -> Tensor:
     return whole
 
 
-def gather_queries(part_THW: Tensor, links: RankLinks) -> Tensor:
+def gather_queries(part_THW: Tensor, links: Links) -> Tensor:
     """bf16 [T, H / ranks, W] of each rank -> [T, H, W] on every rank; T is at most MOST_TOKENS, H W / ranks whole 8s.
 
     A pair of numbers whose first is zero and whose second is minus zero arrives as two zeros.

@@ -16,7 +16,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, Tiled, padded
-from redline.kernels.hopper.ranks import NO_LINKS, RankLinks
+from redline.kernels.hopper.ranks import NO_LINKS, Links
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -34,10 +34,10 @@ class ProjectAArgs(NamedTuple):
     w: Tiled  # [Rq + R + P, D]
     gamma_Q: Tensor  # float32 [Rq]: of the queries' norm
     eps: float  # of the norm that x waits for
-    links: RankLinks | None = None  # to the ranks that may share the inputs; None: there are none
+    links: Links | None = None  # to the ranks that may share the inputs; None: there are none
 
 
-def shares(w: Tiled, links: RankLinks | None, tokens: int) -> bool:
+def shares(w: Tiled, links: Links | None, tokens: int) -> bool:
     """Whether ranks multiply a part of the inputs each. w: W_a, whole."""
     if links is None or links.projection == "whole" or tokens > dense.MOST_TOKENS:
         return False

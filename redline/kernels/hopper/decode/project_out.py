@@ -15,7 +15,7 @@ from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Site, ranks_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Site, ranks_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -30,7 +30,7 @@ class ProjectOutArgs(NamedTuple):
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_D: Tensor  # float32 [D]: of the norm that follows
     routed_TD: Tensor | None = None  # float32 [T, D]: added as well; only with more than 8 tokens
-    links: RankLinks | None = (
+    links: Links | None = (
         None  # W y and what is routed are partial sums, and those of all ranks are added; None: of one
     )
     site: Site = ATTENTION  # where ranks meet

@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode import attend, dense
 from redline.kernels.hopper.decode.unabsorb import MAX_SPLITS
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
-from redline.kernels.hopper.ranks import MOST_TOKENS, RankLinks
+from redline.kernels.hopper.ranks import MOST_TOKENS, Links
 
 _Launch = launch_record("decode/share_latents.cu", "ShareLatentsLaunch")
 _THREADS = 512
@@ -34,7 +34,7 @@ def _kernel(rank: int, ranks: int) -> CudaKernel:
     return CudaKernel("decode/share_latents.cu", "share_latents", _Launch, sizes, shared, _THREADS)
 
 
-def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: RankLinks) -> tuple[Tensor, Tensor]:
+def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: Links) -> tuple[Tensor, Tensor]:
     """bf16 [Q, H, S, R] and natural log-sum-exps float32 [Q, H, S] of this rank's part of every context, of the heads
     of all ranks -> [Q, H / ranks, ranks, R] and [Q, H / ranks, ranks] of this rank's heads, of all parts.
 
@@ -63,7 +63,7 @@ def share_latents(partial_QHSR: Tensor, lse_QHS: Tensor, links: RankLinks) -> tu
     return out, lse
 
 
-def divides(links: RankLinks | None, queries: int, heads: int, rank: int, longest: int, positions: int = 1) -> bool:
+def divides(links: Links | None, queries: int, heads: int, rank: int, longest: int, positions: int = 1) -> bool:
     """Whether ranks read a part of every context each, in a step of so many queries.
 
     heads: of a rank. rank: R. longest: tokens, at least those of any query's context, so a recorded shape has one way.

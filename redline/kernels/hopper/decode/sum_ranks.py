@@ -13,7 +13,7 @@ from torch import Tensor
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, RankLinks, Site, ranks_of, shots_of, sums_of
+from redline.kernels.hopper.ranks import ATTENTION, MOST_TOKENS, Links, Site, ranks_of, shots_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -29,7 +29,7 @@ class SumRanksArgs(NamedTuple):
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_D: Tensor  # float32 [D]: of the norm that follows
     routed_TD: Tensor | None = None  # float32 [T, D]: added to this rank's partial sums
-    links: RankLinks | None = None  # None: there is one rank
+    links: Links | None = None  # None: there is one rank
     site: Site = ATTENTION
 
 

@@ -38,11 +38,11 @@ MOST_BIASES = 300  # tokens of a slot that have a bias: as many as the API takes
 MOST_STOPS = 96  # ids that end a slot's answer: the API takes 64, and a model has a few of its own
 IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
 
-# Columns of `LogitAdjustments.tokens`: up to how many tokens of the slot its stop ids are banned; and ids, behind them -1.
+# Columns of `SlotWishes.tokens`: up to how many tokens of the slot its stop ids are banned; and ids, behind them -1.
 STOPS_FROM = 0
 BIASED = slice(1, 1 + MOST_BIASES)
 STOPS = slice(BIASED.stop, BIASED.stop + MOST_STOPS)
-# Columns of `LogitAdjustments.numbers`: the penalties, and what is added to the tokens BIASED.
+# Columns of `SlotWishes.numbers`: the penalties, and what is added to the tokens BIASED.
 PRESENCE, FREQUENCY, REPETITION = range(3)
 BIASES = slice(3, 3 + MOST_BIASES)
 
@@ -51,7 +51,7 @@ THREADS = 256
 
 
 @dataclass(frozen=True)
-class LogitAdjustments:
+class SlotWishes:
     """What slots ask of their logits. It is read only for rows whose plan has ADJUSTED."""
 
     counts: Tensor  # int32 [slots, V]: how often the answer has a token, and IN_PROMPT where the prompt has it
@@ -59,7 +59,7 @@ class LogitAdjustments:
     numbers: Tensor  # float32 [slots, BIASES.stop]
 
     @classmethod
-    def empty(cls, slots: int, vocabulary: int, device: torch.device) -> "LogitAdjustments":
+    def empty(cls, slots: int, vocabulary: int, device: torch.device) -> "SlotWishes":
         """Of slots that ask for nothing yet."""
         return cls(
             counts=torch.zeros(slots, vocabulary, dtype=torch.int32, device=device),
@@ -80,7 +80,7 @@ class AdjustArgs(NamedTuple):
     ids_T: Tensor  # int64 [T]: what ran at each position; a position sees its row's ids up to its own as tokens
     plan_BC: Tensor  # int64 [B, C]: SLOT and ALTERED are read
     results: Tensor  # int64 [B or more, RESULT_COLUMNS]: BEFORE is read
-    wishes: LogitAdjustments
+    wishes: SlotWishes
     masks_TW: Tensor  # int32 [T or more, W]: a bit for each token, 1 where it is allowed; read for rows that are MASKED
 
 
@@ -122,7 +122,7 @@ def reference(args: AdjustArgs) -> Tensor:
 def count_tokens(plan_BC: Tensor, results: Tensor, counts: Tensor) -> None:
     """Counts the tokens that a settled step has given to rows that are ADJUSTED. Recordable.
 
-    counts: int32 [slots, V], as in `LogitAdjustments`.
+    counts: int32 [slots, V], as in `SlotWishes`.
     """
     rows, of_row_K = plan_BC.shape[0], torch.arange(MOST_POSITIONS, device=plan_BC.device)
     asked_B1 = plan_BC[:, ALTERED, None] & ADJUSTED > 0
@@ -190,7 +190,7 @@ def cost(args: AdjustArgs) -> Cost:
     lists of its slot; masks once for each position. Rows that ask for nothing read neither, which is not counted."""
     rows, wishes = args.plan_BC.shape[0], args.wishes
     words = args.masks_TW[: args.logits_TV.shape[0]].nbytes
-    return Cost(2 * args.logits_TV.nbytes + words + LogitAdjustments.bytes_of(rows, wishes.counts.shape[1]))
+    return Cost(2 * args.logits_TV.nbytes + words + SlotWishes.bytes_of(rows, wishes.counts.shape[1]))
 
 
 def cases() -> Iterator[Case]:
@@ -206,7 +206,7 @@ def cases() -> Iterator[Case]:
             plan[:real, ALTERED], plan[real:, ALTERED] = drawn(4, real), 0
             results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
             results[:rows, BEFORE] = slots.lengths[plan[:, SLOT]]
-            wishes = LogitAdjustments.empty(real + 4, vocabulary, plan.device)
+            wishes = SlotWishes.empty(real + 4, vocabulary, plan.device)
             few = drawn(4, *wishes.counts.shape)
             wishes.counts[:] = (few - 1).clamp(min=0) + IN_PROMPT * drawn(2, *wishes.counts.shape) * (few > 1)
             wishes.numbers[:, :3] = torch.randn(real + 4, 3, generator=g)
