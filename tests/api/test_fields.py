@@ -1,5 +1,4 @@
-"""What foreign clients say besides: each field that was once ignored is served or refused by its name, as the page of
-fields has it."""
+"""Further fields of clients: each one that was once ignored is served or refused by its name, as on the page."""
 
 import re
 from pathlib import Path
@@ -35,7 +34,7 @@ def anyio_backend() -> str:
 
 
 def listed(*sections: str) -> dict[str, str]:
-    """Field -> served, ignored or refused, of the page's tables under these headings."""
+    """Field -> served, ignored or refused, from the page's tables under these headings."""
     found: dict[str, str] = {}
     for section in sections:
         table = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
@@ -297,7 +296,7 @@ async def test_the_job_is_aborted_where_its_one_call_ends() -> None:
 
 
 async def thinking_of(**fields: Any) -> Thinking | None:
-    """The bound that the job of a request has."""
+    """The limit on thinking tokens in the job of a request."""
     async with World(answer("a")) as world:
         await ask(world, extra_body=fields)
         grammar = world.engine.jobs[0].sampling.grammar
@@ -355,7 +354,7 @@ async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
         pieces = [
             choice for chunk in told for choice in chunk.choices if choice.index == index and choice.delta.content
         ]
-        # Deltas: h m </think> a | b c d e | f g h <|im_end|>, of which two are accepted drafts each.
+        # Deltas: h m </think> a | b c d e | f g h <|im_end|>; in each, two tokens are accepted drafts.
         assert [(piece.delta.content, piece.proposer) for piece in pieces] == [
             ("a", "target"), ("bc", "learned"), ("de", "target"), ("fg", "learned"), ("h", "target")
         ]  # fmt: skip
@@ -370,7 +369,7 @@ async def test_a_stream_says_who_proposed_each_piece(logprobs: bool) -> None:
             assert [len(piece.logprobs.content) for piece in pieces] == [2, 2, 2, 2, 1]
     assert not any(hasattr(choice, "proposer") for chunk in bare for choice in chunk.choices)
     came = [choice.elapsed_ms for chunk in told for choice in chunk.choices if choice.index == 0]
-    assert came == sorted(came), "each is the time at which its tokens came from the engine"
+    assert came == sorted(came), "each is the time at which its tokens arrived from the engine"
     assert came[0] > 0
     assert told[-1].usage == bare[-1].usage, "the counts are the same"
 

@@ -1,4 +1,4 @@
-"""A profile, taken in the API's process: one at a time, within its bounds."""
+"""Recording a profile in the API process: one at a time, within its limits."""
 
 import asyncio
 import gzip
@@ -25,7 +25,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 async def clock() -> AsyncIterator[FakeClock]:
-    """Of what the package reads, and of this loop's timers."""
+    """The clock of the package, and of this event loop's timers."""
     clock = FakeClock()
     with clock.installed(), clock.drives(asyncio.get_running_loop()):
         yield clock

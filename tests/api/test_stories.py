@@ -1,4 +1,4 @@
-"""What became of requests: kept for the newest alone, and in little."""
+"""Traces of requests: kept only for the newest ones, in little memory."""
 
 import gc
 import io
@@ -53,7 +53,7 @@ def test_only_the_newest_are_kept_also_where_a_client_names_all_its_requests_ali
 
 def test_no_collection_walks_through_what_is_kept() -> None:
     def tracked() -> int:
-        for _ in range(4):  # each leaves out the tuples whose parts the one before has left out
+        for _ in range(4):  # each collection untracks the tuples that contain those untracked by the previous one
             gc.collect()
         return len(gc.get_objects())
 
@@ -80,7 +80,7 @@ def test_redline_explain_says_of_a_pause_that_nobody_told_the_end_of_what_is_kno
 
     one.comes(Delta(job=JobId("-"), tokens=(1,)), 2.0)
     assert preempted(1).count("it has not") == 1
-    assert preempted(5).count("it resumed on another worker") == 1, "its worker ended, and another took it from there"
+    assert preempted(5).count("it resumed on another worker") == 1, "its worker went down, and another one resumed it"
     one.ends("length", 9, 3.0)
     assert said().count("it resumed on another worker") == 2
 
@@ -102,7 +102,7 @@ def test_a_story_says_what_a_pause_a_reading_and_drafts_took_beside_what_was_exp
     assert (last["worker"], last["by"], last["after_tokens"], last["again_expected_tokens"]) == ("a", "b", 1, 30)
     assert (last["wait_expected_s"], last["again_expected_s"]) == (0.5, 0.25)
     assert (last["again_tokens"], last["waited_s"], last["paused_s"]) == (26, 0.4, 0.6)
-    assert (before["again_tokens"], before["paused_s"]) == (None, None), "it was pre-empted again before its next token"
+    assert (before["again_tokens"], before["paused_s"]) == (None, None), "it was preempted again before its next token"
     assert told["brought"] == {
         "host_tokens": 64, "disk_tokens": 0, "read_s": 0.1, "read_expected_s": 0.2, "compute_expected_s": None,
     }  # fmt: skip
@@ -119,7 +119,7 @@ def test_a_pause_that_is_told_once_it_is_over_was_when_it_was() -> None:
         one.notes(lost, JobId("a"))
         one.notes(Resumed(again_tokens=26, waited_s=1.0, paused_s=3.0), JobId("a"))
     (paused,) = one.told()["paused"]
-    assert (paused["at_s"], paused["paused_s"]) == (2.0, 3.0), "not when it was told"
+    assert (paused["at_s"], paused["paused_s"]) == (2.0, 3.0), "the time of the preemption, not of the message"
 
 
 def test_redline_explain_prints_them() -> None:

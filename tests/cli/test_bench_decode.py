@@ -1,4 +1,4 @@
-"""`redline bench decode --shape`: what is typed, said, refused and kept."""
+"""`redline bench decode --shape`: its flags, output, errors and saved results."""
 
 import json
 import re
@@ -25,7 +25,7 @@ KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row con
 
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch):
-    """Whatever this machine has."""
+    """The CPU, whatever devices the machine has."""
     for module in (step_tables, round_tables):
         monkeypatch.setattr(module, "pick_device", lambda name: torch.device("cpu"))
 
@@ -57,7 +57,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         assert record["floor_ms"] > 0
         assert record["p10_ms"] <= record["ms"] <= record["p90_ms"]
         assert all(set(op) == {"name", "us", "floor_us", "launches"} for op in record["ops"])
-        # two tokens and more choose at least what one does: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128
+        # Two or more tokens choose no fewer experts than one: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128.
         assert record["expert_bytes"] >= 3 * 4 * 69_120
 
 
@@ -88,7 +88,7 @@ def test_a_mistake_is_one_line_and_code_1(
 
 
 def test_what_does_not_fit_is_said_with_its_arithmetic(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step_tables, "free_memory", lambda _: 30 * 10**9)  # two layers, whatever this machine has
+    monkeypatch.setattr(step_tables, "free_memory", lambda _: 30 * 10**9)  # two layers, whatever the machine has
     done = CliRunner().invoke(app, ["bench", "decode", "--shape", "kimi-k2.6"])
     assert isinstance(done.exception, ConfigError)
     assert "--alias" in str(done.exception)
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_said_with_its_arithmetic(monkeypatch: pytest.Monke
 
 
 def overlap_on_a_gpu(**asked: object) -> float | None:
-    """Of the only case that is asked for."""
+    """The overlap of the only case of these flags."""
     case: Depth
     (case,) = step_tables.cases(DepthConfig(shape="kimi-k2.6", **asked), forced=True)  # type: ignore[arg-type]
     return case.overlap

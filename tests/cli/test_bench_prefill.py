@@ -1,4 +1,4 @@
-"""`redline bench prefill` without a GPU: what is counted, said, kept and refused. What it measures is made up."""
+"""`redline bench prefill` without a GPU, with made-up measurements: counts, output, saved results and errors."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from redline.kernels.group import ALONE
 from redline.ops.op import Machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-RATE = 800e12  # operations a second
+RATE = 800e12  # operations per second
 
 
 def stored(name: str) -> list[PrefillCase]:
@@ -28,7 +28,7 @@ def stored(name: str) -> list[PrefillCase]:
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A GPU that measures what is stored; what was asked of it."""
+    """A GPU that returns stored measurements; the value is the list of requested cases."""
     asked: list[Any] = []
 
     def cases(group: Any, device: torch.device, *asking: Any) -> Iterator[PrefillCase]:

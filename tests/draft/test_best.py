@@ -1,4 +1,4 @@
-"""Which of two drafters is exported, and what is said of why."""
+"""The choice of the drafter to export, and the reasons printed for it."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ ROUNDS = 20
 
 
 def pooled(accepted: Sequence[int]) -> Pooled:
-    """Of prompts of 20 rounds each, with so many drafts accepted."""
+    """Figures of prompts of 20 rounds each; accepted: draft tokens accepted per prompt."""
     length = 1 + sum(accepted) / (ROUNDS * len(accepted))
     counts = {f"{number}": (ROUNDS, one) for number, one in enumerate(accepted)}
     total = ROUNDS * len(accepted)

@@ -1,4 +1,4 @@
-"""What Ray is asked for, and how its driver is kept; Ray itself is met in `make test-ray`."""
+"""Which resources Ray is asked for, and how its driver is supervised. Ray itself is tested by `make test-ray`."""
 
 import asyncio
 import subprocess

@@ -102,7 +102,7 @@ def test_classes_of_requests_have_targets_and_roles_are_steered_by_them(tmp_path
     config = read(write(tmp_path, STEERED), {})
     assert config.sla == {"default": Sla(ttft_ms=2000), "interactive": Sla(ttft_ms=500, itl_ms=30)}
     assert config.steer == Steer(every_s=2.0)
-    assert {place.transport for place in config.places} == {"auto"}, "any of them may come to compute prompts"
+    assert {place.transport for place in config.places} == {"auto"}, "any of them may switch to the prefill role"
     alone = read(write(tmp_path, STEERED.replace("[steer]\nevery_s = 2\n", "")), {})
     assert alone.steer is None
     assert {place.transport for place in alone.places} == {None}
@@ -198,7 +198,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
     flags: dict[str, Any] = {"port": 1234, "engine.kv_memory": "64MB", "keys_file": "here.txt"}
     config = read(write(tmp_path, WHOLE), flags)
     assert (config.port, config.engine.kv_memory, config.engine.max_model_len) == (1234, 64_000_000, 4096)
-    assert config.keys_file == "here.txt", "a flag's path is relative to where it was typed"
+    assert config.keys_file == "here.txt", "a flag's path is relative to the working directory"
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_each_kind_of_worker_has_what_the_engine_table_says_and_over_it_its_own(
     ],
 )
 def test_a_worker_is_alone_where_no_other_may_have_its_gpus(tmp_path: Path, workers: str, alone: list[bool]):
-    """workers: what each kind says, one behind the other."""
+    """workers: the settings of each kind of worker, separated by "|"."""
     kinds = [f'[[workers]]\nname = "w{number}"\n{kind}\n' for number, kind in enumerate(workers.split("|"))]
     config = read(write(tmp_path, 'weights = "w"\n' + "".join(kinds if workers else ())), {})
     assert [place.alone for place in config.places] == alone
@@ -510,7 +510,7 @@ def test_how_prompts_are_handed_over_is_one_key_and_reaches_each_worker(
     file.write_text(f'weights = "w"\n{pools}')
     assert [place.transport for place in read(file, {}).places] == ["auto", "auto"]
     file.write_text('weights = "w"\n')
-    assert [place.transport for place in read(file, {}).places] == [None], "nobody hands anything over"
+    assert [place.transport for place in read(file, {}).places] == [None], "no KV transfer without a prefill worker"
     file.write_text(f'weights = "w"\n[handoff]\ntransport = "nixl"\n{pools}')
     monkeypatch.setattr(choice, "find_spec", lambda name: name)
     assert [place.transport for place in read(file, {}).places] == ["nixl", "nixl"]
@@ -535,7 +535,7 @@ def test_a_worker_at_another_machine_has_that_machines_paths(tmp_path: Path):
     )
     config = read(write(tmp_path, f'{CLUSTER}{drafts}{there}[[workers]]\nname = "c"\n'), {})
     one, two, here = config.places
-    assert [place.alone for place in config.places] == [True] * 3, "each has a machine"
+    assert [place.alone for place in config.places] == [True] * 3, "each worker has a machine of its own"
     assert (one.at, one.weights, two.at, two.weights) == ("gpu-1", "/srv/k2", "gpu-2", f"{tmp_path}/w")
     assert [place.engine.speculation.drafter for place in (one, two, here)] == [  # type: ignore[union-attr]
         "/srv/d", f"{tmp_path}/d", f"{tmp_path}/d",
@@ -582,7 +582,9 @@ def test_pools_of_one_other_machine_may_share_its_memory_and_of_two_use_nixl(tmp
     pools = '[[workers]]\nrole = "prefill"\nat = "a"\n[[workers]]\nrole = "decode"\nat = "%s"'
     assert {place.transport for place in read(write(tmp_path, CLUSTER + pools % "a"), {}).places} == {"auto"}
     text = CLUSTER + '[handoff]\ntransport = "nixl"\n' + pools % "b"
-    assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, "which they have to have"
+    assert {place.transport for place in read(write(tmp_path, text), {}).places} == {"nixl"}, (
+        "workers of two machines need NIXL"
+    )
 
 
 def test_memory_below_the_prefix_cache_is_sizes_and_a_folder_for_each_worker(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Connections are handed to replicas, and wait where these have too many to take in."""
+"""Connections are passed to replicas, and wait while the replicas have too many to accept."""
 
 import asyncio
 import socket
@@ -47,7 +47,7 @@ async def test_more_connections_than_a_replica_takes_in_wait_and_none_is_lost(
     doorman = ConnectionBalancer(listener, lambda: [taker], clock)
     doorman.look()
     clients = [socket.create_connection(listener.getsockname()) for _ in range(600)]
-    await eventually(lambda: doorman._held is not None)  # the door is full
+    await eventually(lambda: doorman._held is not None)  # the replica's socket is full
     await turns(20)
     taken: list[socket.socket] = []
     while len(taken) < len(clients):

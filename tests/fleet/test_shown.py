@@ -1,4 +1,4 @@
-"""A deployment as the TOML that says the same."""
+"""A deployment printed as equivalent TOML."""
 
 from pathlib import Path
 
@@ -90,4 +90,4 @@ def test_promises_and_steering_are_in_the_shortest_file_too(tmp_path: Path, stee
     config = read(file, {})
     file.write_text(as_file(config))
     assert read(file, {}) == config
-    assert as_file(read(tmp_path, {})) == f'weights = "{tmp_path}"\n', "and no more is"
+    assert as_file(read(tmp_path, {})) == f'weights = "{tmp_path}"\n', "and nothing more is printed"

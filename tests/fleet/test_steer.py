@@ -1,4 +1,4 @@
-"""Who gives workers other roles: what it sees, what it does, and what keeps it from doing too much."""
+"""Role switches and the autoscaler: their inputs, their decisions, and the limits on the number of changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,7 +23,7 @@ from tests.api.world import TOKENIZER
 
 pytestmark = pytest.mark.anyio
 
-PROMPT_MS, ROW_MS, BASE_MS = 0.5, 0.2, 5.0  # what a step's parts take at these workers
+PROMPT_MS, ROW_MS, BASE_MS = 0.5, 0.2, 5.0  # the step time of these workers by its parts
 SLA = {"default": Sla(ttft_ms=2000, itl_ms=12)}
 
 
@@ -53,10 +53,10 @@ def step(number: int, prompt: int, rows: int, tokens: int | None = None) -> Time
 
 
 class Fleet:
-    """Workers a, b ... with these roles, which do as they are told, and who steers them; the clock stands."""
+    """Workers a, b ... with these roles, which follow every order, and their `Steering`, with a clock of its own."""
 
     def __init__(self, *roles: Role, spares: int = 0, sla: Mapping[str, Sla] = SLA, **config: float) -> None:
-        """spares: workers behind these, idle at first, which run while they are wanted."""
+        """spares: further workers, idle at first, that run while they are needed."""
         self.now = 0.0
         self.states: dict[str, WorkerStatus] = {}
         self.gateway = Gateway(TOKENIZER, K2_6, Metrics("m"), clock=lambda: self.now, resume_s=5.0)
@@ -72,7 +72,7 @@ class Fleet:
         self.heard()
 
     def serves(self, name: str, role: Role) -> None:
-        """A worker is ready."""
+        """Make a worker ready."""
         epoch = 1 + sum(link.name == name for link in self.gateway.links)
         link = FakeEngine(lambda _: ()).serve(self.gateway, name=name, role=role, epoch=epoch)
         link.ready = Ready(max_model_len=99, pages=9999, fingerprint="tiny", summary="", area=b"here", format="rows")
@@ -100,14 +100,14 @@ class Fleet:
         return why_not
 
     def measure(self) -> None:
-        """Steps of each kind have ended."""
+        """Report steps of each kind from each worker."""
         for worker in "abcd":
             for prompt, rows in ((512, 0), (512, 8), (256, 4), (0, 1), (0, 8), (0, 32)):
                 self.steps += 1
                 self.steering.measured.hear(worker, load(self.steps, step(self.steps, prompt, rows)))
 
     def comes(self, prompt: int, output: int, per_s: float, seconds: float = 60.0) -> None:
-        """So many requests of these lengths, at an even pace, up to now."""
+        """`per_s` requests a second of these lengths, evenly spaced over the last `seconds`."""
         end = self.now
         for number in range(int(per_s * seconds)):
             self.now = end - seconds + number / per_s
@@ -122,7 +122,7 @@ class Fleet:
                 self.gateway.deliver(link, Heartbeat())
 
     def settle(self) -> None:
-        """What was turned is wholly in its role."""
+        """Complete the role switches that are done."""
         for link in self.gateway.links:
             if link.turning is not None and is_done(link, self.gateway.answers_of(link)):
                 link.turning = None
@@ -149,7 +149,7 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     assert (await fleet.steering.look()).why == "a is still switching its role"
     fleet.passes(5)
     third = await fleet.steering.look()
-    assert (third.worker, third.role) == ("b", "prefill"), "half of the way may be worse than none"
+    assert (third.worker, third.role) == ("b", "prefill"), "a partial change may be worse than none"
     fleet.passes(5)
     assert (await fleet.steering.look()).worker == "c"
     fleet.passes(5)
@@ -159,8 +159,8 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
     assert told["roles"] == {"prefill": 3, "decode": 1, "both": 0}
     assert [change["worker"] for change in told["changes"]] == ["c", "b", "a"]
     assert all(change["expected"]["attainment"] > change["now"]["attainment"] for change in told["changes"])
-    assert told["last"]["workers_wanted"] is None, "nothing was weighed"
-    weighed = told["weighed"]  # by the look that began it
+    assert told["last"]["workers_wanted"] is None, "the last look did not evaluate roles"
+    weighed = told["weighed"]  # by the look that began the changes
     assert [weighed[f"{what}_tokens"] for what in ("prompt", "cached", "answer")] == [1000, 0, 100]
     assert weighed["requests_per_s"] == pytest.approx(4, rel=0.02)
     assert weighed["step_ms"] == pytest.approx({"1": BASE_MS + ROW_MS, "16": BASE_MS + 16 * ROW_MS}, rel=0.02)
@@ -168,8 +168,8 @@ async def test_long_prompts_get_more_workers_after_two_looks_that_say_so_one_at_
 
 
 async def test_roles_are_chosen_with_the_bound_that_workers_have_on_steps() -> None:
-    """A prompt takes half a second in whole chunks: an answer of ten tokens that meets one does not keep 40 ms between
-    them. Beside a page each takes 37 ms."""
+    """Prefill of a prompt takes half a second in large chunks: an answer of ten tokens that runs at the same time
+    misses 40 ms between tokens. In steps with one page of the prompt each token takes 37 ms."""
     promised = {"default": Sla(ttft_ms=20_000, itl_ms=40)}
     for step_ms, changes in ((None, True), (60.0, False)):
         fleet = Fleet("both", "both", "both", "both", sla=promised)
@@ -252,7 +252,7 @@ async def test_when_prompts_are_short_and_answers_long_the_worker_answers_again(
     looks = [await fleet.steering.look() for _ in range(CONFIRM)]
     assert [look.worker is None for look in looks] == [True] * (CONFIRM - 1) + [False]
     assert looks[-1].expected is not None
-    assert looks[-1].expected.roles == Roles(both=4), "of those that are as good what is good for any traffic"
+    assert looks[-1].expected.roles == Roles(both=4), "of equally good roles, those that are good for any traffic"
     for _ in "bc":
         fleet.passes(5)
         await fleet.steering.look()
@@ -315,11 +315,11 @@ async def test_a_worker_that_cannot_is_told_with_its_reason() -> None:
     assert not fleet.turned
 
 
-MANY = {"prompt": 20, "output": 200, "per_s": 80.0}  # more than three workers can answer as promised
+MANY = {"prompt": 20, "output": 200, "per_s": 80.0}  # more than three workers can answer within the SLO target
 
 
 async def look(fleet: Fleet, times: int, seconds: float = 5.0) -> list[str]:
-    """So many looks, one behind the other: what came of them."""
+    """The decisions of `times` looks, `seconds` apart."""
     found: list[str] = []
     for _ in range(times):
         decision = await fleet.steering.look()
@@ -341,11 +341,11 @@ async def test_where_the_best_roles_do_not_keep_what_is_promised_others_are_star
     assert second.why == f"{first.wanted} workers are needed to meet the SLO targets, 2 are running"
     assert second.now is not None
     assert second.expected is not None
-    assert second.expected.roles == Roles(both=3), "prompts are not parted from answers before that has been tried"
+    assert second.expected.roles == Roles(both=3), "prefill and decode are not split before that has been simulated"
     assert second.role == "both"
     assert second.expected.attainment >= second.now.attainment
     third = await fleet.steering.look()
-    assert (third.worker, third.does) == ("x", "starts"), "one that is being started is not another time wanted"
+    assert (third.worker, third.does) == ("x", "starts"), "the worker that is being started is not started again"
     assert (await fleet.steering.look()).worker is None, "there are no more"
     told = fleet.steering.told()
     assert told["workers"] == {
@@ -396,7 +396,7 @@ async def test_a_wave_in_between_keeps_those_who_run() -> None:
     fleet.serves("w", "both")
     assert await look(fleet, 6, seconds=10) == [""] * 6
     fleet.comes(prompt=20, output=200, per_s=12)
-    assert await look(fleet, 8, seconds=10) == [""] * 8, "while it is in the window, and a minute more"
+    assert await look(fleet, 8, seconds=10) == [""] * 8, "while the burst is in the window, and a minute more"
     assert "w ends" in await look(fleet, 6, seconds=10)
 
 
@@ -441,7 +441,7 @@ async def test_one_mistake_in_a_look_does_not_end_the_looking(monkeypatch: pytes
         looks.append(1)
         if len(looks) == 3:
             raise KeyboardInterrupt
-        raise ValueError("what nobody thought of")
+        raise ValueError("an unexpected error")
 
     monkeypatch.setattr(fleet.steering, "look", fails)
     monkeypatch.setattr("asyncio.sleep", _at_once)

@@ -1,4 +1,4 @@
-"""Roles are tried in a process of their own: it says what playing them here says, and what goes wrong is one line."""
+"""Roles are simulated in a separate process: the result equals that of a simulation here, and an error is one line."""
 
 import asyncio
 import os

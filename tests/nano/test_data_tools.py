@@ -29,7 +29,7 @@ def calls(sample: Sample) -> list[Any]:
 
 
 def ordered(schema: dict[str, Any]) -> list[str]:
-    """Parameters as the TypeScript declaration shows them."""
+    """Parameters in the order of the TypeScript declaration."""
     return sorted(schema["properties"], key=lambda name: (name not in schema.get("required", []), name))
 
 
@@ -135,7 +135,8 @@ def test_held_out_topics_nouns_and_wordings_never_reach_training() -> None:
     assert not set(FRAMES) & set(HELD_FRAMES)
     assert not set(TOPICS) & set(HELD_TOPICS)
     held = [about for topic in HELD_TOPICS.values() for about in topic.about]
-    held += [f" {noun} " for noun in HELD_NOUNS if noun not in ("garden", "machine", "garage")]  # rooms and products
+    # these also name rooms and products
+    held += [f" {noun} " for noun in HELD_NOUNS if noun not in ("garden", "machine", "garage")]
     for kind in GENERATORS:
         for sample in draw(kind, "train", 400):
             told = json.dumps([tool["function"].get("description", "") for tool in sample.tools])

@@ -1,4 +1,4 @@
-"""The worker that is known by name is what measured and predicted numbers say; a file of one's own is read."""
+"""The named worker model equals the measured and predicted numbers; a user's own file is read."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Traces: read, written, made; and what a wrong line is told."""
+"""Traces: reading, writing, generating; and the errors for wrong lines."""
 
 import itertools
 from collections import Counter

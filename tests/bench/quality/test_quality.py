@@ -1,4 +1,4 @@
-"""What an evaluation reports, with a checkpoint that answers by rote."""
+"""The figures that an evaluation reports, for a checkpoint with fixed answers."""
 
 import gzip
 import json
@@ -31,7 +31,7 @@ def write_sets(folder: Path, **sets: list[dict[str, Any]]) -> Path:
 
 
 class Rote:
-    """Knows its answers by the question."""
+    """Looks its answers up by the question."""
 
     fingerprint = "rote"
 

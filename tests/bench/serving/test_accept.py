@@ -1,4 +1,4 @@
-"""Acceptance from a server's counters, and what is said where there are none."""
+"""Acceptance rates from a server's counters, and the remarks if there are none."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ AFTER = Drafting(drafts=300, tokens=900, accepted=550, accepted_at=(240, 180, 13
 
 
 def counted(domain: str = "code") -> Part:
-    """200 rounds of 3 drafts: 160, 130, 110 of which held; so 600 tokens in rounds."""
+    """200 rounds of 3 draft tokens: 160, 130, 110 were accepted at positions 1 to 3; so 600 tokens in rounds."""
     return part("s", 0.0, domain, [steady(1.0, 0.01, 602)], since(BEFORE, AFTER))
 
 

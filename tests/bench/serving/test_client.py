@@ -170,7 +170,7 @@ def test_a_server_that_stalls_holds_up_nobody_for_long(parts: tuple[bytes, ...],
 def test_a_body_that_never_ends_after_done_is_whole():
     answer = _asked(CHUNKED + chunk(said("a")))
     _right(answer, "a")
-    assert answer.end < 1, "by a clock that would go on to the end of all patience"
+    assert answer.end < 1, "the fake clock would otherwise jump to the timeout"
 
 
 def test_nobody_listens():
@@ -187,7 +187,7 @@ def test_nobody_listens():
 
 
 async def _never(_: bytes, writer: asyncio.StreamWriter) -> None:
-    raise AssertionError("nothing is asked")
+    raise AssertionError("no request is sent")
 
 
 def test_a_connection_is_kept_for_the_next_request():
@@ -218,7 +218,7 @@ def test_a_connection_is_kept_for_the_next_request():
 def test_a_kept_connection_that_the_server_closed_is_replaced_once():
     async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
         if b"second" in request and not seen:
-            seen.append(request)  # closed without a byte, as by a server whose patience ended just now
+            seen.append(request)  # closed without a byte, as by a server with an idle timeout that has just expired
             writer.close()
             return
         writer.write(whole(said("a"), kind="text/event-stream"))

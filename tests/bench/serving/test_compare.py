@@ -1,4 +1,4 @@
-"""Servers whose ratio, noise and drift are known, compared."""
+"""Comparison of servers with a known ratio, noise and drift."""
 
 import math
 import random
@@ -24,7 +24,7 @@ def load(side: Side, seconds: float) -> Load:
 def blocks(
     many: int, draw: np.random.Generator, ratio: float = 1.0, noise: float = 0.05, drift: float = 0.0
 ) -> list[list[Load]]:
-    """Loads in the order of a run, each with its own noise, all with a drift that goes on and on."""
+    """Loads in the order of a run, each with its own noise, all with a steady drift."""
     found: list[list[Load]] = []
     for block in range(many):
         order: str = "ABBA" if draw.random() < 0.5 else "BAAB"
@@ -105,7 +105,7 @@ def test_gaps_between_events_of_unlike_size_are_not_compared():
     assert tpot.verdict.startswith("A is faster")
 
 
-# ------------------------------------------------------------------------------------------------- block after block
+# ------------------------------------------------------------------------------------------------- blocks of loads
 
 
 class Servers:

@@ -163,11 +163,12 @@ def test_sharegpt_asks_the_first_turn_and_prunes_as_vllm(tmp_path: Path, vocabul
     good = talk(("human", "What is the answer to all of this?"), ("gpt", "It is, as far as I know, forty two."))
     entries = [
         good,
-        talk(("human", "Hi"), ("gpt", "It is, as far as I know, forty two.")),  # too short a prompt
-        talk(("human", "What is the answer to all of this?"), ("gpt", "no")),  # too short a reply
-        talk(("human", "What is this? " * 1000), ("gpt", "It is, as far as I know, forty two.")),  # too long
-        talk(("human", "What is the answer to all of this?"), ("gpt", "forty two " * 1000)),  # too long in all
-        talk(("human", "What is the answer to all of this?")),  # nobody replied
+        talk(("human", "Hi"), ("gpt", "It is, as far as I know, forty two.")),  # prompt too short
+        talk(("human", "What is the answer to all of this?"), ("gpt", "no")),  # reply too short
+        talk(("human", "What is this? " * 1000), ("gpt", "It is, as far as I know, forty two.")),  # prompt too long
+        # prompt and reply too long together
+        talk(("human", "What is the answer to all of this?"), ("gpt", "forty two " * 1000)),
+        talk(("human", "What is the answer to all of this?")),  # without a reply
         talk(
             ("system", "Be kind to all who ask."),
             ("human", "Who wrote the book of all books?"),
@@ -188,7 +189,7 @@ def test_sharegpt_asks_the_first_turn_and_prunes_as_vllm(tmp_path: Path, vocabul
     fixed = DatasetConfig(
         dataset_name="sharegpt", dataset_path=str(path), num_prompts=9, no_oversample=True, sharegpt_output_len=33
     )
-    assert sorted(ask.max_tokens for ask in asks(fixed, vocabulary)) == [33] * 4  # replies' lengths count no more
+    assert sorted(ask.max_tokens for ask in asks(fixed, vocabulary)) == [33] * 4  # a reply's own length is ignored then
 
 
 def test_custom_lines_say_prompts_or_messages_and_lengths(tmp_path: Path, vocabulary) -> None:

@@ -27,7 +27,7 @@ class Pairs:
 def test_the_figures_of_an_answer_that_thinks():
     row = measured(steady(2.0, 0.01, 301, thought=100), workload="w", run=0)
     assert row.ttft == pytest.approx(2.0)
-    assert row.answer_ttft == pytest.approx(3.0)  # 100 tokens of thinking later
+    assert row.answer_ttft == pytest.approx(3.0)  # after 100 tokens of thinking
     assert row.thinking == pytest.approx(1.0)
     assert row.speed == pytest.approx(100.0)  # 300 tokens after the first, in 3 s
     assert row.end_to_end == pytest.approx(3.0 + 5.0)  # 500 tokens at that speed
@@ -35,13 +35,13 @@ def test_the_figures_of_an_answer_that_thinks():
 
 
 def test_what_came_with_the_first_read_is_no_part_of_the_speed():
-    """Four tokens at once, as with drafts; then six more in a second."""
+    """Four tokens in the first read, as with draft tokens; then six more in a second."""
     first = [(1.0, "ab", "answer")] * 4
     later = [(1.0 + 0.5 * at, "abcdef", "answer") for at in (1, 2)]
     said = answer(*first, *later, tokens=10)  # type: ignore[arg-type]
     assert output_speed(said, 10) == pytest.approx(10 * 12 / 20)  # by characters: 12 of 20 came later
     counted = answer(*first, *later, tokens=6, counted=True)  # type: ignore[arg-type]
-    assert output_speed(counted, 6) == pytest.approx(2.0)  # the events say: 2 of 6
+    assert output_speed(counted, 6) == pytest.approx(2.0)  # by the events' counts: 2 of 6 came later
 
 
 def test_tokens_of_another_vocabulary_have_their_own_speed():
@@ -53,7 +53,7 @@ def test_tokens_of_another_vocabulary_have_their_own_speed():
 
 
 def test_hidden_thinking_is_measured_over_the_last_four_fifths():
-    """40 tokens of thinking that nobody saw; ten events of the answer, the first two of which came in a burst."""
+    """40 tokens of thinking that are not sent; ten events of the answer, the first two of which came in a burst."""
     late = [(5.0, "ab", "answer"), (5.001, "ab", "answer"), *((5.0 + at, "ab", "answer") for at in range(1, 9))]
     row = measured(answer(*late, tokens=50, reasoning=40), workload="w", run=0)  # type: ignore[arg-type]
     assert row.hidden_thinking

@@ -1,4 +1,4 @@
-"""A server is waited for within bounds, and what its drafts did is read from its own counters."""
+"""The wait for a server is bounded, and speculative decoding's figures are read from the server's own counters."""
 
 import contextlib
 import itertools
@@ -29,7 +29,7 @@ vllm:num_requests_running{model_name="position=\\"7\\""} 1.0
 
 @contextmanager
 def server(*answers: tuple[int, bytes]) -> Generator[Target]:
-    """Answers with these one after the other, and with the last from then on."""
+    """A server that gives these answers in turn, and repeats the last one."""
     left = list(answers)
 
     class Handler(BaseHTTPRequestHandler):
@@ -117,10 +117,10 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
                     self.wfile.write(b" " * 64)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
     over = threading.Event()
-    seconds = itertools.count()  # of a clock that goes on by one with each part of the answer
+    seconds = itertools.count()  # a clock that advances by one second with each part of the answer
     monkeypatch.setattr("redline.bench.serving.ready.clock", SimpleNamespace(monotonic=lambda: float(next(seconds))))
     with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as listening:
         threading.Thread(target=listening.serve_forever, daemon=True).start()

@@ -1,4 +1,4 @@
-"""What a reader is told beside the figures: who was the limit, and what latencies leave out."""
+"""Remarks next to the figures: whether the load generator was the limit, and what latencies leave out."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Saved results as sections and as one page: what is compared, how each is called, and what is refused."""
+"""Saved results as sections and as one page: which are compared, their names, and which are refused."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.bench.serving.test_page import data_of
 
 
 def result(pause: float = 0.1, *, server: str = "http://127.0.0.1:1", **more: Any) -> Result:
-    """Four requests of five tokens, the first after five pauses."""
+    """Four requests of five tokens, with `pause` seconds between tokens, and five times that before the first."""
     at = tuple(pause * n for n in range(5, 10))
     load = run(*(answer(n, planned=0.1 * n, at=at) for n in range(4)))
     figures = {**metrics.figures(load), "model_id": "nano", "num_prompts": 4, **more}
@@ -97,7 +97,7 @@ def test_plots_that_every_result_has_become_one():
         return name, [Words(text="said"), both, alone]
 
     found = list(merged([part("A", 1.0), part("B", 2.0)]))
-    assert [plot.title for plot in found] == ["TTFT"]  # the other's axes differ
+    assert [plot.title for plot in found] == ["TTFT"]  # the axes of the other plot differ
     assert [one.name for one in found[0].series] == ["A: p50", "A: p99", "B: p50", "B: p99"]
     assert [mark.text for mark in found[0].marks] == ["SLO", "A: kept", "B: kept"]
 

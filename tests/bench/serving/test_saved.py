@@ -1,4 +1,4 @@
-"""A result is read as it was written, by us and by vLLM's users, and holds no secret."""
+"""A result is read as it was written, by us and by vLLM's users, and contains no secret."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def test_vllms_users_find_their_keys_at_the_top(tmp_path: Path):
     assert (found["model_id"], found["request_rate"], found["completed"]) == ("nano", "inf", 1)
     assert "mean_ttft_ms" in found
     assert "itls" not in found
-    assert "abcde" not in path.read_text(), "texts are kept where --save-detailed asks for them"
+    assert "abcde" not in path.read_text(), "texts are only saved with --save-detailed"
     saved.save(path, result(), detailed=True)
     found = json.loads(path.read_text())
     assert found["generated_texts"] == ["abcde", ""]

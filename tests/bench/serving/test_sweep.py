@@ -1,4 +1,4 @@
-"""Sweeps over servers whose behaviour is a formula."""
+"""Sweeps over servers that behave according to a formula."""
 
 import msgspec
 import pytest
@@ -41,7 +41,7 @@ def made(load: float, throughput: float, e2el: float, kept: float | None = None,
 
 
 def server(load: float, limit: float = 8.0) -> Point:
-    """100 tokens/s a stream up to a limit; beyond it throughput stands still, and every stream waits longer."""
+    """100 tokens/s a stream up to a limit; beyond it throughput is constant, and every stream waits longer."""
     throughput = 100.0 * min(load, limit)
     share = 1.0 if load <= 6 else 0.5
     return made(load, throughput, 1.0 if load <= limit else load / limit, share)
@@ -59,7 +59,7 @@ def test_the_figures_of_a_point():
     assert of.interactivity == pytest.approx(1 / 0.075)
     whole = (2.0 / 11, 1.5 / 11)
     assert of.interactivity_e2e_p90 == pytest.approx(1 / (whole[1] + 0.9 * (whole[0] - whole[1])))
-    assert of.kept == pytest.approx(1 / 3)  # the first is too slow a token, the last failed
+    assert of.kept == pytest.approx(1 / 3)  # the first misses the TPOT target, the last failed
     assert of.goodput == pytest.approx(0.1)
     assert [row.error for row in of.rows] == ["", "", "it http"]
     assert of.name == "2 streams"
@@ -85,13 +85,15 @@ def test_a_sweep_stops_where_load_only_costs():
     plan = Plan(by="streams", loads=tuple(sweep.doubling(256)))
     points: list[Point] = []
     assert sweep.sweep(plan, points, server, lambda: None)
-    assert [one.load for one in points] == [1, 2, 4, 8, 16, 32]  # the first in vain may be chance, the second is not
+    # one point without gain may be chance, the second is not
+    assert [one.load for one in points] == [1, 2, 4, 8, 16, 32]
     assert "Not measured: 64, 128, 256" in " ".join(sweep.verdict(plan, points))
 
 
 def test_one_point_that_falls_far_is_enough():
     assert sweep.saturated([made(1, 100, 1), made(2, 60, 3)])
-    assert not sweep.saturated([made(1, 100, 1), made(2, 60, 1)])  # no slower for anybody: something else was
+    # latency did not rise, so the fall has another reason
+    assert not sweep.saturated([made(1, 100, 1), made(2, 60, 1)])
     assert not sweep.saturated([made(1, 100, 1), made(2, 101, 2)])
 
 

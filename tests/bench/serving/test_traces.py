@@ -1,4 +1,4 @@
-"""Traces of sessions: made up by a seed, written, read, and refused where they are none."""
+"""Traces of sessions: generated from a seed, written, read, and refused if they are malformed."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ SMALL = Shape(sessions=4, context_tokens=4000, output_tokens=40, result_tokens=2
 
 
 def tokens(session: Session) -> int:
-    """Of the whole history at the end, as a server without a template would count them."""
+    """Tokens of the whole history at the end, as a server without a template would count them."""
     texts = [str(message.get("content") or "") for turn in session.turns for message in turn.messages]
     return sum(map(by_length, texts)) + sum(turn.output_tokens for turn in session.turns) + by_length(json.dumps(TOOLS))
 

@@ -1,4 +1,4 @@
-"""Rates of speculation: sums over sums, and nothing above the floor."""
+"""Generation rates with speculative decoding: all tokens over all seconds, and no rate above its floor."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How a step is timed, what its floor is, what it needs of memory, and what is kept of it."""
+"""How a step is timed, its floor, its memory, and its record."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ H200 = Machine("NVIDIA H200", 4.3e12, 700e12)
 
 
 def depth(config: Any = KIMI_K26, **changes: Any) -> Depth:
-    """Kimi K2.6, whole, one token after nothing, unless told otherwise."""
+    """One token of a whole Kimi K2.6 without context, with these changes."""
     asked = {
         "layers": config.num_hidden_layers,
         "physical": changes.get("layers", config.num_hidden_layers),
@@ -37,7 +37,7 @@ def depth(config: Any = KIMI_K26, **changes: Any) -> Depth:
 
 
 class FakeStep:
-    """Notes what is done to it; takes no time."""
+    """Records its calls; takes no time."""
 
     def __init__(self, case: Depth) -> None:
         config = case.config
@@ -58,7 +58,7 @@ class FakeStep:
         return run
 
     def run(self) -> object:
-        raise AssertionError("a step that has captures is not captured again")
+        raise AssertionError("a captured step must not be run eagerly")
 
 
 # ---------------------------------------------------------------------------------------------------------- timing

@@ -25,7 +25,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_acceptance_is_read_before_and_after_each_domain(
     server: Scripted, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The server's counters move with its requests: 10 rounds of two drafts each, 8 and 5 of which held."""
+    """Counters that grow with the requests: 10 rounds of two draft tokens each; 8 first and 5 second ones accepted."""
 
     def read(target: Target) -> Drafting:
         asked = len(server.log().requests)

@@ -1,4 +1,4 @@
-"""A trace made up and replayed from the command line, against a scripted server."""
+"""A trace generated and replayed from the command line, against a scripted server."""
 
 import asyncio
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_a_trace_is_replayed_and_kept(server: Scripted, trace: Path, tmp_path: P
 def test_a_rate_of_sessions_and_an_end_by_the_clock(
     server: Scripted, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The time is over when two turns have been answered."""
+    """The time limit expires when two turns have been answered."""
     timeout, limits, real = asyncio.timeout, list[asyncio.Timeout](), agentic_run._replay  # pyright: ignore[reportPrivateUsage]
 
     def watched_timeout(seconds: float | None) -> asyncio.Timeout:

@@ -1,4 +1,4 @@
-"""`redline bench serve` as typed, against a server whose answers are a script."""
+"""`redline bench serve` from the command line, against a server with scripted answers."""
 
 import json
 import os
@@ -106,7 +106,7 @@ def test_latencies_that_are_named_have_their_figures_from_the_schedule_too(serve
 
 
 def test_completions_are_asked_with_random_prompts_as_vllm_does(server: Scripted, tmp_path: Path):
-    """Nobody names a dataset or a backend: so it is with vLLM."""
+    """The default dataset and backend, without any flag, are those of vLLM."""
     done = typed(
         *("bench", "serve", "--base-url", server.url, "--num-prompts", "3", "--random-input-len", "20"),
         *("--random-output-len", "5", "--save-detailed", "--result-dir", str(tmp_path)),

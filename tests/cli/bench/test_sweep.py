@@ -103,7 +103,7 @@ def test_a_wrong_sweep_is_said_in_one_line(server: Scripted, words: tuple[str, .
 
 
 def test_no_prompt_of_a_warm_up_is_measured(server: Scripted):
-    """Ten prefixes make ten prompts of the twelve that are asked for: what is measured must not shrink, nor overlap."""
+    """Ten prefixes give ten prompts, not the twelve requested: all ten are measured, and none is a warm-up's."""
     server.forget()
     flags = ("--dataset-name", "prefix_repetition", "--num-prompts", 10, "--num-warmups", 2, "--max-concurrency", 1)
     code, _ = type_in("sweep", server, *flags)

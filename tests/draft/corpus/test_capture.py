@@ -1,4 +1,4 @@
-"""A capture: what the index names is whole, whatever happened; stored and streamed sequences are the same."""
+"""A capture: every file in the index is complete after any failure; stored and streamed sequences are equal."""
 
 import errno
 import io
@@ -53,7 +53,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(folder: Path, corpus: Path, tmp_path: Path) -> CaptureConfig:
-    """Some three sequences in a shard."""
+    """About three sequences in a shard."""
     return CaptureConfig(
         target=str(folder), corpus=(str(corpus),), out=str(tmp_path / "capture"), shard_bytes=60_000, device="cpu"
     )
@@ -202,7 +202,7 @@ def test_ctrl_c_keeps_what_is_computed_and_the_next_run_goes_on(
 
 
 def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureConfig):
-    """Whatever the bound: nothing is beyond it, and something is stored as soon as something fits."""
+    """For any limit: the folder never exceeds it, and a sequence is stored as soon as one fits."""
     sizes: list[int] = []
     for disk in (5_000, 30_000, 100_000, 150_000, 10_000_000):
         status, text = quietly(change(config, disk=disk))
@@ -216,8 +216,9 @@ def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureC
 def test_the_folder_stays_within_its_disk_at_every_moment(
     config: CaptureConfig, corpus: Path, target: Target, monkeypatch: pytest.MonkeyPatch
 ):
-    """Also while a new index stands beside the old one, which are most of it here: answers are short, ids are long and
-    of signs that JSON writes as two. Two examples in a call, several calls in a shard."""
+    """Also during a replacement of the index, when the old and the new one exist. They are most of the bytes here:
+    answers are short, and ids are long with characters that JSON escapes. Two examples per call, several calls per
+    shard."""
     examples = [change(example(n, 3), id=f"{n} " + 700 * '"') for n in range(30)]
     corpus.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in examples))
     monkeypatch.setattr(target, "call_tokens", 6)
@@ -315,7 +316,7 @@ def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfi
     monkeypatch.undo()
     assert quietly(change(config, disk=10_000_000))[0] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
-    assert quietly(config)[0] == 0, "all of it is there"
+    assert quietly(config)[0] == 0, "all sequences are stored already"
 
 
 def test_a_shard_whose_bytes_are_not_a_shards_is_named(config: CaptureConfig, target: Target):

@@ -1,4 +1,4 @@
-"""Corpora: what is skipped is named, and what a kill has cut is mended."""
+"""Corpora: skipped lines are reported, and a line cut off by a kill is removed."""
 
 import errno
 import os

@@ -91,7 +91,7 @@ def test_users_lines_are_read_and_what_is_no_prompt_is_named(tmp_path: Path):
         json.dumps(answered),
         "",
         '{"domain": "law"',
-        json.dumps(hello),  # what `answered` asks
+        json.dumps(hello),  # the same prompt as that of `answered`
         json.dumps({**hello, "messages": []}),
         json.dumps({**hello, "domain": ""}),
         json.dumps({**hello, "sampling": 1}),
@@ -149,7 +149,7 @@ def test_a_prompt_file_that_is_not_there_is_named(tmp_path: Path):
 
 
 def test_a_tool_that_is_nested_beyond_measure_is_no_prompt(tmp_path: Path):
-    """The template would walk through it, to the end of the stack."""
+    """The template would recurse through it until the stack overflows."""
 
     def line(depth: int) -> str:
         parameters: dict[str, Any] = {}

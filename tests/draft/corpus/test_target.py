@@ -1,4 +1,4 @@
-"""The target's states: those that the engine has, however the sequences are packed."""
+"""The target's states equal the engine's, however the sequences are packed."""
 
 from pathlib import Path
 
