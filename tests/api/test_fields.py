@@ -1,4 +1,4 @@
-"""Request fields of other servers and clients: each one is supported, ignored or rejected by name, as docs/api.md lists."""
+"""Request fields of other servers: each one is supported, ignored or rejected by name, as docs/api.md lists."""
 
 import re
 from pathlib import Path
