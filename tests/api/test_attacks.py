@@ -1,4 +1,4 @@
-"""Vulnerabilities of other servers (docs/security.md): those without a test elsewhere, and that the page cites tests."""
+"""Vulnerabilities of other servers (docs/security.md): those without another test, and that the page cites tests."""
 
 import hashlib
 import hmac
