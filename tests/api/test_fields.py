@@ -1,4 +1,4 @@
-"""Further fields of clients: each one that was once ignored is served or refused by its name, as on the page."""
+"""Request fields of other servers: each one is supported, ignored or rejected by name, as docs/api.md lists."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.anyio
-PAGE = (Path(__file__).parents[2] / "docs" / "api_fields.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 GET = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
 
 
@@ -34,11 +34,11 @@ def anyio_backend() -> str:
 
 
 def listed(*sections: str) -> dict[str, str]:
-    """Field -> served, ignored or refused, from the page's tables under these headings."""
+    """Field -> supported, ignored or rejected, of the page's tables under these headings."""
     found: dict[str, str] = {}
     for section in sections:
-        table = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-        for fields, here in re.findall(r"^\| (`.*?) \|[^|]*\| (served|ignored|refused) \|", table, re.MULTILINE):
+        table = PAGE.split(f"\n### {section}\n")[1].split("\n##")[0]
+        for fields, here in re.findall(r"^\| (`.*?) \|[^|]*\| (supported|ignored|rejected) \|", table, re.MULTILINE):
             for field in re.findall(r"`(\w+)`", fields):
                 assert field not in found, field
                 found[field] = here
@@ -49,8 +49,8 @@ def test_the_page_and_the_chat_route_agree() -> None:
     page = listed("Both routes", "Chat completions")
     known = set(dialect._Chat.__struct_fields__)
     refused = {*dialect._Refused.__struct_fields__, "echo"}
-    assert {field for field, here in page.items() if here == "refused"} == refused
-    assert {field for field, here in page.items() if here == "served"} == known - refused
+    assert {field for field, here in page.items() if here == "rejected"} == refused
+    assert {field for field, here in page.items() if here == "supported"} == known - refused
     assert not known & {field for field, here in page.items() if here == "ignored"}
 
 
@@ -58,9 +58,9 @@ def test_the_page_and_the_completions_route_agree() -> None:
     page = listed("Both routes", "Completions")
     known = set(dialect._Completion.__struct_fields__)
     refused = set(dialect._Refused.__struct_fields__)
-    of_chats = {field for field, here in listed("Chat completions").items() if here == "refused"} - {"echo"}
-    assert {field for field, here in page.items() if here == "refused"} | of_chats == refused
-    assert {field for field, here in page.items() if here == "served"} == known - refused
+    of_chats = {field for field, here in listed("Chat completions").items() if here == "rejected"} - {"echo"}
+    assert {field for field, here in page.items() if here == "rejected"} | of_chats == refused
+    assert {field for field, here in page.items() if here == "supported"} == known - refused
     assert not known & {field for field, here in page.items() if here == "ignored"}
 
 
