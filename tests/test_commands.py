@@ -1,4 +1,5 @@
-"""Every command of README.md and of the guides runs as written once `make serve` serves; the slow ones parse."""
+"""Every command of README.md, the guides, docs/bench.md and docs/quantise.md runs as written once `make serve` serves;
+the slow ones parse."""
 
 import os
 import re
@@ -15,7 +16,7 @@ from tests.fleet.test_serve import REDLINE, ROOT, Server
 from tests.test_guides import GUIDES, wrong
 from tests.waiting import LIMIT_S
 
-TEXTS = [ROOT / "README.md", *GUIDES]
+TEXTS = [ROOT / "README.md", *GUIDES, ROOT / "docs" / "bench.md", ROOT / "docs" / "quantise.md"]
 PROGRAMS = "redline", "make", "curl", "hf", "echo", "export", ".venv/bin/python", ".venv/bin/pip"
 
 # What is parsed and not run, by how a command begins, and why.
@@ -34,6 +35,10 @@ NOT_RUN = {
     "redline bench sweep": "four minutes",
     "redline bench accept": "two minutes",
     "redline bench serve --base-url": "a minute; README's own is run",
+    "redline bench serve --preset": "wants a server of somebody's",
+    "redline bench compare": "minutes, and wants two servers",
+    "redline bench agentic": "minutes, of a trace that it makes; tests/bench/serving",
+    "redline bench leaderboard": "a minute; tests/bench/serving",
     "redline verify": "half a minute; tests/bench/verify",
     "redline quantize": "half a minute; tests/quant",
     "redline audit": "a minute; tests/quant",

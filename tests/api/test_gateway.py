@@ -404,7 +404,7 @@ async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> 
         for _ in range(30):
             now += LOOK_S
             world.gateway.look()
-        with pytest.raises(Overloaded, match="not been heard of"):
+        with pytest.raises(Overloaded, match="has not responded"):
             await world.gateway.begin(text_ask())
 
 

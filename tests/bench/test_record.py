@@ -50,7 +50,7 @@ def test_a_git_that_takes_too_long_cannot_tell(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("told", ["7xxxxxx", "abc123", "HEAD", "abc1234 abc1234", "abc1234++"])
 def test_a_placeholder_is_no_commit_and_nothing_is_measured_for_it(told: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("REDLINE_COMMIT", told)
-    with pytest.raises(ConfigError, match=f"REDLINE_COMMIT is {re.escape(repr(told))}; expected a commit's hash"):
+    with pytest.raises(ConfigError, match=f"REDLINE_COMMIT is {re.escape(repr(told))}; expected a commit hash"):
         provenance()
     with pytest.raises(SystemExit, match="REDLINE_COMMIT is"):
         program(lambda: pytest.fail("it has begun"), heard=False)

@@ -84,7 +84,7 @@ def test_a_result_that_could_not_be_saved_is_said_before_the_work(
     [
         (["--against", "nowhere"], "nowhere"),
         (["--kv-dtype", "fp9"], "kv-dtype is 'fp9'"),
-        (["--sets", "nowhere"], "nowhere: no evaluation sets"),
+        (["--sets", "nowhere"], "nowhere: contains no evaluation sets"),
     ],
 )
 def test_eval_looks_at_what_it_needs_before_the_work(tiny: Path, words: list[str], says: str):
@@ -124,7 +124,7 @@ def test_eval_asks_at_most_so_many_of_each_kind_always_the_same_and_says_so(tiny
         report = json.loads(path.read_bytes())
         found.append([(verdict["kind"], verdict["why"].rpartition(" ")[2]) for verdict in report["verdicts"]])
         assert (report["limit"], report["left_out"]) == (2, 10)
-        assert "at most 2 prompts of each kind were asked (--limit); 10 were left out" in done.output
+        assert "at most 2 prompts per kind were used (--limit); 10 were left out" in done.output
     assert found[0] == found[1]
     assert [kind for kind, _ in found[0]] == ["add", "add", "sub", "sub"]
 

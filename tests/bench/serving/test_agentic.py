@@ -208,7 +208,7 @@ def test_a_result_says_turns_contexts_sessions_and_failures():
     found = run(Fake(fails=21), [session("a", 20), session("b", 2), session("c", 2)])
     sections = agentic.agentic_sections(result(found))
     totals, turns, contexts, failures = [one for one in sections if isinstance(one, Table)]
-    assert ("sessions that a failed turn ended", "1") in totals.rows
+    assert ("sessions ended by a failed turn", "1") in totals.rows
     assert [row[:2] for row in turns.rows] == [
         ("1", "3"),
         ("2", "2"),
@@ -233,5 +233,5 @@ def test_a_result_without_any_answer_still_says_so():
 def test_time_that_was_over_is_said():
     found = run(Fake(takes=0.02), [session("a", 50)], deadline=0.1)
     assert any(
-        isinstance(one, Words) and "1 turns that ran" in one.text for one in agentic.agentic_sections(result(found))
+        isinstance(one, Words) and "1 unfinished turns" in one.text for one in agentic.agentic_sections(result(found))
     )

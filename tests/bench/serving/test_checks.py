@@ -87,4 +87,4 @@ def test_a_server_that_sells_more_tokens_than_it_sends_is_told_by_row():
     honest, lying = answer(0, **FIVE), answer(7, usage=usage(completion_tokens=10), **FIVE)
     (mismatch,) = mismatches([honest, lying])
     assert (mismatch.index, mismatch.said, mismatch.seen) == (7, 10, 5)
-    assert mismatch.text == "usage says 10 output tokens, the events carried 5"
+    assert mismatch.text == "usage reports 10 output tokens, the events contained 5"

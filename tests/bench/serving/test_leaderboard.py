@@ -79,9 +79,9 @@ def test_a_vocabulary_that_was_given_is_not_asked_for():
         (said,) = (
             text
             for text in leaderboard.differs(TARGET, of, 1, o200k=True, tokenizer=given)
-            if "tokens of prompt" in text
+            if "prompt tokens, not" in text
         )
-        assert ("makes prompts of that length" in said) == (not given)
+        assert ("gives prompts of that length" in said) == (not given)
 
 
 def test_who_was_still_thinking_is_later_than_all_others():
@@ -139,7 +139,7 @@ def test_what_was_measured_until_ctrl_c_is_kept():
 def test_a_server_with_too_little_room_is_named_with_what_would_fit():
     with pytest.raises(ConfigError, match=r"--input-len 10000 and .*11564.*4096.*--input-len 2532 would fit"):
         check_fits(Workload(10_000, 1500), 4096)
-    with pytest.raises(ConfigError, match="smaller --output-len"):
+    with pytest.raises(ConfigError, match="reduce --output-len"):
         check_fits(Workload(10_000, 1500), 1024)
     check_fits(Workload(2532, 1500), 4096)
     check_fits(Workload(10_000, 1500), None)
@@ -181,4 +181,4 @@ def test_answers_whose_tokens_nobody_counted_are_told():
         leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True, tokenizer=False)
         for row in (measured(one, workload="w", run=0) for one in (bare, steady(1.0, 0.1, 20)))
     ]
-    assert [any("1 answers have no count of tokens" in text for text in texts) for texts in said] == [True, False]
+    assert [any("1 answers have no token count" in text for text in texts) for texts in said] == [True, False]

@@ -104,7 +104,7 @@ def test_where_all_failed_latencies_are_unknown_and_not_zero():
 def test_an_answer_without_a_token_has_failed_even_where_the_server_says_otherwise():
     found = figures(run(answer(at=(), text="")))
     assert (found["completed"], found["failures"]) == (0, {"empty": 1})
-    assert "nothing had come" in found["errors"][0]
+    assert "without any token" in found["errors"][0]
 
 
 def test_what_the_run_itself_cut_off_is_not_the_servers_failure():

@@ -68,14 +68,14 @@ def test_a_server_that_loads_is_waited_for_and_that_is_said_once():
     with server((503, b""), listed, (503, b"of /health"), listed) as target:
         assert models(target, None, told.append, wait=lambda _: None) == ("m",)
     assert len(told) == 1
-    assert "is not ready (503); waiting 600 s at most" in told[0]
+    assert "is not ready (503); waiting up to 600 s" in told[0]
 
 
 @pytest.mark.parametrize(("seconds", "waits"), [(None, 10), (0.0, 0), (3.0, 3)])
 def test_where_nobody_listens_the_wait_has_an_end(seconds: float | None, waits: float):
     clock = Clock()
     target = Target(base_url="http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*--base-url right"):
+    with pytest.raises(ConfigError, match=r"no server at http://127.0.0.1:9 .*check --base-url"):
         models(target, seconds, lambda _: None, clock=clock, wait=clock.wait)
     assert clock.now == waits
 

@@ -44,9 +44,9 @@ def test_loads_stand_beside_one_another_in_a_table_and_in_plots():
     assert [row[0] for row in table.rows] == ["slow", "fast"]
     place = table.columns.index("TTFT median, ms")
     assert [row[place] for row in table.rows] == ["1,000.0", "500.0"]
-    trade = plots(found)["Throughput and what one user has of it"]
+    trade = plots(found)["Throughput and interactivity"]
     assert [one.x[0] for one in trade.series] == pytest.approx([5, 10])  # 1 / TPOT
-    ttft = plots(found)["Time to the first token (TTFT)"]
+    ttft = plots(found)["Time to first token (TTFT)"]
     assert [one.name for one in ttft.series] == ["slow", "fast"]
     assert [one.x[-1] for one in ttft.series] == pytest.approx([1000, 500])
     assert [(one.y[0], one.y[-1]) for one in ttft.series] == [(0, 100)] * 2
@@ -60,7 +60,7 @@ def test_one_load_is_compared_with_nothing_and_other_kinds_only_with_their_own()
 def test_the_page_of_several_has_what_is_compared_then_each_then_where_it_is_from():
     data = data_of(page_of([("a", result(0.2)), ("b", result(0.1))]))
     headings = [section["text"] for section in data["sections"] if section["type"] == "Heading"]
-    assert headings == ["Beside one another", "a", "b", "Where the numbers come from"]
+    assert headings == ["Comparison", "a", "b", "Where the numbers come from"]
     origins = data["sections"][-1]
     assert origins["columns"] == ["", "command", "server", "machine", "versions"]
     assert origins["rows"][0] == [
@@ -105,7 +105,7 @@ def test_plots_that_every_result_has_become_one():
 def test_an_unknown_kind_and_a_result_without_its_details_are_refused():
     with pytest.raises(ConfigError, match="kind 'dance': expected one of serve, vllm"):
         sections_of(Result(kind="dance", figures={}))
-    with pytest.raises(ConfigError, match="what its page needs is not in it: 'completed'"):
+    with pytest.raises(ConfigError, match="is incomplete: 'completed'"):
         sections_of(Result(kind="serve", figures={}))
 
 
@@ -120,8 +120,8 @@ def test_the_verb_prints_tables_and_writes_a_page(tmp_path: Path):
     assert "11.5" in done.output
     assert f"written to {page}" in done.output.replace("\n", "")
     sections = data_of(page.read_text())["sections"]
-    assert sections[0] == {"type": "Heading", "text": "Beside one another"}
-    trade = next(section for section in sections if section.get("title", "").startswith("Throughput and what"))
+    assert sections[0] == {"type": "Heading", "text": "Comparison"}
+    trade = next(section for section in sections if section.get("title", "").startswith("Throughput and interactivity"))
     assert [one["x"][0] for one in trade["series"]] == pytest.approx([10.0, 12.5])
 
 

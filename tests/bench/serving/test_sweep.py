@@ -129,7 +129,7 @@ def test_where_the_lowest_load_breaks_the_slos_the_search_goes_below_it():
     sweep.sweep(plan, points, server, lambda: None)
     assert [one.load for one in points] == [8, 16, 4, 6, 7]
     nothing = Plan(by="streams", loads=(8.0,), slos={"ttft": 100.0})
-    assert "no load that was measured keeps them: at 8 streams 50.0%" in " ".join(sweep.verdict(nothing, [server(8)]))
+    assert "no measured load meets them: at 8 streams 50.0%" in " ".join(sweep.verdict(nothing, [server(8)]))
 
 
 def test_a_search_for_what_is_not_there_ends():
@@ -163,15 +163,15 @@ def test_the_verdict_names_the_slos_point_and_where_a_line_crosses():
     plan = Plan(by="streams", loads=(4.0, 8.0), slos={"ttft": 100.0}, attainment=0.9)
     said = " ".join(sweep.verdict(plan, [server(4), server(8)], gpus=2))
     assert "800 output tokens/s" in said
-    assert "(400 a GPU)" in said
-    assert "kept up to 4 streams" in said
-    assert "8 streams breaks them (50.0% kept)" in said
+    assert "(400 per GPU)" in said
+    assert "met up to 4 streams" in said
+    assert "8 streams violates them (50.0% met them)" in said
     assert sweep.crossing(server(4), server(8), 0.9) == pytest.approx(4.8)
 
 
 def test_a_busy_load_generator_is_said():
     plan = Plan(by="streams", loads=(1.0,))
-    assert "itself the limit at 1 stream" in " ".join(sweep.verdict(plan, [made(1, 100, 1, cpu_share=0.97)]))
+    assert "was the limit at 1 stream" in " ".join(sweep.verdict(plan, [made(1, 100, 1, cpu_share=0.97)]))
 
 
 def test_a_page_is_made_of_what_a_file_holds():
@@ -198,8 +198,6 @@ def test_a_point_whose_tokens_nobody_counted_is_told():
     bare = msgspec.structs.replace(steady(1.0, 0.1, 11), usage=None)
     of = point(1, "streams", run(bare), {})
     assert of.uncounted == 1
-    assert any(
-        "1 answers have no count of tokens" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [of])
-    )
+    assert any("1 answers have no token count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [of]))
     known = point(1, "streams", run(steady(1.0, 0.1, 11)), {})
     assert not any("no count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [known]))

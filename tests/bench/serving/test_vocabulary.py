@@ -77,7 +77,7 @@ def test_o200k_of_tiktokens_cache_and_never_of_the_network(
     [
         (lambda folder: folder, "neither tiktoken.model nor tokenizer.json"),
         (lambda folder: folder / "gone", "does not exist"),
-        (lambda folder: _written(folder / "cl100k_base.tiktoken", ""), "not tiktoken.model, tokenizer.json or"),
+        (lambda folder: _written(folder / "cl100k_base.tiktoken", ""), "expected tiktoken.model, tokenizer.json or"),
         (lambda folder: _written(folder / "tokenizer.json", "{"), "not a tokenizer.json"),
         (lambda folder: _written(folder / "o200k_base.tiktoken", "AA== 0\nx\n"), "line 2"),
     ],

@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
     case = depth(context=1024, rows=32)
     free = 149 * 10**9
     refusal = str(Memory(case).refusal(free))
-    assert "needs 596.65 GB, and 149.00 GB are free" in refusal
+    assert "needs 596.65 GB, but only 149.00 GB are free" in refusal
     layers = Memory(case).layers_that_fit(free)
     assert f"--alias {layers}" in refusal
     assert Memory(depth(context=1024, rows=32, physical=layers)).whole <= free
@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_with_what_does():
 
 def test_where_nothing_fits_nothing_is_recommended():
     refusal = str(Memory(depth()).refusal(10**9))
-    assert "no layer" in refusal
+    assert "no layer fits" in refusal
     assert "--alias" not in refusal
 
 
@@ -162,8 +162,8 @@ def test_where_nothing_fits_nothing_is_recommended():
     [
         ({"physical": 62}, "alias is 62; the model has 61 layers"),
         ({"physical": 1}, "at least 2"),
-        ({"experts": 7}, "experts is 7; a token chooses 8"),
-        ({"context": 262144}, "reads 262,144"),
+        ({"experts": 7}, "experts is 7; a token needs 8"),
+        ({"context": 262144}, "maximum of 262,144"),
     ],
 )
 def test_a_case_that_is_none_is_refused(changes: dict[str, int], says: str):

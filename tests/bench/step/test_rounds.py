@@ -167,12 +167,12 @@ def test_rows_that_do_not_do_what_was_asked_are_no_measurement():
             rows.run()
             rows.note()
         assert rows.accepted(case.rates) == 3.0
-        with pytest.raises(AssertionError, match="3 tokens of a round, and 1 were asked for"):
+        with pytest.raises(AssertionError, match="3 tokens per round, but the rates give 1"):
             rows.accepted((0.0, 0.0))
         rows._shared.standing.drafted[0] = 0
         rows.run()
         rows.note()
-        with pytest.raises(AssertionError, match="positions of 3"):
+        with pytest.raises(AssertionError, match="positions instead of 3"):
             rows.accepted(case.rates)
 
 

@@ -186,7 +186,7 @@ def test_two_shards_whose_names_are_swapped(tmp_path: Path):
         one.name: f"holds the tensors of {other.name}",
         other.name: f"holds the tensors of {one.name}",
     }
-    assert report.problems[0].fix.startswith(f"give the file its own name back ({other.name})")
+    assert report.problems[0].fix.startswith(f"rename the file to its own name ({other.name})")
 
 
 @pytest.mark.usefixtures("shards_alone")
@@ -254,7 +254,7 @@ def test_int4_codes_that_no_weights_have(tmp_path: Path, garbage: str):
     file = changed(tmp_path / "c", PACKED, lambda t: words if garbage == "uniform" else t ^ -0x77777778)
     named, tensor, what, _ = only(run(tmp_path / "c"))
     assert (named, tensor) == (file.name, PACKED)
-    assert what.startswith("its INT4 codes are not spread as those of weights: ")
+    assert what.startswith("its INT4 codes are not distributed like those of weights: ")
 
 
 @pytest.mark.usefixtures("shards_alone")
@@ -302,7 +302,7 @@ def test_a_config_that_cannot_be_read_is_the_problem(tmp_path: Path):
     (tmp_path / "c" / "config.json").write_text("{}")
     report = run(tmp_path / "c")
     assert only(report)[0]
-    assert report.unchecked == ("shards and layers: the config and the index come first",)
+    assert report.unchecked == ("shards and layers: they need a valid config and index",)
 
 
 def test_a_layer_that_memory_does_not_hold_is_not_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -310,7 +310,7 @@ def test_a_layer_that_memory_does_not_hold_is_not_computed(tmp_path: Path, monke
     monkeypatch.setattr(layers_module, "free_memory", lambda: 1000)
     report = run(tmp_path / "c")
     assert report.sound
-    assert report.unchecked[0].startswith("layer 0: it takes ")
+    assert report.unchecked[0].startswith("layer 0: it needs ")
     assert report.steps is None
 
 

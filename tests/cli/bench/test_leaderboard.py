@@ -85,5 +85,5 @@ def test_a_model_without_room_is_said_before_anything_is_asked(server: Scripted,
 
 
 def test_lengths_are_of_one_workload(server: Scripted):
-    with pytest.raises(ConfigError, match="of one --workload"):
+    with pytest.raises(ConfigError, match="override one --workload"):
         type_in("leaderboard", server, "--workload", "1k/1k", "--workload", "100/300", "--input-len", 5)

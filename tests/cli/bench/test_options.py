@@ -35,7 +35,7 @@ def test_words_are_read_as_vllms_users_write_them(given: str, read: str):
 
 @pytest.mark.parametrize("flag", [*options.REFUSED, "--hf-split", "--random-mm-bucket-config", "--append_result"])
 def test_a_flag_of_vllms_that_is_not_served_is_refused_with_what_to_use(flag: str):
-    with pytest.raises(ConfigError, match="is not served here: ") as caught:
+    with pytest.raises(ConfigError, match="is not supported here: ") as caught:
         as_ours([flag, "x"], KNOWN)
     assert flag.replace("_", "-") in str(caught.value)
 

@@ -272,7 +272,7 @@ def test_a_full_disk_stops_with_one_line_and_the_next_run_goes_on(
         status, text = quietly(config)
     assert status == 1
     assert "the disk is full" in text.splitlines()[-1]
-    assert "in 2 shards; the same command goes on" in text
+    assert "in 2 shards; run the same command to resume" in text
     assert not [path for path in Path(config.out).iterdir() if path.name.endswith(".writing")]
     assert quietly(config)[0] == 0
     assert len(everything(Stored(Path(config.out)))) == len(LENGTHS)
@@ -301,7 +301,7 @@ def test_answers_of_another_target_are_captured_only_when_that_is_wanted(config:
 def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path: Path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    with pytest.raises(ConfigError, match=r"empty\.jsonl: no example in it"):
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: contains no example"):
         quietly(change(config, corpus=(str(empty),)))
 
 
@@ -335,7 +335,7 @@ def test_a_shard_that_is_cut_or_gone_is_named(config: CaptureConfig, target: Tar
     capture(config, target)
     shard = Path(config.out) / "shard-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has [\d,]+ bytes; index\.json says"):
+    with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has [\d,]+ bytes; index\.json has"):
         Stored(Path(config.out))
     shard.unlink()
     with pytest.raises(ConfigError, match=r"shard-00001\.safetensors: has 0 bytes"):
@@ -357,7 +357,7 @@ def test_examples_that_give_nothing_are_named_and_counted(config: CaptureConfig,
 def test_sources_without_a_sequence_are_refused(tmp_path: Path, target: Target):
     with pytest.raises(ConfigError, match=r"index\.json: cannot be read"):
         Stored(tmp_path)
-    with pytest.raises(ConfigError, match="no example that the target can read"):
+    with pytest.raises(ConfigError, match="no example that the target supports"):
         Streamed(target, [])
 
 

@@ -105,7 +105,13 @@ def test_users_lines_are_read_and_what_is_no_prompt_is_named(tmp_path: Path):
     assert [turn.role for turn in second.messages] == ["user"]
     assert [message.partition(": ")[0] for message in found.skipped] == [f"{path}, line {n}" for n in range(3, 10)]
     reasons = " ".join(found.skipped)
-    for reason in ("the line is empty", "nobody to answer", "domain is empty", "`sampling`", "'first' a second time"):
+    for reason in (
+        "the line is empty",
+        "no message to answer",
+        "domain is empty",
+        "`sampling`",
+        "duplicate id 'first'",
+    ):
         assert reason in reasons
 
 

@@ -136,7 +136,7 @@ def test_a_run_that_is_cut_off_at_any_point_loses_and_doubles_nothing(folder: Pa
     while len(statuses) < 20 and 0 not in statuses:
         status, text = quietly(config(folder, out, count=3))
         statuses.append(status)
-        assert status == 0 or "the same command goes on" in text
+        assert status == 0 or "run the same command to resume" in text
         with open(out, "ab") as file:
             file.write(b'{"id":"torn","dom')  # what a kill leaves
     assert statuses == [130] * 5 + [0]
@@ -236,7 +236,7 @@ def test_one_corpus_holds_the_answers_of_one_target(folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"domains": ()}, "nothing to ask"),
+        ({"domains": ()}, "nothing to answer"),
         ({"count": 0}, "count is 0"),
         ({"shard": "0/2"}, "shard is '0/2'"),
         ({"shard": "3/2"}, "shard is '3/2'"),

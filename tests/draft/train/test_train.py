@@ -222,7 +222,7 @@ def test_a_full_disk_keeps_the_last_state_and_says_what_to_do(
         save(tensors, path)
 
     monkeypatch.setattr(train_state, "save_file", full)
-    with pytest.raises(ConfigError, match=r"no space left.*make room and run again; training goes on from step 3"):
+    with pytest.raises(ConfigError, match=r"no space left.*make room and run again; training resumes from step 3"):
         train(config_of(target, tmp_path, 9), given, LAYERS, QUIET)
     assert {path.name for path in (tmp_path / "training").iterdir()} == {"step-3", "log.jsonl", "config.json"}
     monkeypatch.setattr(train_state, "save_file", save)
@@ -294,12 +294,12 @@ def test_ctrl_c_before_the_first_step_is_one_line(target: Path, tmp_path: Path, 
     monkeypatch.setattr("redline.draft.train.train.open_source", interrupt)
     screen = io.StringIO()
     assert run(config_of(target, tmp_path, 3), Console(file=screen)) == 130
-    assert screen.getvalue() == "stopped; the same command begins again\n"
+    assert screen.getvalue() == "stopped; the same command starts over\n"
 
 
 def test_one_source_is_named_and_no_more():
     for places in ({}, {"capture": "a", "corpus": ("b",)}):
-        with pytest.raises(ConfigError, match="expected one of `capture`"):
+        with pytest.raises(ConfigError, match="expected exactly one of `capture`"):
             check(TrainConfig(target="t", out="o", recipe=Recipe(budget=Budget(steps=1)), **places))
 
 
