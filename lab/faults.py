@@ -17,7 +17,7 @@ as the seed draws them:
 
 What is drawn without a seed is not asked for: it follows a distribution, and no two answers are the same. Each round of
 requests has pages of its own (`cache_salt`), since a prompt that begins from pages which an answer has filled agrees to
-rounding alone (docs/route.md).
+rounding alone (docs/routing.md).
 
 A fault comes once all workers are ready again after the one before; one in five comes upon the one before.
 

@@ -8,7 +8,7 @@
 `memory` is one process, tiny parcels and a clock of its own: reads that are slow, torn, dropped, failing or corrupted,
 leases that end while a read is under way, spaces that are used again under it, receivers that leave, and receivers that
 are only thought to have left. `shared` and `nixl` are two processes, parcels up to 1 MiB, real time, and an owner that
-is stopped some times for 0.7 s, longer than a read may take (not over NIXL and TCP: docs/transport.md).
+is stopped some times for 0.7 s, longer than a read may take (not over NIXL and TCP: docs/kv_transfer.md).
 
 What must hold: no parcel with a wrong byte is accepted, every fault that was put in is caught, no parcel with right
 bytes is refused, and every byte of every area comes back. Exits with 1 otherwise. Saved as JSON, with the speed of

@@ -1,4 +1,4 @@
-"""Role switches of running workers: when they are allowed, and when they are complete. See docs/fleet.md.
+"""Role switches of running workers: when they are allowed, and when they are complete. See docs/routing.md.
 
 New jobs follow the new role at once. A decode worker that becomes a prefill worker first ends its running answers:
 after STAY_S the remaining ones are resumed on other workers, as when a worker is replaced. A prefill worker that

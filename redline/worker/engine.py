@@ -64,7 +64,7 @@ from redline.worker.ways import Carrier, open_ways
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 # Default for the most tokens of a step: the largest of these that leaves enough memory for KV pages. A prefill chunk
-# reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/handoff.md).
+# reads nearly all experts, so one chunk of 8,192 tokens takes less time than four of 2,048 (docs/kv_transfer.md).
 STEP_TOKENS = {"cpu": (512,), "cuda": (2048, 8192)}
 _log = logging.getLogger(__name__)
 OUTSTANDING = 512  # most jobs of one `generate` that are submitted at a time; the planner's queue is bounded

@@ -13,7 +13,7 @@ from tests.operators.queries import EXAMPLES
 from tests.test_house import flags
 from tests_operators.image import instructions
 
-WORKER_END_S = 15  # docs/operators.md
+WORKER_END_S = 15  # docs/guides/operate.md
 
 
 def served(words: list[str]) -> None:
@@ -31,7 +31,7 @@ def test_the_unit_runs_redline_and_waits_for_its_end():
     program, *words = service["ExecStart"].split()
     assert Path(program).name == "redline"
     served(words)
-    example = (EXAMPLES.parents[1] / "docs" / "operators.md").read_text()
+    example = (EXAMPLES.parents[1] / "docs" / "guides" / "operate.md").read_text()
     drain = re.search(r"^    drain_s = (\d+)$", example, re.MULTILINE)
     assert drain is not None
     assert int(service["TimeoutStopSec"]) > int(drain[1]) + WORKER_END_S
